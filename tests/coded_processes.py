@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.meeting import Address, coordinating
-from farflung.coded.problem import HeldProducts
+from farflung.coded.linear_model import HeldProducts
+from farflung.coded.meeting import Address, coordinating, take_part
 from farflung.coded.registry import Registry
-from farflung.coded.settings import Settings
 from farflung.comm.channel import describe
 from farflung.tasks import Task
 from farflung.types import Json
@@ -108,7 +106,7 @@ def attend(
     kept = [describe(tag) for tag in runtime.view.mailbox._arrived if tag != messages.COMMAND]
     left = {
         "reason": reason,
-        "refused": device.first_refusal,
+        "refused": device.refused,
         "kept": kept,
         "meetings": len(met),
         "blocks_nbytes": max(holding.dropped_at_nbytes, holding.nbytes),

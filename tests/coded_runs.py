@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator, PartitionsChanged
+from farflung.coded.coordinator import Coordinator, PartitionsChanged, Settings
 from farflung.coded.device import Device
 from farflung.coded.registry import Registry
-from farflung.coded.settings import Settings
 from farflung.decisions import DecisionLog
 from farflung.faults import FaultPlan
 from farflung.network import Link

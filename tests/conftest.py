@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import tests.unsynced  # noqa: F401
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
@@ -83,6 +85,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Python is started for the workers of :func:`farflung.train`, which ``runs/test_programs.py`` is about."""
+    from farflung.runs import launching
+    from tests.forks import parent_of
+
+    monkeypatch.setattr(launching, "parent_of", parent_of)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from pathlib import Path
 from threading import Timer
 from typing import IO, Any, Self
 
+from farflung.runs.launching import Parent
+from farflung.runs.workers import serve
 from tests.pool import preloaded
 
 DEADLINE_S = 240.0
@@ -47,11 +50,11 @@ class Fork:
         log: Path | None = None,
     ) -> None:
         self._stdout: IO[str] = (tempfile.TemporaryFile if log is None else log.open)("w+")
-        self._outputs, theirs = [self._stdout], self._stdout.fileno()
+        self.outputs, theirs = [self._stdout], self._stdout.fileno()
         if log is None:
             ours, theirs = os.pipe()
             self.stderr = os.fdopen(ours)
-            self._outputs.append(self.stderr)
+            self.outputs.append(self.stderr)
         where = str(cwd or Path.cwd()), {**os.environ, **(environment or {})}
         self._process = _Process(call, *where, (self._stdout.fileno(), theirs))
         self._process.start()
@@ -70,7 +73,7 @@ class Fork:
         if self.returncode is None:
             self._process.terminate()
         self.wait()
-        for output in self._outputs:
+        for output in self.outputs:
             output.close()
 
     @property
@@ -123,6 +126,33 @@ def script(path: Path, *arguments: str) -> None:
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
+
+
+def parent_of(log: Path, *, workers: int) -> Parent:
+    """A parent of the workers of one run, as :func:`farflung.runs.launching.parent_of` starts one."""
+    pipe = Path(tempfile.mkdtemp(), "job")
+    os.mkfifo(pipe)
+    threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
+    process = Fork(
+        partial(_serves, str(pipe), [path or str(Path.cwd()) for path in sys.path]),
+        log=log,
+        environment=threads,
+    )
+
+    def wait(timeout_s: float) -> None:
+        if process.wait(timeout_s) is not None:
+            for output in process.outputs:
+                output.close()
+
+    ours = os.open(pipe, os.O_WRONLY)
+    shutil.rmtree(pipe.parent)
+    return Parent(process.pid, ours, lambda: process.returncode, wait)
+
+
+def _serves(pipe: str, path: list[str]) -> int:
+    os.setsid()
+    sys.path[:] = path
+    return serve(os.open(pipe, os.O_RDONLY))
 
 
 def of_torchrun(rank: int, size: int, address: str, port: int, *, machines: int = 1) -> dict[str, str]:

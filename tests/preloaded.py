@@ -2,11 +2,14 @@
 
 from importlib import import_module
 
+import matplotlib.backends.backend_agg
 import matplotlib.pyplot  # noqa: F401
 import torch
+import tyro.extras  # noqa: F401
 
 import farflung.runs.workers  # noqa: F401
-import tests.coded_processes  # noqa: F401
+import tests.coded_processes
+import tests.unsynced  # noqa: F401
 from farflung.cli.main import COMMANDS
 
 for name in (

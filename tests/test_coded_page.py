@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shutil
 import socket
-import subprocess
-import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.test_readme import FENCE, LIMIT_S, ROOT, blocks_of
+from tests.forks import Fork, command, farflung
+from tests.test_readme import FENCE, LIMIT_S, ROOT, Block, blocks_of, program
 
 PAGE = (ROOT / "docs" / "coded.md").read_text(encoding="utf-8")
 MACHINE = re.compile(r"# on machine (\w)\n")
 
 
-def start(text: str, folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        ["bash", "-euc", text],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+def every(*commands: list[str]) -> int:
+    """What a block is in a process: its commands side by side, as ``&`` has it, or a single one."""
+    with ExitStack() as stack:
+        others = [stack.enter_context(farflung(*words)) for words in commands[:-1]]
+        codes = [command(*commands[-1]), *(other.wait() for other in others)]
+    return max(code or 0 for code in codes)
+
+
+def start(block: Block, folder: Path, at: str) -> Fork:
+    lines = [line.removesuffix("&") for line in block.commands() if line != "wait"]
+    words = [program(line.replace("192.0.2.10:29500", at)) for line in lines]
+    assert all(line[0] == "farflung" for line in words)
+    return Fork(partial(every, *(line[1:] for line in words)), cwd=folder)
+
+
+def ended(process: Fork) -> None:
+    with process:
+        said = process.finished()
+    assert process.returncode == 0, said
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -52,19 +58,17 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for block in shell:
         named = MACHINE.match(block.text)
         folder = tmp_path if named is None else machines[named[1]]
-        process = start(block.text.replace("192.0.2.10:29500", at), folder)
+        process = start(block, folder, at)
         if "--at" in block.text or " device " in block.text:
             together.append(process)
             continue
-        said, _ = process.communicate(timeout=LIMIT_S / 2)
-        assert process.returncode == 0, said
+        ended(process)
         for own, other in (("A", "B"), ("B", "A")):
             for key in (machines[own] / "keys").glob("*.public"):
                 if (machines[other] / "keys").is_dir() and key.stem == own.lower():
                     shutil.copy(key, machines[other] / "keys")
     assert len(together) == 2
     for process in together:
-        said, _ = process.communicate(timeout=LIMIT_S / 2)
-        assert process.returncode == 0, said
+        ended(process)
     assert (machines["A"] / "runs" / "coded" / "model.safetensors").is_file()
     assert (tmp_path / "runs" / "demo" / "run.png").is_file()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import farflung
-from farflung.codecs import CODECS
 from farflung.errors import ConfigError, UnknownName, Unsupported
 from farflung.reducers import REDUCERS
 from tests.pool import Pool
@@ -16,8 +15,11 @@ from tests.pool import Pool
 WHOLE = "adaptive_topk(rule='released')"
 """Takes a gradient in one bucket, and the model here has two."""
 
+CARRIED = ("by_role", "demo", "dgc", "error_feedback", "identity", "qsgd", "randomk")
+"""Codecs with parts, memories, residuals, noise and sums of payloads; the hook knows no more of them than that."""
+
 RECIPES: dict[str, dict[str, str]] = {
-    **{codec: {"codec": codec} for codec in sorted(CODECS)},
+    **{codec: {"codec": codec} for codec in CARRIED},
     **{reducer: {"reducer": reducer} for reducer in sorted(set(REDUCERS) - {"codec"})},
     "gradiveq(warm_up=0, sample_steps=2)": {"reducer": "gradiveq(warm_up=0, sample_steps=2)"},
     "codec(qsgd(), phases='two')": {"codec": "qsgd", "reducer": "codec(phases='two')"},

@@ -1,8 +1,8 @@
 """The README and the page on Python tell the truth: their commands and their Python run as they stand.
 
 A block of the README stands alone and runs in an empty folder. Those of the page run one after the other in one; a
-block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group runs under
-torchrun on two processes, and one of the page that attaches on two that are told what torchrun tells.
+block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group, and one of
+the page that attaches, runs on two processes that are told what torchrun tells.
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
@@ -129,10 +129,9 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def python(path: Path, *, several: bool) -> None:
-    """Runs a script in its folder, on two processes under torchrun if it is for several, else in this one."""
+    """Runs a script in its folder, on two processes as under torchrun if it is for several, else in this one."""
     if several:
-        together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        run([sys.executable, *together, str(path)], path.parent)
+        two_replicas(path)
     else:
         runpy.run_path(str(path), run_name="__main__")
 
@@ -153,6 +152,7 @@ def two_replicas(path: Path) -> None:
 
 
 @pytest.mark.timeout(LIMIT_S * 6)
+@pytest.mark.usefixtures("forked_workers")
 def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

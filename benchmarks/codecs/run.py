@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ from farflung.codecs import (
 from farflung.reducers.gradiveq.slices import Coder, Layout
 from farflung.types import Codec, Placed, Seeds, TensorSpec
 
-NUMEL = 10_000_000
+FULL_NUMEL, QUICK_NUMEL = 10_000_000, 100_000
 SEED = 0
 FULL_ROUNDS, QUICK_ROUNDS = 21, 3
 ROWS = {
@@ -66,13 +67,13 @@ def measure(quick: bool) -> Mapping[str, Measured]:
     """All rows: in each round everything has its turn, and a ratio is one of times of the same round."""
     torch.set_num_threads(1)
     rounds = QUICK_ROUNDS if quick else FULL_ROUNDS
-    grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(SEED))
+    grad = torch.randn(QUICK_NUMEL if quick else FULL_NUMEL, generator=torch.Generator().manual_seed(SEED))
     works, sizes = _works(grad)
     with_fresh_pages = _timed(works, 1 if quick else 5)
     _keep_memory()
     seconds = _timed(works, rounds)
     common: dict[str, Any] = {
-        "numel": NUMEL,
+        "numel": len(grad),
         "seeds": [SEED],
         "rounds": rounds,
         "threads": 1,
@@ -95,15 +96,15 @@ def measure(quick: bool) -> Mapping[str, Measured]:
 
 def _works(grad: torch.Tensor) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
     """What is timed, and dense bytes over payload bytes of each codec."""
-    there = torch.empty_like(grad)
+    there, numel = torch.empty_like(grad), len(grad)
     works: dict[str, Callable[[], object]] = {
         "copy": lambda: there.copy_(grad),
         "clone": grad.clone,
         "PyTorch's fp16 hook, cast and back": lambda: there.copy_(grad.to(torch.float16).div_(2)),
-        "abs().topk()": lambda: grad.abs().topk(NUMEL // 100),
+        "abs().topk()": lambda: grad.abs().topk(numel // 100),
     }
-    sizes = {}
-    spec = TensorSpec(tuple(grad.shape), grad.dtype, (Placed((1000, 1000, 10), 0),))
+    sizes, side = {}, math.isqrt(numel // 10)
+    spec = TensorSpec(tuple(grad.shape), grad.dtype, (Placed((side, side, 10), 0),))
     for name, codec in TIMED.items():
         before = codec.init(spec, Seeds(SEED, SEED))
         payload, state = codec.encode(before, grad, step=0, count=1)
@@ -125,10 +126,11 @@ def _works(grad: torch.Tensor) -> tuple[dict[str, Callable[[], object]], dict[st
 
 def _coder(tensor: torch.Tensor) -> Coder:
     """One convolution of 16 filters, and as deep, whose slices share a basis; a few numbers over are dense."""
-    slices = NUMEL // SLICE_NUMEL
+    numel = len(tensor)
+    slices = numel // SLICE_NUMEL
     convolution = Placed((16, 16, slices * SLICE_NUMEL // 256, 1), 0)
-    rest = Placed((NUMEL - slices * SLICE_NUMEL,), slices * SLICE_NUMEL)
-    layout = Layout.of(TensorSpec((NUMEL,), parts=(convolution, rest)), SLICE_NUMEL)
+    rest = Placed((numel - slices * SLICE_NUMEL,), slices * SLICE_NUMEL)
+    layout = Layout.of(TensorSpec((numel,), parts=(convolution, rest)), SLICE_NUMEL)
     generator = torch.Generator().manual_seed(SEED)
     basis, _ = torch.linalg.qr(torch.randn(SLICE_NUMEL, COEFFICIENTS, generator=generator))
     (name,) = layout.named

@@ -14,7 +14,7 @@ from benchmarks.coded.codes import LAWS, Masked
 from benchmarks.coded.encoding import SIZES
 from benchmarks.common import Measured
 from farflung.coded import CODES, Code, Decoder
-from farflung.coded.decoding import TOLERANCE
+from farflung.coded.codes import TOLERANCE
 from farflung.spec import build
 
 __all__ = ["beyond", "extra_answers", "full_rank", "laws_of_coefficients", "needed", "tables"]

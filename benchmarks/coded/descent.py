@@ -11,8 +11,7 @@ import torch
 from benchmarks.coded.world import parts_of, run
 from benchmarks.common import Measured
 from farflung.coded import GD, LBFGS, HeldProducts, Logistic, Problem, solve
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.settings import Settings
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.data import a9a
 from farflung.tasks import Pending, Task
 from farflung.types import Runtime

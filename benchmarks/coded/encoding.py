@@ -10,8 +10,7 @@ from typing import Any, Literal
 from benchmarks.coded.codes import LAWS
 from benchmarks.coded.world import noise, run
 from benchmarks.common import Measured
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.settings import Settings
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.types import Runtime
 
 __all__ = ["SIZES", "both", "rows_alone", "sent"]

@@ -21,11 +21,10 @@ from benchmarks.coded.pictures import draw_joins
 from benchmarks.coded.world import noise
 from benchmarks.common.kept import Kept
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator
+from farflung.coded.codes import rank, redundancy
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.redundancy import rank, redundancy
 from farflung.coded.registry import Registry
-from farflung.coded.settings import Settings
 from farflung.faults import FaultPlan
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld

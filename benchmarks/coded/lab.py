@@ -24,10 +24,9 @@ from benchmarks.coded.rounds import (
 )
 from benchmarks.coded.world import noise
 from benchmarks.common import Measured
-from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, coordinating
+from farflung.coded.meeting import Address, coordinating, take_part
 from farflung.devices import DeviceProfile
 
 __all__ = ["in_pieces"]

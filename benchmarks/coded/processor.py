@@ -17,11 +17,9 @@ from benchmarks.coded.models import samples
 from benchmarks.coded.world import Part, noise, parts_of
 from benchmarks.common import Measured
 from farflung.coded import CODES, GD, Code, Decoder, Logistic, Problem
-from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, coordinating
-from farflung.coded.settings import Settings
+from farflung.coded.coordinator import Coordinator, Settings
+from farflung.coded.meeting import Address, coordinating, take_part
 from farflung.spec import build
 
 __all__ = ["decode", "iteration"]

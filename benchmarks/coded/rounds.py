@@ -12,8 +12,7 @@ import torch
 from benchmarks.coded.codes import REPLICATION
 from benchmarks.coded.world import Body, noise, run
 from benchmarks.common import Measured
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.settings import Settings
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.devices import DeviceProfile, Varying
 from farflung.network import Link
 from farflung.types import Runtime

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
 from farflung.coded.parts import partitioned
-from farflung.coded.settings import Settings
 from farflung.devices import DeviceProfile
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld

@@ -129,7 +129,7 @@ def in_regions(quick: bool) -> Mapping[str, Measured]:
             *(text for part, value in parts.items() for text in (f"--{part}", value)),
             batch=REGIONS_BATCH,
             forward_s=STEP_S / 3 / REGIONS_BATCH,
-            warm_up=warm_up,
+            warm_up=2 if quick else warm_up,
             steps=8 if quick else steps,
         )
         ratio = scalability(STEP_S, found)

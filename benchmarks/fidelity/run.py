@@ -157,7 +157,8 @@ def run(cells: Sequence[Cell], kept: Kept, quick: bool) -> tuple[list[Row], list
 
 def this_machine(cells: Sequence[Cell], of: Cell, kept: Kept, quick: bool) -> str:
     """It as a device, as TOML: shared by as many replicas as a cell has, calibrated once for all cells of its kind."""
-    alike = [cell for cell in cells if (cell.nodes, cell.paced) == (of.nodes, of.paced)]
+    of = cells[0] if quick else of  # once for all cells
+    alike = [cell for cell in cells if quick or (cell.nodes, cell.paced) == (of.nodes, of.paced)]
     key = {"calibrated": of.nodes, "paced": of.paced, "seed": of.seed}
     rounds = QUICK_ROUNDS if quick else ROUNDS
     line = kept.once(key, lambda: {"device": calibrated(of, {cell.recipe for cell in alike}, rounds=rounds)})

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,29 @@ THREADS = ((8, 4), (1, 1))
 LAYOUTS = {"a topic each": "own-{{rank}}-{count}-{rate}", "a partition each": "shared-{count}-{rate}"}
 
 
-def effective(*, counts: tuple[int, ...], rates: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
+def effective(
+    *,
+    counts: tuple[int, ...],
+    rates: tuple[int, ...],
+    seconds: float,
+    threads: Sequence[tuple[int, int]] = THREADS,
+) -> list[dict[str, Any]]:
     """Samples per second of a producer, on average, for each combination; all are devices of one process.
 
     Args:
       counts: of producers.
       rates: that each is asked for.
       seconds: for how long they send.
+      threads: of the broker.
     """
     found = []
-    for (network, disk), (layout, topic) in itertools.product(THREADS, LAYOUTS.items()):
+    for network, disk in threads:
         with tempfile.TemporaryDirectory(prefix="farflung-kafka-") as folder:
             broker = Broker(
                 Path(folder), real=True, settings={"num.network.threads": network, "num.io.threads": disk}
             )
             try:
-                for count, rate in itertools.product(counts, rates):
+                for (layout, topic), count, rate in itertools.product(LAYOUTS.items(), counts, rates):
                     name = topic.format(count=count, rate=rate)
                     reached = _reached(broker, name, count, rate, seconds)
                     found.append(

@@ -150,7 +150,8 @@ def measure_producers(quick: bool) -> Mapping[str, Measured]:
     if not HOME:
         raise LabError(NEEDS)
     counts, rates = ((2,), (600,)) if quick else (COUNTS, RATES)
-    table = effective(counts=counts, rates=rates, seconds=1.0 if quick else SECONDS)
+    threads = THREADS[:1] if quick else THREADS
+    table = effective(counts=counts, rates=rates, seconds=1.0 if quick else SECONDS, threads=threads)
     judged = [
         one["reached"] / one["asked"]
         for one in table

@@ -244,7 +244,7 @@ def lab_period(quick: bool) -> Mapping[str, Measured]:
             *("--recipe", "ring", "--codec", codec, "--schedule", f"pipelined(width={width})"),
             batch=LAB_BATCH,
             forward_s=LAB_FORWARD_S,
-            warm_up=LAB_WARM_UP,
+            warm_up=2 if quick else LAB_WARM_UP,
             steps=4 if quick else LAB_STEPS,
         )
         wanted = _model_period_s(network, width, codec)

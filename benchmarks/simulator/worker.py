@@ -91,19 +91,20 @@ def run(what: str, count: int, steps: int) -> dict[str, Any]:
     return fleet(count, steps)
 
 
+def measured(what: str, count: int, steps: int) -> dict[str, Any]:
+    """The same with what it has cost this process."""
+    wall, processor = time.perf_counter(), time.process_time()
+    found = run(what, count, steps)
+    return {
+        "seconds": time.perf_counter() - wall,
+        "processor_s": time.process_time() - processor,
+        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "load_average": os.getloadavg()[0],
+        **found,
+    }
+
+
 if __name__ == "__main__":
     # Small products gain nothing from a second thread; convolutions do.
     torch.set_num_threads(2 if sys.argv[1] == "resnet8" else 1)
-    wall, processor = time.perf_counter(), time.process_time()
-    found = run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    print(
-        json.dumps(
-            {
-                "seconds": time.perf_counter() - wall,
-                "processor_s": time.process_time() - processor,
-                "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                "load_average": os.getloadavg()[0],
-                **found,
-            }
-        )
-    )
+    print(json.dumps(measured(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

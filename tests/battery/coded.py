@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.objectives import Logistic
-from farflung.coded.problem import Problem
+from farflung.coded.linear_model import Logistic, Problem
 from farflung.coded.solvers import GD, solve
 from farflung.faults import FaultPlan
 from tests.coded_runs import Run, part

@@ -72,6 +72,7 @@ def main() -> None:
     """Answers each name on standard input with a line of JSON."""
     import torch
 
+    import tests.unsynced  # noqa: F401
     from tests.battery.runs import exact_roots, outcome
     from tests.pool import Pool
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.adacomm.links import COLLECTIVE, STEP_S, links, most_per_step
-from benchmarks.adacomm.pictures import draw
 from benchmarks.adacomm.race import ALLOWED, LONGER, Race, lowest, on_links, reached, smooth
 from benchmarks.adacomm.run import fixed, times_faster
 from benchmarks.adacomm.watched import Point, Watched
@@ -156,9 +154,3 @@ def test_what_never_reaches_the_target_is_said_so() -> None:
 
 
 # --- the whole --------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    draw(path, {name: curve(2.0, 1.0) for name in "abcde"}, 1.5)
-    assert path.stat().st_size

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.coded import curve, encoding, joins, processor, rounds
+from benchmarks.coded import curve, encoding, joins, rounds
 from benchmarks.coded.answers import EXACT, full_rank, needed
 from benchmarks.coded.codes import Replication
 from benchmarks.coded.descent import PARTS
 from benchmarks.coded.world import noise, run
 from farflung.coded import MDS
-from farflung.coded.settings import Settings
+from farflung.coded.coordinator import Settings
 from farflung.devices import DeviceProfile
 
 
@@ -93,10 +93,3 @@ def test_devices_that_join_fetch_half_of_the_partitions() -> None:
     partition = 8 * encoding.ROWS_EACH * encoding.FEATURES_OF_K * 4
     assert nbytes == 3 * [2 * partition]
     assert [len(one) for one in rows] == [4, 5, 6, 7]
-
-
-def test_a_decode_takes_some_time() -> None:
-    (decode,) = processor.decode(quick=True).values()
-    assert decode.spread is not None
-    assert decode.ours is not None
-    assert 0 < decode.spread[0] <= decode.ours <= decode.spread[1]

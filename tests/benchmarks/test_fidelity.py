@@ -15,10 +15,10 @@ from benchmarks.common import Expected, Kept, Measured, Result
 from benchmarks.common import kept as kept_module
 from benchmarks.common.results import store
 from benchmarks.fidelity import networks, run
-from benchmarks.fidelity.cells import Cell, recipe_of
+from benchmarks.fidelity.cells import Cell
 from benchmarks.fidelity.networks import DELAY_MS, DRAWN, LOSS, RATE_MBPS, drawn
 from benchmarks.fidelity.order import Timed, agreement, tau, without_one
-from benchmarks.fidelity.recipes import CODED, DENSE, EACH, RECIPES, UNPACED, dealt
+from benchmarks.fidelity.recipes import DENSE, EACH, RECIPES, UNPACED, dealt
 from farflung.network import NetworkProfile, network_profile
 
 NODES = 4
@@ -77,13 +77,6 @@ def test_every_recipe_meets_as_many_networks_as_any_other() -> None:
     assert set(uses) == set(RECIPES) - {DENSE}
     assert max(uses.values()) - min(uses.values()) <= 1
     assert dealt(names, seed=2) != found == dealt(names, seed=1)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_one(name: str) -> None:
-    made = recipe_of(name)
-    made.parts(0)
-    assert (made.codec != "identity" or made.reducer != "codec") == (name in CODED) or name not in UNPACED
 
 
 # --- order ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch
 from benchmarks.mercury.applications import APPLICATIONS, MBPS, QUADRATIC
 from benchmarks.mercury.curves import Method, Target, at_the_end, on_links, smooth, times_faster
 from benchmarks.mercury.methods import (
-    PUBLISHED_RATE,
     RATES,
     WITHIN,
     best_rate,
@@ -25,27 +22,15 @@ from benchmarks.mercury.methods import (
     reference,
     uniform,
 )
-from benchmarks.mercury.pictures import draw
-from benchmarks.mercury.plan import made_up, scored
-from benchmarks.mercury.rows import JOBS, mercury_row, pictured
+from benchmarks.mercury.plan import scored
 from benchmarks.mercury.run import NotTrained, stored
 from benchmarks.mercury.variance import worth
 from benchmarks.mercury.watched import Found, Point, Watched
-from farflung.calibration import forward_flops
-from farflung.data import TensorDataset
-from farflung.seeding import generator
 from farflung.workloads import workload
 
 pytestmark = pytest.mark.usefixtures("unframed")
 
 TINY = Watched(QUADRATIC, steps=24, every=4)
-SHAPES = {
-    "aid": (3, 64, 64),
-    "speech": (1, 64, 101),
-    "agnews": (48,),
-    "fashion": (1, 28, 28),
-    "fashion in small batches": (1, 28, 28),
-}
 
 
 def curve(*accuracies: float, step_s: float = 5.0, scoring: float = 0.0) -> list[Point]:
@@ -61,19 +46,6 @@ def method(*curves: list[Point], mbps: float = 10) -> Method:
 
 
 # --- devices and links ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in APPLICATIONS if name != QUADRATIC])
-def test_the_papers_models_are_as_large_and_take_as_many_operations_as_is_said(name: str) -> None:
-    what = APPLICATIONS[name]
-    task: Any = workload(what.whole)
-    shape, kind = SHAPES.get(name, (3, 32, 32)), torch.int64 if name == "agnews" else torch.float32
-    labels = torch.zeros(1, dtype=torch.int64)
-    data = TensorDataset(torch.zeros(1, *shape, dtype=kind), labels, labels, origin="zeros")
-    model = task.model(generator(0, "model"))
-    assert sum(parameter.numel() for parameter in model.parameters()) == what.parameters
-    task = replace(task, network=lambda: model, load=lambda: (data, data))
-    assert forward_flops(task) == what.flops
 
 
 def test_an_exchange_takes_what_the_papers_does_on_the_papers_device() -> None:
@@ -219,19 +191,6 @@ def test_more_replicas_train_on_as_many_samples() -> None:
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_have_the_ratio_the_rates_and_the_gain_in_steps() -> None:
-    (rows,) = [rows for rows in JOBS["speech"].rows if mercury_row("speech", 100) in rows.names]
-    ((_, row),) = rows.measure(made_up).items()
-    what = APPLICATIONS["speech"]
-    assert row.config["exchange_over_step"] == what.ratio(100)
-    assert row.config["batch_size"] == 64
-    assert row.config["trained_at_mbps"] == 10
-    assert row.config["uniform"]["learning_rate"] == row.config["ours"]["learning_rate"] == PUBLISHED_RATE
-    assert row.config["against_uniform_at_its_best_rate"]["rate"] != PUBLISHED_RATE
-    assert row.config["gain_in_steps"] == [1.0]
-    assert row.simulated
-
-
 def test_a_training_that_is_not_stored_is_said_and_not_made() -> None:
     with pytest.raises(NotTrained, match="not stored yet"):
         stored(replace(TINY, seed=12345))
@@ -259,9 +218,3 @@ def test_scoring_is_counted_by_the_size_of_groups() -> None:
 
 
 # --- the picture ------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    draw(path, pictured(made_up))
-    assert path.stat().st_size

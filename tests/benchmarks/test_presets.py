@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +19,8 @@ from benchmarks.presets.courses import (
     target,
 )
 from benchmarks.presets.language import Curve, Language
-from benchmarks.presets.methods import LEFT_OUT, METHODS, NETWORKS, RATES, REFERENCE, parts_of
-from benchmarks.presets.pictures import LOOKS, draw
+from benchmarks.presets.methods import NETWORKS, RATES, REFERENCE, parts_of
 from benchmarks.presets.times import Pace, Paces, _phases, _simulated
-from farflung.recipes import RECIPES
 
 SMALL = Language("synchronous", 0.001, "four-regions", steps=200, workload="synthetic/quadratic")
 
@@ -37,12 +34,6 @@ def course(preset: str, *losses: float, sent: int = 10, networks: tuple[str, ...
 
 
 # --- what is compared -------------------------------------------------------------------------------------------
-
-
-def test_every_preset_is_compared_or_left_out_with_a_reason() -> None:
-    assert METHODS.keys() | LEFT_OUT.keys() == RECIPES.keys()
-    assert not METHODS.keys() & LEFT_OUT.keys()
-    assert LOOKS.keys() == METHODS.keys()
 
 
 # --- rates ------------------------------------------------------------------------------------------------------
@@ -155,14 +146,3 @@ def test_a_training_counts_bytes_of_all_replicas_and_evaluates_on_its_way() -> N
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------
-
-SHOWN = [
-    course(REFERENCE, 3.0, 2.0, 1.8, 1.8, sent=1000),
-    course("dga", 3.0, 2.5, 2.5, 2.5, sent=200),
-    course("delayed", 3.0, 2.0, 1.8, 1.8, sent=100, networks=NETWORKS[:1]),
-]
-
-
-def test_pictures_are_drawn(tmp_path: Path) -> None:
-    draw(tmp_path, SHOWN, 1.85)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["presets_bytes.png", "presets_time.png"]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from farflung.cli.main import main
-from farflung.coded.linear_model import Learner, LinearModel
-from farflung.coded.problem import HeldProducts, Problem
+from farflung.coded.linear_model import HeldProducts, LinearModel, Problem
+from farflung.coded.run import Learner
 from farflung.coded.solvers import solve
 from farflung.comm.keys import make_keys
 from farflung.tasks import Task

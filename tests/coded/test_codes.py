@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from benchmarks.coded.codes import LAWS, Replication
-from farflung.coded import CODES, MDS, RLNC, Code
+from farflung.coded import CODES, MDS, RLNC, Code, Decoder
 from farflung.coded.codes import normal_row
 from farflung.errors import ConfigError, UnknownName
 from farflung.spec import build
@@ -106,6 +107,35 @@ def test_normal_numbers_are_normal() -> None:
     cumulative = torch.special.ndtr(torch.from_numpy(values)).numpy()
     distance = np.abs(cumulative - (np.arange(20_000) + 0.5) / 20_000).max()
     assert distance < 1.63 / 20_000**0.5  # Kolmogorov & Smirnov, 1 percent
+
+
+def needed(code: Code, devices: int, partitions: int, draws: int) -> Tensor:
+    """Answers until all is decoded, in random order."""
+    orders = np.random.default_rng(5)
+    counts = []
+    for seed in range(draws):
+        matrix = generator_matrix(code, devices - partitions, partitions, seed)
+        decoder = Decoder[int](partitions)
+        answers = 0
+        for who in orders.permutation(devices).tolist():
+            answers += 1
+            decoder.add(who, matrix[who])
+            if decoder.complete:
+                break
+        counts.append(answers)
+    return torch.tensor(counts, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("devices", "partitions", "extra"), [(20, 16, 0.396), (12, 8, 0.412)])
+def test_balanced_masks_need_few_answers_beyond_k(devices: int, partitions: int, extra: float) -> None:
+    """Exact, by counting types of columns (Hall's condition, since the values are generic)."""
+    draws = 1000
+    counts = needed(RLNC(), devices, partitions, draws) - partitions
+    assert float(counts.mean()) == pytest.approx(extra, abs=3 * float(counts.std()) / draws**0.5)
+
+
+def test_of_many_blocks_balanced_masks_need_almost_no_answers_beyond_k() -> None:
+    assert float(needed(RLNC(), 50, 40, 300).mean()) - 40 < 0.05
 
 
 # --- the others -------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from torch import Tensor
 from farflung.coded import GD, HeldProducts, Hinge, Logistic, Objective, Problem, solve
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.parts import partitioned
-from farflung.coded.solvers.gd import GDState
+from farflung.coded.solvers import GDState
 from farflung.data import a9a
 from farflung.data.source import find
 from farflung.faults import FaultPlan
 from tests.coded.problems import run
 from tests.coded_runs import Run
+from tests.covering import covered
 
 PARTITIONS, DEVICES = 6, 9
 ITERATIONS = 40
@@ -44,16 +45,15 @@ def descent(problem: Problem, rate: float, seen: Callable[[Tensor], object]) -> 
     return solve(GD(learning_rate=rate, tol=1e-300), problem, max_iterations=ITERATIONS, tell=tell)
 
 
-@pytest.mark.parametrize(
-    ("objective", "rate"), [(Logistic(), 1.5e-5), (Hinge(), 2e-7)], ids=["logistic", "hinge"]
-)
-@pytest.mark.parametrize("transposed", ["columns", "repair"])
-@pytest.mark.parametrize("code", ["rlnc", "mds"])
+RATES: dict[Objective, float] = {Logistic(): 1.5e-5, Hinge(): 2e-7}
+
+
+@covered("objective, transposed, code", RATES, ["columns", "repair"], ["rlnc", "mds"])
 def test_every_iterate_is_that_without_a_code(
-    objective: Objective, rate: float, transposed: str, code: str, samples: tuple[Tensor, Tensor]
+    objective: Objective, transposed: str, code: str, samples: tuple[Tensor, Tensor]
 ) -> None:
     """Two devices with data are slow, so that products are decoded, and a third is lost on the way."""
-    features, targets = samples
+    (features, targets), rate = samples, RATES[objective]
     due: list[Tensor] = []
     run(descent(Problem(HeldProducts(features), objective, targets), rate, due.append))
 

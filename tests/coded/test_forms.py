@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.coded import GD, LBFGS, Hinge, Logistic, Objective, Solver
+from farflung.coded import LBFGS, Hinge, Logistic, Objective, Solver
 from farflung.coded.parts import partitioned
-from farflung.coded.training import Trained, local_settings, train
+from farflung.coded.run import Trained, train
 from farflung.types import Json
 from tests.coded.problems import cancer, signs
 from tests.coded_processes import Crowd, Told, run_on_loopback
@@ -37,9 +37,7 @@ def part_of_cancer(number: int) -> tuple[Tensor, Tensor]:
 def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver[Any], folder: Path) -> Any:
     """Weights and intercept, trained by processes that come one after the other."""
     settings = replace(
-        local_settings(
-            estimator.devices, PARTITIONS, len(cancer()[0]), code=estimator.code, seed=estimator.seed
-        ),
+        estimator._settings(len(cancer()[0])),
         least_s=PATIENCE_S,  # on a busy machine nobody counts as silent, whose blocks others would make
     )
     notes = Told()
@@ -73,7 +71,6 @@ def distributed(estimator: CodedClassifier, objective: Objective, solver: Solver
 
 MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver[Any]]] = {
     "logistic": (CodedLogisticRegression, {}, Logistic(), LBFGS()),
-    "logistic, gd": (CodedLogisticRegression, {"solver": "gd", "max_iter": 50}, Logistic(), GD()),
     "hinge": (CodedLinearSVC, {"loss": "hinge"}, Hinge(), LBFGS()),
 }
 
@@ -83,7 +80,6 @@ MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver
     [
         ("hinge", PARTITIONS),
         ("logistic", PARTITIONS + 2),
-        ("logistic, gd", PARTITIONS + 2),
     ],
 )
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflung.coded.linear_model import Classes, Learner, LinearModel
+from farflung.coded.linear_model import Classes, HeldProducts, LinearModel, Problem
 from farflung.coded.parts import Part
-from farflung.coded.problem import HeldProducts, Problem
+from farflung.coded.run import Learner
 from farflung.coded.solvers import solve
 from farflung.errors import CheckpointError, DataError
 from farflung.tasks import Task

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from farflung.coded import messages
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.device import Device
+from farflung.coded.coordinator import Coordinator, Settings
+from farflung.coded.device import Device, Queue
 from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.messages import (
     Built,
@@ -41,8 +41,6 @@ from farflung.coded.messages import (
     sent,
     unpacked,
 )
-from farflung.coded.queues import Work
-from farflung.coded.settings import Settings
 from farflung.comm import view
 from farflung.errors import FarflungError, PeerLost
 from farflung.network import Link
@@ -413,38 +411,45 @@ def test_no_more_is_given_than_there_is_and_than_is_given_at_once(request_: Fetc
         brought.give(request_)
 
 
-async def _until_the_end(work: Work) -> list[int]:
-    rounds: list[int] = []
-    while not isinstance(task := await work.next(), End):
-        assert isinstance(task, Multiply)
-        rounds.append(task.round)
-    return rounds
-
-
 def test_rounds_that_are_over_are_passed_over() -> None:
-    work = Work()
-    for round, since in ((0, 0), (1, 0), (2, 1), (3, 2)):
-        work.put(Multiply(round, since, (0,), (), 1, 1, 0))
-    assert [work.over(round) for round in range(5)] == [True, True, False, False, False]
-    taken = Task(_until_the_end(work), lambda fn: fn())
-    assert not taken.done
-    work.put(Multiply(9, 3, (0,), (), 1, 1, 0))
-    work.put(End())
-    assert taken.result() == [2, 3, 9]
-    assert work.over(10)
+    """Of two that come while another one is carried out, the first; and the rest of that one."""
+    data, labels = part(0)
+    world = VirtualWorld(2, Link(0.001, 1e9), seconds_per_sample=0.1, whole=False)
+    devices: list[Device] = []
+
+    async def told(runtime: Runtime) -> None:
+        comm, weights = runtime.comm, torch.ones(FEATURES, 1, dtype=torch.float64)
+        await comm.recv(1, messages.REPORT)
+        comm.send(packed(Welcome("run", 0)), 1, messages.COMMAND)
+        await runtime.sleep_until(1.0)
+        for round, since in ((1, 1), (2, 1), (3, 3)):
+            task = Multiply(round, since, (0,), (), len(data), 4, 0, weights)
+            comm.send(packed(task), 1, messages.OPERAND)
+        await runtime.sleep_until(100.0)
+        comm.send(packed(End()), 1, messages.OPERAND)
+
+    async def attend(runtime: Runtime) -> None:
+        devices.append(Device(runtime, Holding("part 0", data, labels)))
+        await devices[0].run()
+
+    world.run([told(world.runtimes[0]), attend(world.runtimes[1])])
+    assert devices[0].rounds == 2
+    assert devices[0].sent["answers"] < 2 * 8 * len(data)
+    assert devices[0].refused == 0
 
 
-def test_work_is_put_by_one_thread_while_another_looks_at_it() -> None:
-    work, rounds = Work(), 50_000
+def test_a_queue_is_filled_by_one_thread_while_another_takes() -> None:
+    queue, count = Queue[int](), 50_000
 
     def put() -> None:
-        for round in range(rounds):
-            work.put(Multiply(round, max(0, round - 20), (0,), (), 1, 1, 0))
-        work.put(End())
+        for number in range(count):
+            queue.put(number)
+
+    async def take() -> list[int]:
+        return [await queue.next() for _ in range(count)]
 
     putter = threading.Thread(target=put)
+    taken = Task(take(), lambda resume: resume())
     putter.start()
-    while not work.over(rounds):
-        pass
+    assert taken.wait() == list(range(count))
     putter.join()
-    assert Task(_until_the_end(work), lambda fn: fn()).wait() == []

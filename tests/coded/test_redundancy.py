@@ -1,8 +1,9 @@
-"""How many rows may vanish: against taking away every set of them."""
+"""How many rows may vanish, against taking away every set of them; and blocks made of others."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.coded.codes import Replication
-from farflung.coded import MDS, RLNC, rank, redundancy
+from farflung.coded import MDS, RLNC, codes, combination, rank, redundancy
+from farflung.coded.coordinator import Settings
 from farflung.coded.registry import Block, Member, Partition, Registry
-from farflung.coded.settings import Settings
 from farflung.errors import ConfigError
+from farflung.seeding import generator
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
 
 
@@ -51,7 +53,6 @@ def test_it_is_what_taking_away_every_set_says(
     expected = by_enumeration(rows, partitions)
     assert redundancy(rows, partitions) == expected
     assert redundancy(rows, partitions, enough=1) == min(expected, 1)
-    assert redundancy(rows, partitions, most_sets=len(rows)) in {expected, min(expected, 1)}
     holders = [place % devices for place in range(len(rows))]
     assert redundancy(rows, partitions, holders=holders) == by_enumeration(rows, partitions, holders)
 
@@ -70,10 +71,11 @@ def test_parallel_coded_rows_are_worth_one() -> None:
     assert redundancy(rows, 2) == 2
 
 
-def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound() -> None:
+def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*generator_matrix(MDS(), 10, 40, 1)]
     assert redundancy(rows, 40) == 3
-    assert redundancy(rows, 40, most_sets=2000) == 2
+    monkeypatch.setattr(codes, "MOST_SETS", 2000)
+    assert redundancy(rows, 40) == 2
 
 
 def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(
@@ -124,3 +126,72 @@ def test_rank_counts_what_is_independent() -> None:
 @pytest.mark.parametrize("rows", [[], [raw(0, 2)], [raw(0, 2), raw(0, 2), raw(0, 2)]])
 def test_what_is_lost_has_no_redundancy(rows: list[Tensor]) -> None:
     assert redundancy(rows, 2) == -1
+
+
+# --- blocks that are made of others ------------------------------------------------------------------------------
+
+
+def without(matrix: Tensor, *gone: int) -> dict[int, Tensor]:
+    return {place: row for place, row in enumerate(matrix) if place not in gone}
+
+
+def made(factors: Mapping[int, float], blocks: Mapping[int, Tensor]) -> Tensor:
+    return torch.stack([factor * blocks[index] for index, factor in factors.items()]).sum(0)
+
+
+CASES = st.tuples(
+    st.sampled_from(["mds", "rlnc", "rlnc binary", "rlnc masked"]),
+    st.integers(1, 10),
+    st.integers(0, 6),
+    st.integers(0, 2**62),
+    st.sets(st.integers(0, 12), max_size=4),
+)
+Case = tuple[str, int, int, int, set[int]]
+
+
+@given(CASES)
+def test_a_block_is_made_whenever_its_row_is_spanned(case: Case) -> None:
+    name, partitions, extra, seed, gone = case
+    rows = without(generator_matrix(CODE_ROWS[name], extra, partitions, seed), *gone)
+    for target in (raw(0, partitions), CODE_ROWS[name].row(20, partitions, seed)):
+        found = combination(target, rows)
+        spanned = rank([*rows.values(), target], partitions) == rank(rows.values(), partitions)
+        assert (found is not None) == spanned
+        if found is not None:
+            assert all(found.values())
+            assert float((made(found, rows) - target).abs().max()) <= 1e-9 * float(target.abs().max())
+
+
+def test_the_blocks_have_the_combination_of_their_rows() -> None:
+    blocks = torch.randn(8, 5, dtype=torch.float64, generator=generator(1))
+    matrix = generator_matrix(RLNC(), 4, 8, 3)
+    held = dict(enumerate(matrix @ blocks))
+    found = combination(raw(2, 8), without(matrix, 2, 5))
+    assert found is not None
+    torch.testing.assert_close(made(found, held), blocks[2], rtol=0, atol=1e-12)
+
+
+def test_what_is_there_raw_is_taken_as_it_is() -> None:
+    rows = without(generator_matrix(RLNC(), 4, 8, 3))
+    assert combination(raw(2, 8), rows) == {2: 1.0}
+    wanted = RLNC().row(9, 8, 3)
+    assert combination(wanted, rows) == {k: float(wanted[k]) for k in range(8) if wanted[k]}
+
+
+def test_of_coded_blocks_the_sparsest_is_taken() -> None:
+    rows = {0: raw(0, 4), 1: raw(1, 4), 2: raw(2, 4), 4: row_of(1, 2, 3, 4), 5: row_of(0, 1, 0, 2)}
+    assert combination(raw(3, 4), rows) == {5: 0.5, 1: -0.5}
+
+
+def test_what_would_magnify_errors_too_much_is_impossible() -> None:
+    rows = {0: raw(0, 2), 2: row_of(1, 1e-7)}
+    assert combination(raw(1, 2), rows) is None
+
+
+def test_as_many_coded_blocks_are_taken_as_partitions_are_gone() -> None:
+    matrix = generator_matrix(MDS(), 30, 12, 3)
+    rows = without(matrix, *range(6))
+    found = combination(raw(0, 12), rows)
+    assert found is not None
+    assert sum(index >= 12 for index in found) == 6
+    assert float((made(found, rows) - raw(0, 12)).abs().max()) < 1e-9

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.coded import (
@@ -26,9 +28,11 @@ from farflung.coded import (
     SquaredHinge,
     solve,
 )
-from farflung.coded.solvers import lbfgs
+from farflung.coded import solvers as solvers_module
+from farflung.coded.solvers import Ray, strong_wolfe
 from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
+from farflung.seeding import generator
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
 
 pytest.importorskip("sklearn")
@@ -132,7 +136,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("one_vs_rest")])
 def test_an_iterate_is_two_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lbfgs refreshed":
-        monkeypatch.setattr(lbfgs, "_REFRESH", 2)
+        monkeypatch.setattr(solvers_module, "_REFRESH", 2)
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
     products = Counted(matrix)
@@ -189,7 +193,7 @@ def test_steps_of_gradient_descent(objective: Objective) -> None:
 
 
 def test_lbfgs_notices_margins_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lbfgs, "_REFRESH", 10**6)
+    monkeypatch.setattr(solvers_module, "_REFRESH", 10**6)
     problem, solver = problem_of(Logistic(), 2), LBFGS()
     state = run(solve(solver, problem, max_iterations=5))
     drifted = replace(state, margins=state.margins + 0.3)
@@ -223,3 +227,47 @@ def test_a_learning_rate_that_diverges() -> None:
 def test_settings_out_of_range(kind: type[Any], options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**options)
+
+
+# --- the line search -------------------------------------------------------------------------------------------
+
+
+def ray_of(objective: Objective, seed: int, *, uphill: bool = False) -> Ray:
+    random = generator(seed)
+    matrix = torch.randn(60, 4, generator=random, dtype=torch.float64)
+    targets = torch.where(torch.rand(60, 1, generator=random) < 0.5, 1.0, -1.0).to(torch.float64)
+    problem = Problem(HeldProducts(matrix), objective, targets)
+    weights = torch.randn(problem.shape, generator=random, dtype=torch.float64)
+    margins = run(problem.margins(weights))
+    _, slopes = objective.loss(margins, targets)
+    gradient = problem.penalty(weights)[1] + run(problem.transposed(slopes))
+    direction = gradient if uphill else -gradient
+    return Ray(problem, weights, margins, direction, run(problem.margins(direction)))
+
+
+@given(
+    objective=st.sampled_from([Logistic(), SquaredHinge(), Logistic(C=1e3)]),
+    seed=st.integers(0, 1000),
+    guess=st.floats(-7, 3).map(lambda power: 10**power),
+)
+def test_both_conditions_hold(objective: Objective, seed: int, guess: float) -> None:
+    ray = ray_of(objective, seed)
+    start = ray.at(0.0)
+    found = strong_wolfe(ray, start, guess)
+    assert found is not None
+    assert found.objective <= start.objective + 1e-4 * found.length * start.slope + 1e-10
+    assert abs(found.slope) <= 0.1 * abs(start.slope)
+    assert found.objective == pytest.approx(ray.at(found.length).objective, rel=1e-12)
+
+
+@given(seed=st.integers(0, 1000))
+def test_slopes_are_derivatives(seed: int) -> None:
+    ray = ray_of(Logistic(), seed)
+    step = 1e-6
+    below, above = (ray.at(0.01 + sign * step).objective for sign in (-1, 1))
+    assert ray.at(0.01).slope == pytest.approx((above - below) / (2 * step), rel=1e-3, abs=1e-4)
+
+
+def test_uphill_nothing_is_found() -> None:
+    ray = ray_of(Logistic(), 0, uphill=True)
+    assert strong_wolfe(ray, ray.at(0.0), 1.0) is None

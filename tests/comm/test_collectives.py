@@ -102,14 +102,14 @@ def cluster() -> Iterator[Cluster]:
 
 MILLION = 1_000_000
 CASES = covering(itertools.product(OURS, SIZES, CODECS, (0, 1, 5)))
-# Megabytes go without a codec in the fewest, largest messages and in the most, with each codec in between. One replica
-# sends none, as the rows above show; four send as seven do.
+# Megabytes go without a codec in the fewest, largest messages and in the most, with one in between: what a codec makes
+# of them is cut in pieces as they are. One replica sends none, as the rows above show; four send as seven do.
 CASES += [
     (name, size, codec, MILLION)
     for name in OURS
     for size in SIZES
     for codec in CODECS
-    if size == 3 or (codec == "nothing" and size in (2, 7))
+    if (codec == "nothing" and size in (2, 3, 7)) or (codec == "int8" and size == 3)
 ]
 
 

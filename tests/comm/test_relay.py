@@ -22,6 +22,7 @@ from farflung.comm.wire import Frame, Kind, Message, Route, WireError, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
 from farflung.types import Payload, Runtime, Tag
 from farflung.wall import WallRuntime
+from tests.covering import covered
 from tests.helpers import (
     PATIENCE_S,
     Group,
@@ -285,8 +286,7 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-@pytest.mark.parametrize("kind", [Kind.DATA, Kind.HELLO, Kind.ABORT])
+@covered("what, kind, sealed", FORGED, [Kind.DATA, Kind.HELLO, Kind.ABORT], [False, True])
 def test_forged_messages_are_refused_and_counted(what: str, kind: Kind, group: Callable[..., Group]) -> None:
     members = group(4, *BEHIND_1)
     liar, heard_by, route = FORGED[what]

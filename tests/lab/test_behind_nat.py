@@ -17,7 +17,7 @@ from tests.forks import of_torchrun, ran
 from tests.helpers import PATIENCE_S, same_tree
 from tests.lab.netns import Home, Machine, ip, public_and_homes
 
-STEPS = 36
+STEPS = 12
 LIMIT_S = 150.0
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.coded.coordinator import Coordinator
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.meeting import Address, coordinating
-from farflung.coded.settings import Settings
 from farflung.types import Json
 from tests.coded_processes import Crowd, Told, descend, difference, trained
 from tests.helpers import PATIENCE_S

@@ -385,18 +385,19 @@ class ByTime(GroupedImportance):
 
 
 @pytest.mark.parametrize(
-    ("speeds", "chunks"),
+    ("speeds", "chunks", "mbps"),
     [
-        ((1.0, 1.0, 1.0), 1),
-        ((1.0, 3.0, 1.0), 1),
-        ((1.0, 3.0, 2.0), 2),
-        ((1.0, 1.7, 2.9), 2),
-        ((1.0, 2.0, 3.0), 2),
+        ((1.0, 1.0, 1.0), 1, 10.0),
+        ((1.0, 1.0, 1.0), 1, 50.0),
+        ((1.0, 3.0, 1.0), 1, 5.0),
+        ((1.0, 3.0, 2.0), 2, 10.0),
+        ((1.0, 1.7, 2.9), 2, 5.0),
+        ((1.0, 1.7, 2.9), 2, 50.0),
+        ((1.0, 2.0, 3.0), 2, 10.0),
     ],
 )
-@pytest.mark.parametrize("mbps", [5.0, 10.0, 50.0])
 def test_groups_by_time_end_within_a_chunk_of_the_aggregation(
-    mbps: float, speeds: tuple[float, ...], chunks: int
+    speeds: tuple[float, ...], chunks: int, mbps: float
 ) -> None:
     forward_s = [times * 5e-4 for times in speeds]
     devices = [DeviceProfile(forward_s=each, optimizer_s=0.0) for each in forward_s]

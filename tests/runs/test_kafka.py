@@ -27,7 +27,7 @@ from tests.data.test_streams import feed
 from tests.forks import Fork, farflung, ran, script
 from tests.logged_stream import used
 
-AWAY_S = 10.0
+AWAY_S = 4.0
 """How long the broker is away; longer than the deadline of messages."""
 WORKERS, STEPS, BATCH = 4, 200, 4
 PRODUCE = Path(__file__).parents[2] / "examples" / "produce.py"
@@ -265,7 +265,7 @@ def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker
         for partition in range(WORKERS):
             broker.put("readings", partition, readings(60 * BATCH))
         until(first.stderr, "step-00000050")
-        with producing(broker, "readings", "20", "40", "60", "80"):
+        with producing(broker, "readings", "80", "120", "160", "200"):
             until(first.stderr, "step-00000100")
             broker.stop()
             if broker.real:

@@ -24,6 +24,7 @@ from farflung.runs import Run, RunOptions, joining, launching, prepare_training,
 from farflung.runs.events import Buffered
 from farflung.runs.launching import Parent
 from farflung.telemetry import Event, JsonLines, Telemetry
+from tests.forks import parent_of
 
 DEADLINE_S = 250
 
@@ -46,6 +47,7 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
         return parent.poll()
 
     monkeypatch.setattr(launching, "STOP_S", float("inf"))
+    monkeypatch.setattr(launching, "END_S", 1.0)
     monkeypatch.setattr(launching, "parent_of", lambda log, workers: replace(parent, poll=asked))
     run = prepare_training(
         {"workload": "synthetic/quadratic", "workers": 2}, options=RunOptions(out=tmp_path / "run")
@@ -69,6 +71,7 @@ def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: P
         watch = launching._Watch(parent, 2, events, lambda event: None, run.files)
         watch._hear(b'{"event": "end", "rank": 0, "t": 1.0, "steps": 3}')
         summary = watch._outcome()
+    os.killpg(parent.pid, signal.SIGKILL)
     parent.end()
     assert summary == {"steps": 3, "refused": {"messages": 3, "connections": 6}}
     assert json.loads(run.files.summary.read_text(encoding="utf-8")) == summary
@@ -93,6 +96,8 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
 def test_replicas_that_share_a_machine_have_a_thread_each_unless_told(
     workers: int, threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if workers > 1:  # a fork has the threads of what it is a fork of
+        monkeypatch.setattr(launching, "parent_of", parent_of)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     run = train("synthetic/quadratic", workers=workers, steps=1, threads=threads, out=tmp_path / "run")
     found = [
@@ -115,7 +120,7 @@ def test_a_replica_alone_on_its_machine_has_the_threads_of_torch_unless_told(
 
 # --- a show= that is slow -----------------------------------------------------------------------------------------
 
-MANY = 5000
+MANY = 2000
 """Events: more than may wait."""
 
 
@@ -139,6 +144,7 @@ def test_events_that_are_not_heard_hold_nothing_up_and_those_of_steps_are_droppe
     assert told["step"] + told["dropped"] == Counter({0: MANY // 2, 1: MANY // 2})
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
     def show(event: Event) -> None:
         raise KeyError(event["event"])
@@ -147,6 +153,7 @@ def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
         train("synthetic/quadratic", workers=1, steps=3, out=tmp_path / "run", show=show)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_show_that_waits_for_the_workers_to_end_does_not_hold_them_up(tmp_path: Path) -> None:
     ends: list[int] = []
     kinds: Counter[object] = Counter()

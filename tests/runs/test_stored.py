@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from farflung.replica import load_tree
@@ -13,6 +14,7 @@ from farflung.runs import train
 STORED = Path(__file__).with_name("stored")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_run_of_0_1_is_resumed(tmp_path: Path) -> None:
     folder = shutil.copytree(STORED / "run-0.1", tmp_path / "run")
     resumed = train(resume=folder, steps=30)

@@ -2,12 +2,30 @@
 
 import warnings
 
-from farflung.coded.codes import CODES, MDS, RLNC, Code
-from farflung.coded.decoding import MAX_CONDITION, Decoder, Plan, Plans, combination
-from farflung.coded.linear_model import LinearModel
-from farflung.coded.objectives import Hinge, Logistic, Multinomial, Objective, SquaredHinge
-from farflung.coded.problem import HeldProducts, Problem, Products
-from farflung.coded.redundancy import rank, redundancy
+from farflung.coded.codes import (
+    CODES,
+    MAX_CONDITION,
+    MDS,
+    RLNC,
+    Code,
+    Decoder,
+    Plan,
+    Plans,
+    combination,
+    rank,
+    redundancy,
+)
+from farflung.coded.linear_model import (
+    HeldProducts,
+    Hinge,
+    LinearModel,
+    Logistic,
+    Multinomial,
+    Objective,
+    Problem,
+    Products,
+    SquaredHinge,
+)
 from farflung.coded.solvers import GD, LBFGS, SOLVERS, Iterate, OneVsRest, Solver, solve
 
 __all__ = [

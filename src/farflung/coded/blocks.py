@@ -193,6 +193,13 @@ class Holding:
         if self.data is not None and raw >= 0:
             self.blocks[raw] = RowBlock(self.data)
 
+    def keep(self, number: int, block: RowBlock | ColumnBlock) -> None:
+        """Takes in a block that is made; parts of a block of columns join those that are there."""
+        before = self.blocks.get(number)
+        if isinstance(block, ColumnBlock) and isinstance(before, ColumnBlock):
+            block = ColumnBlock(block.features, {**before.parts, **block.parts})
+        self.blocks[number] = block
+
     def drop(self, block: int) -> None:
         """Removes a block that is not needed any more."""
         if block != self.raw:

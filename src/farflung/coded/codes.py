@@ -1,21 +1,58 @@
-"""Codes: the coefficients of coded blocks."""
+"""Codes: the coefficients of coded blocks, their rank and redundancy, and the decoding of answers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from farflung.errors import Undecodable
 from farflung.noise import uniform_row
 from farflung.seeding import derive
 
-__all__ = ["CODES", "MDS", "RLNC", "Code", "normal_row"]
+__all__ = [
+    "CODES",
+    "MAX_CONDITION",
+    "MDS",
+    "MOST_SETS",
+    "RLNC",
+    "TOLERANCE",
+    "Code",
+    "Decoder",
+    "Plan",
+    "Plans",
+    "combination",
+    "missing_ranks",
+    "normal_row",
+    "rank",
+    "redundancy",
+]
+
+MOST_SETS = 33_000
+"""Sets of losses that are tried: all pairs of 256 devices, for example."""
+_AT_ONCE = 4096
+"""Sets that are tried in one call."""
+TOLERANCE = 1e-6
+"""Of a row's length, what has to lie outside a span for the row to add a dimension. With less, a decoding matrix of
+both would have a condition above :data:`MAX_CONDITION`."""
+MAX_CONDITION = 1 / TOLERANCE
+"""An answer in float64 is right to about 1e-16 of its size, so decoded products are right to 1e-10, which training
+does not notice."""
+_EXACT = 1e-9
+"""Allowed difference of a combination, relative to the target's largest coefficient."""
+_ROUNDING = 1e-12
+"""Remainder of a coefficient whose terms cancel, relative to these."""
+
+Index = TypeVar("Index", bound=Hashable)
+"""Names a block, or the answer of one."""
 
 
 class Code(Protocol):
@@ -101,3 +138,371 @@ def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDAr
 
 CODES: dict[str, Callable[..., Code]] = {"mds": MDS, "rlnc": RLNC}
 """All of them by name; each can be made without arguments."""
+
+
+# --- rank and redundancy ----------------------------------------------------------------------------------------------
+
+
+class _Span:
+    """The span of the rows so far, by an orthonormal basis; each row costs O(K rank).
+
+    Args:
+      partitions: K, the length of a row.
+    """
+
+    def __init__(self, partitions: int) -> None:
+        self._basis = np.zeros((partitions, partitions))
+        self.rank = 0
+
+    def add(self, row: Tensor) -> bool:
+        """Adds a row, (K,) and float64; tells whether the rank grew."""
+        basis = self._basis[: self.rank]
+        rest = row.numpy()
+        length = math.sqrt(rest @ rest)
+        if len(basis) == len(rest) or not length:
+            return False
+        for _ in range(2):  # the second pass removes what rounding has left: Gram-Schmidt, twice is enough
+            rest = rest - (basis @ rest) @ basis
+        outside = math.sqrt(rest @ rest)
+        if not outside > TOLERANCE * length:
+            return False
+        self._basis[self.rank] = rest / outside
+        self.rank += 1
+        return True
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Scales rows to length 1, (..., K); zeros stay zeros."""
+    return torch.nn.functional.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny)
+
+
+def _raw_partition(row: Tensor) -> int | None:
+    """Gives the partition that a row is the raw block of; ``None``: it is a coded block's."""
+    coefficients = row.numpy()
+    (places,) = coefficients.nonzero()
+    return int(places[0]) if len(places) == 1 and coefficients[places[0]] == 1 else None
+
+
+def _split(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]:
+    """Separates the first raw block of each partition from all other blocks."""
+    raw: dict[int, Index] = {}
+    coded: list[Index] = []
+    for index, row in rows.items():
+        partition = _raw_partition(row)
+        if partition is None or partition in raw:
+            coded.append(index)
+        else:
+            raw[partition] = index
+    return raw, coded
+
+
+def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, float] | None:
+    """Finds blocks, and their coefficients, whose sum is the block of a wanted row.
+
+    Raw blocks give what they can. For partitions without one, coded blocks are taken that are independent there, those
+    of few partitions first.
+
+    Args:
+      target: (K,), float64; a unit vector for the repair of a raw block.
+      rows: (K,) of each block; a partition is gone where none of them is its raw block.
+
+    Returns:
+      Coefficients other than 0, or ``None`` where these blocks do not make the wanted one.
+    """
+    raw, coded = _split(rows)
+    gone = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
+    span = _Span(len(gone))
+    coded.sort(key=lambda index: int(rows[index].count_nonzero()))
+    chosen = [index for index in coded if span.add(rows[index][gone])]
+    blocks = torch.stack([rows[index] for index in chosen]) if chosen else target.new_zeros(0, len(target))
+    factors = target[gone] @ torch.linalg.pinv(blocks[:, gone], rtol=TOLERANCE)
+    factors[factors.abs() <= _ROUNDING * factors.abs().sum()] = 0
+    terms = factors[:, None] * blocks
+    rest = target - terms.sum(0)
+    rest[rest.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
+    magnified = float((factors.abs() * blocks.norm(dim=1)).sum())
+    if (
+        float(rest[gone].abs().sum()) > _EXACT * float(target.abs().amax())
+        or magnified * TOLERANCE > target.norm()
+    ):
+        return None
+    found = {index: float(rest[k]) for k, index in sorted(raw.items())}
+    found |= zip(chosen, factors.tolist(), strict=True)
+    return {index: factor for index, factor in found.items() if factor}
+
+
+def rank(rows: Iterable[Tensor], partitions: int) -> int:
+    """Computes the rank of rows of coefficients, numeric as :class:`farflung.coded.Decoder` counts it.
+
+    Args:
+      rows: (partitions,) each, float64; there may be none.
+      partitions: K.
+    """
+    span = _Span(partitions)
+    for row in rows:
+        span.add(row)
+    return span.rank
+
+
+def redundancy(
+    rows: Sequence[Tensor],
+    partitions: int,
+    *,
+    holders: Sequence[Hashable] | None = None,
+    enough: int | None = None,
+) -> int:
+    """Computes how many holders may vanish, in the worst case, so that the rest determines all partitions.
+
+    The result is exact where that takes at most :data:`MOST_SETS` sets: always with 20 rows of which 4 are coded, up to
+    2 with 256 rows. Beyond, it is a lower bound: all sets of so many losses have been tried.
+
+    Args:
+      rows: (partitions,) each, float64.
+      partitions: K.
+      holders: the holder of each row; ``None``: each row has its own.
+      enough: the most losses that are tried; ``None``: those of all holders.
+
+    Returns:
+      At least 0, or -1 where the rows as they are do not determine all partitions.
+    """
+    matrix = torch.stack(list(rows)) if len(rows) else torch.zeros(0, partitions, dtype=torch.float64)
+    losses = -1
+    for losses, missing in enumerate(missing_ranks(matrix, holders, enough=enough)):
+        if missing:
+            return losses - 1
+    return losses
+
+
+def missing_ranks(
+    matrix: Tensor,
+    holders: Sequence[Hashable] | None = None,
+    *,
+    enough: int | None = None,
+) -> Iterator[int]:
+    """Yields the missing rank without losses, then after losses of one holder, of two, and so on, each summed over all
+    sets of so many holders.
+
+    At most :data:`MOST_SETS` sets are tried; a number of losses that would exceed them is not begun. A set costs a
+    matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
+
+    Args:
+      matrix: (rows, partitions), float64.
+      holders: the holder of each row; ``None``: each row has its own.
+      enough: the most losses that are tried; ``None``: those of all holders.
+    """
+    holders = range(len(matrix)) if holders is None else holders
+    raw, coded = _split(dict(enumerate(matrix)))
+    gone = [k for k in range(matrix.shape[1]) if k not in raw]
+    raw_of: dict[Hashable, list[int]] = {holder: [] for holder in holders}
+    for k, place in raw.items():
+        raw_of[holders[place]].append(k)
+    numbers = {holder: number for number, holder in enumerate(raw_of)}
+    held_by = torch.tensor([numbers[holders[place]] for place in coded], dtype=torch.int64)
+    rows, tried = _unit(matrix[coded]), -1  # without losses there is no set
+    for losses in range(1 + (len(raw_of) if enough is None else min(enough, len(raw_of)))):
+        tried += math.comb(len(raw_of), losses)
+        if tried > MOST_SETS:
+            return
+        # Only sets that lose as many raw rows fit into one tensor.
+        by_width: dict[int, list[tuple[list[int], list[int]]]] = {}
+        for some in itertools.combinations(raw_of, losses):
+            columns = [*gone, *itertools.chain.from_iterable(raw_of[holder] for holder in some)]
+            lost = [numbers[holder] for holder in some]
+            by_width.setdefault(len(columns), []).append((lost, columns))
+        yield sum(
+            _missing(rows, held_by, sets[begin : begin + _AT_ONCE])
+            for sets in by_width.values()
+            for begin in range(0, len(sets), _AT_ONCE)
+        )
+
+
+def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
+    """Sums the ranks that the remaining holders' coded rows lack in the columns that no raw row gives.
+
+    Args:
+      rows: (coded, partitions), each of length 1.
+      held_by: (coded,), the number of each row's holder.
+      sets: numbers of the holders that are lost, and as many columns in each set.
+    """
+    lost, columns = (torch.tensor(numbers, dtype=torch.int64) for numbers in zip(*sets, strict=True))
+    stays = (held_by[:, None] != lost[:, None]).all(dim=2)
+    blocks = rows[:, columns].movedim(0, 1) * stays[:, :, None]  # (sets, coded, columns)
+    return columns.numel() - int((torch.linalg.svdvals(blocks) > TOLERANCE).sum())
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+class Plan(Generic[Index]):
+    r"""One factorisation, for all answers of one set of blocks.
+
+    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded
+    answers :math:`Y = G X` give
+
+    .. math:: G_M X_M = Y - G_H X_H
+
+    which is solved by QR, in the sense of least squares, with each row scaled to length 1 first. Equal sets of answers
+    give equal bits, in any order of arrival.
+
+    Args:
+      rows: (K,), the coefficients of each answer; together of rank K.
+    """
+
+    def __init__(self, rows: Mapping[Index, Tensor]) -> None:
+        self._raw, self._coded = _split(rows)
+        self._coded.sort(key=lambda index: rows[index].tolist())
+        matrix = torch.stack(list(rows.values()))
+        self._partitions = matrix.shape[1]
+        self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
+        values = torch.linalg.svdvals(_unit(matrix))
+        self.condition = float(values[0] / values[-1])
+        """Of the matrix of all rows, each scaled to length 1: largest over smallest singular value. In decoding,
+        relative errors of the answers grow at most so many times."""
+        if self.missing:
+            by_row = torch.stack([rows[index] for index in self._coded])
+            self._lengths = by_row.norm(dim=1)
+            by_row = by_row / self._lengths[:, None]
+            self._used = [k for k in sorted(self._raw) if by_row[:, k].any()]
+            self._known = by_row[:, self._used]
+            self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing)])
+
+    def apply(self, answers: Mapping[Index, Tensor]) -> list[Tensor]:
+        """Solves for the K tensors that the answers are combinations of, in the order of the partitions.
+
+        Partitions may have unlike numbers of rows: a coded block is as high as the highest partition, the others being
+        padded with zeros below. A raw answer may have its partition's own height instead.
+
+        Args:
+          answers: by block: (b, c) of a coded one, (at most b, c) of a raw one; float64.
+
+        Returns:
+          Raw answers as they are, and (b, c) for each partition that was missing.
+        """
+        found = {k: answers[index] for k, index in self._raw.items()}
+        if self.missing:
+            found |= zip(self.missing, self._solved(answers), strict=True)
+        return [found[k] for k in range(self._partitions)]
+
+    def _solved(self, answers: Mapping[Index, Tensor]) -> Tensor:
+        """Solves for the missing partitions, (missing, b, c)."""
+        given = torch.stack([answers[index] for index in self._coded])
+        shape = given.shape[1:]
+        rest = given.reshape(len(given), -1) / self._lengths[:, None]
+        if self._used:
+            known = given.new_zeros(len(self._used), *shape)
+            for place, k in zip(known, self._used, strict=True):
+                answer = answers[self._raw[k]]
+                place[: len(answer)] = answer
+            rest -= self._known @ known.reshape(len(known), -1)
+        solved: Tensor = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
+        return solved.reshape(len(self.missing), *shape)
+
+
+class Plans(Generic[Index]):
+    """The plans made lately, so that pieces with answers of the same blocks share one.
+
+    Args:
+      most: plans that are kept.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._kept: OrderedDict[frozenset[tuple[Index, bytes]], Plan[Index]] = OrderedDict()
+
+    def of(self, rows: Mapping[Index, Tensor]) -> Plan[Index]:
+        """Gives the plan for these rows, as :class:`Plan` takes them."""
+        key = frozenset((index, row.numpy().tobytes()) for index, row in rows.items())
+        if key not in self._kept:
+            self._kept[key] = Plan(rows)
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+class Decoder(Generic[Index]):
+    """Takes answers until they determine all partitions.
+
+    The rank is numeric: a row of which at most :data:`TOLERANCE` of its length lies outside the span of those before it
+    counts as dependent, since with it the condition would be too large. Where the answers are of full rank
+    and yet too ill-conditioned, the decoder is not complete. It takes further answers, and then all count, by least
+    squares.
+
+    Args:
+      partitions: K.
+      plans: shared with other decoders, for example of other pieces; ``None``: its own.
+    """
+
+    def __init__(self, partitions: int, plans: Plans[Index] | None = None) -> None:
+        self._partitions = partitions
+        self._plans = plans or Plans[Index]()
+        self._rows: dict[Index, Tensor] = {}
+        self._raw: dict[int, Index] = {}
+        self._span = _Span(partitions)
+        self._counted: dict[Index, Tensor] | None = {}
+
+    def add(self, index: Index, row: Tensor) -> bool:
+        """Takes an answer; tells whether the rank grew. A raw one counts even where it did not, as it needs no solving.
+
+        Args:
+          index: of its block; once each.
+          row: (partitions,), its coefficients, float64.
+
+        Raises:
+          ValueError: a second answer of the same block, another length, or a coefficient that is not finite.
+        """
+        if index in self._rows:
+            raise ValueError(f"a second answer of {index!r}")
+        if row.shape != (self._partitions,) or not np.isfinite(row.numpy()).all():
+            raise ValueError(
+                f"answer of {index!r}: {self._partitions} finite coefficients are needed, not {row.tolist()}"
+            )
+        self._rows[index] = row
+        partition = _raw_partition(row)
+        if partition is not None:
+            self._raw.setdefault(partition, index)
+        self._counted = None
+        return self._span.add(row)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answers determine all partitions, with a condition of at most :data:`MAX_CONDITION`."""
+        return self.condition <= MAX_CONDITION
+
+    @property
+    def rank(self) -> int:
+        return self._span.rank
+
+    @property
+    def condition(self) -> float:
+        """Of the rows that count; infinite while they are of less than full rank."""
+        return self._plans.of(self._counting()).condition if self.rank == self._partitions else math.inf
+
+    @property
+    def used(self) -> tuple[Index, ...]:
+        """The blocks whose answers count, in the order of their arrival."""
+        counted = self._counting()
+        return tuple(index for index in self._rows if index in counted)
+
+    def plan(self) -> Plan[Index]:
+        """Gives the plan that decodes these answers; from :class:`Plans`, so perhaps made before.
+
+        Raises:
+          Undecodable: not :attr:`complete`.
+        """
+        if not self.complete:
+            raise Undecodable(self._partitions, len(self._rows), self.rank, self.condition, MAX_CONDITION)
+        return self._plans.of(self._counting())
+
+    def _counting(self) -> dict[Index, Tensor]:
+        """Selects the raw answers and the first coded ones that they need, or all where these are ill-conditioned."""
+        if self._counted is None:
+            span = _Span(self._partitions)
+            raw = {index: self._rows[index] for index in self._raw.values()}
+            least = {index: row for index, row in (raw | self._rows).items() if span.add(row)}
+            if self.rank == self._partitions and (
+                len(least) < self._partitions or not self._plans.of(least).condition <= MAX_CONDITION
+            ):
+                least = self._rows.copy()
+            self._counted = least
+        return self._counted

@@ -4,29 +4,50 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.decoding import Plans
-from farflung.coded.members import REPORTS, Members
-from farflung.coded.messages import End, Failed, Malformed, Probe, unpacked
-from farflung.coded.queues import Queue
+from farflung.coded.blocks import MAX_PIECES, bounds_of
+from farflung.coded.codes import CODES, MOST_SETS, Plans
+from farflung.coded.device import Queue
+from farflung.coded.messages import (
+    Built,
+    Command,
+    Drop,
+    End,
+    Failed,
+    Hello,
+    Leaving,
+    Lost,
+    Malformed,
+    Meet,
+    Multiply,
+    Probe,
+    Ready,
+    Report,
+    Welcome,
+    packed,
+    sent,
+    unpacked,
+)
+from farflung.coded.placement import Placement
 from farflung.coded.record import Record
-from farflung.coded.registry import Kind, Partition, Registry
+from farflung.coded.registry import Block, Kind, Member, Partition, Placed, Registry
 from farflung.coded.rounds import Deadline, Round
-from farflung.coded.settings import Settings
-from farflung.errors import RunLost, WaitEnded
+from farflung.errors import ConfigError, RunLost, WaitEnded
 from farflung.files import deciding
+from farflung.spec import build
+from farflung.tasks import Pending
 from farflung.types import Decision, Json, Payload, Runtime, Tag
 
-__all__ = ["Coordinator", "Counters", "PartitionsChanged"]
+__all__ = ["Coordinator", "Counters", "PartitionsChanged", "Settings"]
 
 _BACK_S = 10.0
 """The time for which a restarted coordinator waits for all devices, where those that are there would do."""
@@ -34,6 +55,75 @@ _LOOKS = 5.0
 """Time between two probes of devices that make blocks, in times of the shortest deadline."""
 _PLANS = 512
 """Sets of answers whose decoding is remembered; those of one round come again in the next."""
+_REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
+_MAX_FEATURES = 1 << 28
+"""One column of weights for more would be larger than any message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of the coordinator.
+
+    Args:
+      partitions: the number of partitions with which training begins, :math:`K`.
+      devices: the number of devices with which it begins, :math:`N`, those that bring partitions among them.
+      code: the coefficients of coded blocks, as text; see :data:`farflung.coded.CODES`.
+      seed: of the code.
+      redundancy: so many devices may vanish at any time, in the worst case: blocks are made that make up for lost ones.
+      pieces: into which every product is cut; 1: whole blocks.
+      transposed: the way to the product with residuals: from coded ``"columns"``; or by ``"repair"``, without them:
+        each device with a partition answers for it, and for one that does not the others multiply their blocks of rows
+        by its residuals, a round for each.
+      on_loss: when a partition is lost that does not follow from the remaining blocks, ``"wait"`` for it to come back,
+        or ``"go_on"`` without it.
+      patience_s: the time for which training waits for missing devices, in seconds.
+      least_s: no device counts as silent sooner, in seconds.
+
+    Raises:
+      ConfigError: a value out of its range; begins with its name.
+    """
+
+    partitions: int
+    devices: int
+    code: str = "rlnc"
+    seed: int = 0
+    redundancy: int = 1
+    pieces: int = 8
+    transposed: Literal["columns", "repair"] = "columns"
+    on_loss: Literal["wait", "go_on"] = "wait"
+    patience_s: float = 300.0
+    least_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("partitions", 1), ("devices", 1), ("redundancy", 0), ("pieces", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be {least} or more")
+        if self.devices < self.partitions:
+            raise ConfigError(
+                f"devices = {self.devices}: must be at least partitions = {self.partitions}, as each is brought by one"
+            )
+        most = min(self.redundancy, self.devices)
+        sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
+        if any(tried > MOST_SETS for tried in sets):
+            raise ConfigError(
+                f"redundancy = {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} sets of "
+                "devices that may vanish, and no more are tried: lower it"
+            )
+        if self.pieces > MAX_PIECES:
+            raise ConfigError(f"pieces = {self.pieces}: must be at most {MAX_PIECES}")
+        if self.on_loss not in ("wait", "go_on"):
+            raise ConfigError(f"on_loss = {self.on_loss!r}: must be 'wait' or 'go_on'")
+        if self.transposed not in ("columns", "repair"):
+            raise ConfigError(f"transposed = {self.transposed!r}: must be 'columns' or 'repair'")
+        for name in ("patience_s", "least_s"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} = {value}: must be a number above 0")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of blocks that are made."""
+        return ("rows", "columns") if self.transposed == "columns" else ("rows",)
 
 
 class PartitionsChanged(Exception):
@@ -48,38 +138,13 @@ class Counters:
       rounds: products and parts of products that devices were asked for.
       refused: messages that were not of their form, or that were not expected.
       late: answers for pieces that were decoded before.
+      silences: times that a device has fallen silent.
     """
 
     rounds: int = 0
     refused: int = 0
     late: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A message of a device: a report, or a piece of the product of a round."""
-
-    rank: int
-    payload: Payload
-    round: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """A device is gone, or one has come that may have the rank of an earlier one."""
-
-    rank: int
-    gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Alarm:
-    """A time that was asked for has come."""
-
-    number: int
-
-
-_Event: TypeAlias = _Told | _Moved | _Alarm
+    silences: int = 0
 
 
 class Coordinator:
@@ -95,29 +160,45 @@ class Coordinator:
     def __init__(
         self, runtime: Runtime, settings: Settings, *, run: str = "run", record: Record | None = None
     ) -> None:
-        self.members = Members(runtime, settings, run, record)
+        before = None if record is None else record.registry()
+        self.registry = before or Registry()
+        """The state of members, partitions and blocks."""
+        self.changed = False
+        """Whether there are other partitions than those that are trained on."""
+        self.check_labels: Callable[[Tensor], str] = lambda labels: ""
+        """Describes what is wrong with the labels of a partition that comes; empty: nothing."""
         self.counters = Counters()
         self._runtime, self._comm, self._settings = runtime, runtime.comm, settings
-        self._events = Queue[_Event]()
+        self._run, self._record, self._began = run, record, runtime.now()
+        self._again = before is not None
+        """Whether the run goes on from a record."""
+        self._encoded = False
+        """Whether the first blocks have been ordered."""
+        self._stirred = False
+        """Whether other blocks may answer than when devices were asked last."""
+        code = build("code", settings.code, CODES)
+        self._placement = Placement(code, settings.seed, settings.redundancy, settings.kinds)
+        self._probed = set[int]()
+        """Devices that were probed and have not answered yet."""
+        self._to_meet = dict[int, tuple[int, int]]()
+        """Devices that get ready for a later one, and that one, by the number of their meeting."""
+        self._meetings = 0
+        self._gone = set[int]()
+        """Ranks whose messages from before their loss are ignored."""
+        self._refused = Counter[int]()
+        """Messages, by sender."""
+        self._rounds = dict[int, Round]()
+        """Under way, by number."""
         self._plans = Plans[int](_PLANS)
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
-        self._rounds: dict[int, Round] = {}
-        """Under way, by number."""
-        self._gone: set[int] = set()
-        """Ranks whose messages from before their loss are ignored."""
-        self._refused: Counter[int] = Counter()
-        """Messages, by sender."""
+        self._events = Queue[Callable[[], bool] | int]()
+        """Functions that take in an event, and say whether it brings the run nearer; and alarms, by number."""
         self._alarms, self._alarm, self._overdue = 0, 0, False
         self._look = self._alarm_at(runtime.now() + _LOOKS * settings.least_s)
         for service in (self._listen(messages.REPORT, None), self._departures(), self._arrivals()):
             runtime.launch(service)
-
-    @property
-    def registry(self) -> Registry:
-        """The state of members, partitions and blocks."""
-        return self.members.registry
 
     # --- a run ------------------------------------------------------------------------------------------------------
 
@@ -127,12 +208,12 @@ class Coordinator:
         Raises:
           RunLost: they do not come, or are lost while data are encoded.
         """
-        wanted, members, registry = self._settings, self.members, self.registry
-        if members.encoded:
+        wanted, registry = self._settings, self.registry
+        if self._encoded:
             return
-        members.tell("begins")
+        self.tell("begins")
         enough_at = self._runtime.now() + _BACK_S
-        if members.again:
+        if self._again:
             self._alarm_at(enough_at)
 
         def brought() -> int:
@@ -141,27 +222,36 @@ class Coordinator:
         await self._until(
             lambda: (
                 (len(registry.members) >= wanted.devices and brought() >= wanted.partitions)
-                or (members.again and self._runtime.now() >= enough_at and members.decodable())
+                or (self._again and self._runtime.now() >= enough_at and self._decodable())
             ),
             lambda: (
                 f"{len(registry.members)} of {wanted.devices} devices and {brought()} of "
                 f"{wanted.partitions} partitions have come"
             ),
         )
-        members.begin()
+        self._encoded = True
+        if not registry.active:
+            for partition in registry.partitions:
+                partition.active = registry.raw(partition) is not None
+            if "columns" in wanted.kinds:
+                registry.bounds = bounds_of(registry.features, len(registry.active))
+        self._repair()
         await self._until(
-            lambda: not registry.making() and members.decodable(), lambda: members.in_need(wanted.kinds[-1])
+            lambda: not registry.making() and self._decodable(), lambda: self._in_need(wanted.kinds[-1])
         )
-        members.tell("encoded")
+        self.tell("encoded")
+
+    def _decodable(self) -> bool:
+        """Tells whether devices that are heard can answer for all that is trained on."""
+        return all(self.registry.decodable(kind) for kind in self._settings.kinds)
 
     def settle(self) -> list[Partition]:
-        """Lists the partitions that are trained on from now on, in the order of their samples."""
-        return self.members.settle()
-
-    @property
-    def changed(self) -> bool:
-        """Whether there are other partitions than those that are trained on."""
-        return self.members.changed
+        """Takes in all partitions that can be trained on, and lists those that are trained on from now on."""
+        self.changed = False
+        for partition in self.registry.partitions:
+            partition.active |= self.registry.trainable(partition, self._settings.kinds)
+        self._repair()
+        return self.registry.active
 
     @property
     def samples(self) -> int:
@@ -217,8 +307,23 @@ class Coordinator:
 
     async def end(self, reason: str = "") -> None:
         """Lets all devices go."""
-        for told in [self.members.send(rank, End(reason)) for rank in self.registry.members]:
+        for told in [self._send(rank, End(reason)) for rank in self.registry.members]:
             await told
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the coordinator began, by the clock of its events."""
+        return self._runtime.now() - self._began
+
+    def tell(self, event: str, **values: Json) -> None:
+        """Records an event, with the redundancy at that time."""
+        if self._record is not None:
+            redundancy: Json = (
+                [self.registry.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds]
+                if self._encoded
+                else None
+            )
+            self._record.tell(event, t=self.elapsed_s, redundancy=redundancy, **values)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +346,6 @@ class Coordinator:
             partitions,
             self._settings.pieces,
             self._plans,
-            self._settings.max_condition,
             _replayed(self._runtime.decisions.replayed("answers", number, self._comm.rank)),
         )
 
@@ -254,14 +358,14 @@ class Coordinator:
         """
         kind, begin = rounds[0].kind, self._runtime.now()
         self._rounds = {one.number: one for one in rounds}
-        self._overdue, self.members.stirred = False, True
+        self._overdue, self._stirred = False, True
         for number in self._rounds:
             self._runtime.launch(self._listen(messages.answers(number), number))
         self._watch(kind)
         try:
             await self._until(
                 lambda: all(one.complete for one in rounds) or (self._overdue and not patiently),
-                lambda: self.members.in_need(kind),
+                lambda: self._in_need(kind),
             )
         finally:
             for number, one in self._rounds.items():
@@ -272,7 +376,7 @@ class Coordinator:
             self._deadlines[kind].learn(self._runtime.now() - begin)
         for one in rounds:
             if one.complete:
-                self._runtime.decide_own("answers", one.number, partial(_as_json, one))
+                self._runtime.decide_own("answers", one.number, one.decision)
         return rounds[-1]
 
     def _ask(self) -> None:
@@ -280,10 +384,26 @@ class Coordinator:
         for one in self._rounds.values():
             blocks = [block for block in self.registry.answering(one.kind) if one.serves(block)]
             for rank, task in one.tasks(blocks, min(self._rounds)).items():
-                self.members.send(rank, task)
+                self._send(rank, task)
 
     def _watch(self, kind: Kind) -> None:
         self._alarm = self._alarm_at(self._runtime.now() + self._deadlines[kind].seconds)
+
+    def _in_need(self, kind: Kind) -> str:
+        """Describes what is missing for products."""
+        registry = self.registry
+        silent = [rank for rank, member in registry.members.items() if member.silent]
+        lost = [one for one in registry.active if not registry.recoverable(one)]
+        texts = [f"{len(registry.heard)} devices are heard of"]
+        if silent:
+            texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
+        if lost:
+            texts.append(f"lost with their devices: {', '.join(one.name or str(one.number) for one in lost)}")
+        elif kind == "columns" and not registry.decodable(kind):
+            texts.append(
+                f"column blocks {', '.join(map(str, registry.missing(kind)))} follow from none that are there"
+            )
+        return "; ".join(texts)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -297,90 +417,44 @@ class Coordinator:
         since, alarm = self._runtime.now(), self._alarm_at(self._runtime.now() + patience_s)
         paused = False
         while True:
-            if self.members.stirred:
-                self.members.stirred = False
+            if self._stirred:
+                self._stirred = False
                 self._ask()
                 if not paused and any(not self.registry.decodable(one.kind) for one in self._rounds.values()):
                     paused = True
-                    self.members.tell("paused", missing=missing())
+                    self.tell("paused", missing=missing())
             if there():
                 break
             event = await self._events.next()
-            if not isinstance(event, _Alarm):
-                if self._take(event):
+            if not isinstance(event, int):
+                if event():
                     since = self._runtime.now()
-            elif event.number == alarm:
+            elif event == alarm:
                 left_s = since + patience_s - self._runtime.now()
                 if left_s <= 0:
                     raise RunLost(f"no device came for {patience_s:g} s: {missing()}")
                 alarm = self._alarm_at(self._runtime.now() + left_s)
-            elif event.number == self._look:
-                self.members.look_after()
+            elif event == self._look:
+                self._look_after()
                 self._look = self._alarm_at(self._runtime.now() + _LOOKS * self._settings.least_s)
-            elif event.number == self._alarm and self._rounds:
+            elif event == self._alarm and self._rounds:
                 self._pass_deadline()
         if paused:
-            self.members.tell("goes_on")
-
-    def _pass_deadline(self) -> None:
-        """Counts devices as silent that were asked and have answered nothing since the last deadline."""
-        self._overdue = True
-        rounds = self._rounds.values()
-        self.members.silence(set[int]().union(*[one.silent() for one in rounds]))
-        self._watch(next(iter(rounds)).kind)
-
-    def _take(self, event: _Told | _Moved) -> bool:
-        """Takes in an event; tells whether it was of use.
-
-        A failed block is not: it is ordered again, and may fail for ever.
-        """
-        if isinstance(event, _Moved):
-            if not event.gone:
-                self._gone.discard(event.rank)
-                return False
-            self._gone.add(event.rank)
-            for one in self._rounds.values():
-                one.lose(event.rank)
-            if self.members.lose(event.rank) and self._rounds:
-                raise PartitionsChanged
-            return False
-        if event.rank in self._gone:
-            return False
-        try:
-            if event.round is None:
-                report: Any = unpacked(event.payload, REPORTS)
-                self.members.take(event.rank, report)
-                return not isinstance(report, (Probe, Failed))
-            if event.round not in self._rounds:
-                self.counters.late += 1
-                return False
-            self._rounds[event.round].take(event.rank, event.payload)
-        except Malformed as error:
-            self._refuse(event.rank, str(error))
-            return False
-        self.members.heard(event.rank)
-        return True
-
-    def _refuse(self, rank: int, why: str) -> None:
-        """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
-        self.counters.refused += 1
-        self._refused[rank] += 1
-        if self._refused[rank].bit_count() == 1:
-            self.members.tell("refused", rank=rank, why=why, count=self._refused[rank])
+            self.tell("goes_on")
 
     def _alarm_at(self, t: float) -> int:
         """Asks for an event at a time; gives its number."""
         self._alarms += 1
-        event = _Alarm(self._alarms)
-        self._runtime.sleep_until(t).on_done(lambda _: self._events.put(event))
-        return event.number
+        number = self._alarms
+        self._runtime.sleep_until(t).on_done(lambda _: self._events.put(number))
+        return number
 
     async def _listen(self, tag: Tag, round: int | None) -> None:
         """Takes in the messages of a tag, until its exchange is forgotten."""
         try:
             while True:
                 rank, payload = await self._comm.recv_any(tag, deadline_s=math.inf)
-                self._events.put(_Told(rank, payload, round))
+                self._events.put(partial(self._take, rank, payload, round))
         except WaitEnded:
             return
 
@@ -389,15 +463,302 @@ class Coordinator:
 
     async def _departures(self) -> None:
         while True:
-            self._events.put(_Moved(await self._comm.departure(), gone=True))
+            self._events.put(partial(self._lose, await self._comm.departure()))
 
     async def _arrivals(self) -> None:
         while True:
-            self._events.put(_Moved(await self._comm.arrival(), gone=False))
+            self._events.put(partial(self._expect, await self._comm.arrival()))
 
+    def _expect(self, rank: int) -> bool:
+        """Listens to a device that has come, and may have the rank of an earlier one."""
+        self._gone.discard(rank)
+        return False
 
-def _as_json(round: Round) -> Json:
-    return [list(one) for one in round.used]
+    def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
+        """Takes in a report, or a piece of the product of a round; tells whether it brings the run nearer.
+
+        A failed block does not: it is ordered again, and may fail for ever.
+        """
+        if rank in self._gone:
+            return False
+        try:
+            if round is None:
+                report = unpacked(payload, _REPORTS)
+                self._report(rank, report)
+                return not isinstance(report, (Probe, Failed))
+            if round not in self._rounds:
+                self.counters.late += 1
+                return False
+            self._rounds[round].take(rank, payload)
+        except Malformed as error:
+            self._refuse(rank, str(error))
+            return False
+        self._heard(rank)
+        return True
+
+    def _refuse(self, rank: int, why: str) -> None:
+        """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
+        self.counters.refused += 1
+        self._refused[rank] += 1
+        if self._refused[rank].bit_count() == 1:
+            self.tell("refused", rank=rank, why=why, count=self._refused[rank])
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def _report(self, rank: int, report: Report) -> None:
+        """Takes in a report of a device.
+
+        Raises:
+          Malformed: it speaks of a block or device that there is not.
+        """
+        member = self.registry.members.get(rank)
+        if isinstance(report, Hello):
+            self._hello(rank, report)
+            return
+        if member is None:
+            raise Malformed("a report before a greeting")
+        if isinstance(report, Ready):
+            self._ready(rank, report.number)
+        elif isinstance(report, Leaving):
+            member.leaving = True
+            self.tell("leaving", rank=rank)
+            self._repair()
+        elif isinstance(report, (Built, Failed)):
+            self._ended(member, report)
+        self._heard(rank)
+
+    def _ready(self, rank: int, meeting: int) -> None:
+        """Has the second device of a meeting connect, unless one of the two has gone in the meantime."""
+        pair = self._to_meet.get(meeting)
+        if meeting >= self._meetings or (pair is not None and pair[0] != rank):
+            raise Malformed("ready for a device that is not expected")
+        if pair is not None:
+            del self._to_meet[meeting]
+            self._send(pair[1], Meet(rank, meeting, first=False))
+
+    def _ended(self, member: Member, report: Built | Failed) -> None:
+        """Takes in that a block is made, or that it could not be."""
+        block = self.registry.blocks.get(report.block)
+        if block is None:
+            raise Malformed("a report on a block that there is not")
+        if block.holder != member.rank:
+            self._send(member.rank, Drop((block.number,)))
+            return
+        if isinstance(report, Built):
+            self.registry.built(block, report.partitions)
+            member.failures = 0
+            if self._record is not None:
+                self._record.keep_registry(self.registry)
+            self.tell(
+                "built",
+                rank=member.rank,
+                block=block.number,
+                kind=block.kind,
+                nbytes=report.fetched_nbytes,
+                mds_nbytes=self._under_mds(block, report.fetched_nbytes),
+            )
+            if block.replaces is not None:
+                old = self.registry.blocks[block.replaces]
+                if old.holder is not None:
+                    self._send(old.holder, Drop((old.number,)))
+                self.registry.discard(old)
+        else:
+            self.registry.failed(block)
+            self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
+            if report.rank == member.rank:
+                member.unable = True
+            else:
+                member.failures += 1
+                self._silence({report.rank})
+        self._repair()
+
+    def _hello(self, rank: int, hello: Hello) -> None:
+        registry = self.registry
+        if rank in registry.members:
+            raise Malformed("a second greeting")
+        if reason := self._unfit(hello):
+            self.tell("turned_away", rank=rank, why=reason)
+            self._send(rank, End(reason))
+            return
+        raw = -1
+        if hello.partition:
+            registry.features = hello.features
+            partition = registry.named(hello.partition)
+            if partition is None:
+                labels, number = hello.labels.reshape(-1), len(registry.partitions)
+                partition = Partition(number, hello.partition, labels, registry.next_number)
+                registry.partitions.append(partition)
+            raw = partition.block
+            registry.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
+        for other in registry.members:
+            pair = min(rank, other), max(rank, other)
+            self._to_meet[self._meetings] = pair
+            self._send(pair[0], Meet(pair[1], self._meetings, first=True))
+            self._meetings += 1
+        registry.members[rank] = Member(rank)
+        self._send(rank, Welcome(self._run, raw))
+        self._take_held(rank, hello)
+        self.tell("came", rank=rank, partition=hello.partition, rows=hello.rows)
+        self._repair()
+
+    def _unfit(self, hello: Hello) -> str:
+        """Says why a device cannot take part; empty: it can."""
+        if not hello.partition:
+            return ""
+        if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
+            raise Malformed("data without rows, or too wide, or with another number of labels")
+        known, features = self.registry.named(hello.partition), self.registry.features
+        if features and hello.features != features:
+            return (
+                f"partition {hello.partition!r} has {hello.features} features, and those that are there have "
+                f"{features}: give all devices the same columns"
+            )
+        if strange := self.check_labels(hello.labels):
+            return f"partition {hello.partition!r}: {strange}"
+        if known is None:
+            return ""
+        holder = self.registry.blocks[known.block].holder
+        if holder is not None and not self.registry.members[holder].silent:
+            return f"partition {hello.partition!r} is there already: give each device another one"
+        if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
+            return f"partition {hello.partition!r} was there with other labels: give it another name"
+        return ""
+
+    def _take_held(self, rank: int, hello: Hello) -> None:
+        """Takes in the blocks that a device has kept, unless they are unknown or another device has them."""
+        unknown = []
+        for number in hello.held:
+            block = self.registry.blocks.get(number)
+            if hello.run == self._run and block is not None and block.holder is None:
+                block.holder, block.ready = rank, True
+            else:
+                unknown.append(number)
+        if unknown:
+            self._send(rank, Drop(tuple(unknown)))
+
+    # --- losses and silence -----------------------------------------------------------------------------------------
+
+    def _lose(self, rank: int) -> bool:
+        """Takes in the loss of a device, which does not bring the run nearer.
+
+        Raises:
+          PartitionsChanged: training goes on without some of the partitions.
+        """
+        self._gone.add(rank)
+        for one in self._rounds.values():
+            one.lose(rank)
+        if rank not in self.registry.members:
+            return False
+        self.registry.lose(rank)
+        self._to_meet = {number: pair for number, pair in self._to_meet.items() if rank not in pair}
+        self.tell("gone", rank=rank)
+        for other in self.registry.members:
+            self._send(other, Lost(rank))
+        changed = self._encoded and self._loses_partitions()
+        self._repair()
+        if changed and self._rounds:
+            raise PartitionsChanged
+        return False
+
+    def _loses_partitions(self) -> bool:
+        """Tells whether training goes on without partitions that follow from no remaining block."""
+        registry, changed = self.registry, False
+        while lost := [one for one in registry.active if not registry.recoverable(one)]:
+            for partition in lost:
+                self.tell("lost", partition=partition.name)
+            if self._settings.on_loss == "wait":
+                return False
+            for partition in lost:
+                registry.forsake(partition)
+            changed = True
+        if changed and not registry.active:
+            raise RunLost("no partition is left: all devices that had one are gone")
+        return changed
+
+    def _pass_deadline(self) -> None:
+        """Counts devices as silent that were asked and have answered nothing since the last deadline."""
+        self._overdue = True
+        rounds = self._rounds.values()
+        self._silence(set[int]().union(*[one.silent() for one in rounds]))
+        self._watch(next(iter(rounds)).kind)
+
+    def _silence(self, ranks: Iterable[int]) -> None:
+        """Counts devices that have let a deadline pass as absent until they are heard, and probes them."""
+        for rank in ranks:
+            member = self.registry.members.get(rank)
+            if member is None:
+                continue
+            if not member.silent:
+                member.silent = True
+                self.counters.silences += 1
+                self.tell("silent", rank=rank)
+            self._send(rank, Probe())
+        self._repair()
+
+    def _look_after(self) -> None:
+        """Probes the devices that make blocks; those that have not answered since the last call count as silent.
+
+        Devices that rest may try once more.
+        """
+        resting = [member for member in self.registry.members.values() if member.rests]
+        for member in resting:
+            member.failures -= 1
+        if resting:
+            self._repair()
+        makers = {block.holder for block in self.registry.making() if block.holder is not None}
+        silent = makers & self._probed
+        self._probed = makers - silent
+        for rank in self._probed:
+            self._send(rank, Probe())
+        if silent:
+            self._silence(silent)
+
+    def _heard(self, rank: int) -> None:
+        """Takes in a sign of life."""
+        self._probed.discard(rank)
+        member = self.registry.members.get(rank)
+        if member is not None and member.silent:
+            member.silent = False
+            self.tell("heard", rank=rank)
+            self._repair()
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    def _repair(self) -> None:
+        """Orders the blocks that are missing, and lets devices go that may: all of them, before there are blocks."""
+        registry, ordered = self.registry, list[Placed]()
+        while self._encoded and (placed := self._placement.next(registry)) is not None:
+            registry.place(placed)
+            ordered.append(placed)
+        if ordered and self._record is not None:  # before a device acts on it
+            self._record.keep_registry(registry)
+        for placed in ordered:
+            assert placed.block.holder is not None
+            self.tell("ordered", rank=placed.block.holder, block=placed.block.number)
+            self._send(placed.block.holder, placed.order)
+        for member in list(registry.members.values()):
+            if member.leaving and (not self._encoded or registry.can_go(member.rank)):
+                self._send(member.rank, End())
+        if self._encoded:
+            kinds = self._settings.kinds
+            self.changed |= any(
+                not partition.active and registry.trainable(partition, kinds)
+                for partition in registry.partitions
+            )
+            self._stirred = True
+
+    def _under_mds(self, block: Block, nbytes: int) -> int:
+        """Computes the bytes that other devices would have given for a block with all partitions in it."""
+        if block.kind == "columns" or block.raw is not None or block.replaces is not None:
+            return nbytes
+        own = {one.raw for one in self.registry.of("rows") if one.holder == block.holder}
+        rows = sum(one.rows for one in self.registry.active if one.number not in own)
+        return 8 * rows * self.registry.features
+
+    def _send(self, rank: int, message: Command) -> Pending[None]:
+        """Sends a command to a device; done when it is on its way."""
+        tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
+        return self._runtime.launch(sent(self._comm, packed(message), rank, tag))
 
 
 def _replayed(decision: Decision | None) -> list[frozenset[int]] | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.blocks import Holding, piece_of
-from farflung.coded.fetching import Fetcher, SourceLost
+from farflung.coded.blocks import ColumnBlock, Holding, RowBlock, fit, piece_of, rows_at_once, widest
 from farflung.coded.messages import (
     Built,
     Columns,
@@ -27,32 +29,142 @@ from farflung.coded.messages import (
     Lost,
     Malformed,
     Meet,
-    Message,
     Multiply,
     Probe,
     Ready,
     Report,
     Rows,
+    Source,
     Welcome,
     packed,
     sent,
     unpacked,
 )
-from farflung.coded.queues import Queue, Work
-from farflung.errors import ConfigError, FarflungError, PeerLost
+from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerLost
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Payload, Runtime, Tag
 
-__all__ = ["Device"]
+__all__ = ["Device", "Queue"]
 
 _COORDINATOR = 0
 _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop, Probe)
+_WORK: tuple[type[Multiply | End], ...] = (Multiply, End)
 _MAKERS = 2
 """Blocks that are made at a time; each takes memory beside itself."""
 _MOST_ASKED = 64
 """Requests of one device that may wait; more are refused."""
 _NO_BLOCK = Payload(())
 """The answer to a request for a block that is not there."""
+_WINDOW = 4
+"""Requests that are under way at a time."""
+
+T = TypeVar("T")
+
+
+class Queue(Generic[T]):
+    """Takes items from one thread, for several coroutines of another.
+
+    Each side keeps to single operations on the queue, and neither iterates over it.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._wait: Pending[None] | None = None
+
+    def put(self, item: T) -> None:
+        """Adds an item and ends the waits."""
+        self._items.append(item)
+        if self._wait is not None:
+            self._wait.set(None)
+
+    async def next(self) -> T:
+        """Takes the first item; waits where there is none."""
+        while not self._items:
+            if self._wait is None or self._wait.done:
+                self._wait = Pending()
+            if self._items:
+                break
+            await self._wait
+        return self._items.popleft()
+
+
+# --- making blocks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Some rows of one source.
+
+    Args:
+      source: holds them.
+      request: for the source.
+      into: the part of the block that is being made to which they are added.
+      most: the most rows that may come, where those beyond the part's add up to zeros.
+    """
+
+    source: Source
+    request: Fetch
+    into: Tensor
+    most: int
+
+    def add(self, given: Tensor) -> None:
+        """Adds rows, times their weight; smaller ones count as if zeros followed."""
+        width = self.into.shape[1]
+        if given.dim() != 2 or given.shape[0] > self.most or given.shape[1] > width:
+            raise Malformed(f"rows of {list(given.shape)} where {[self.most, width]} were due")
+        given = given[: len(self.into)]
+        self.into[: given.shape[0], : given.shape[1]].add_(given, alpha=self.source.weight)
+
+
+def _numbers(order: Rows | Columns) -> int:
+    """Computes how many numbers are made.
+
+    Raises:
+      Malformed: there is no such block.
+    """
+    if isinstance(order, Rows):
+        if min(order.rows, order.features) < 1:
+            raise Malformed("an order of no block")
+        return order.rows * order.features
+    features, rows = order.bounds[-1] if order.bounds else 0, [part.rows for part in order.parts]
+    if not fit(order.weights, order.bounds, features) or features < 1 or min(rows, default=0) < 1:
+        raise Malformed("an order of no block")
+    return widest(order.weights, order.bounds) * sum(rows)
+
+
+def _begun(order: Rows | Columns) -> tuple[RowBlock | ColumnBlock, Iterator[_Share]]:
+    """Makes a block of zeros, and the shares that are added to it."""
+    if isinstance(order, Rows):
+        data = torch.zeros(order.rows, order.features, dtype=torch.float64)
+        return RowBlock(data), _shares_of_rows(order, data)
+    width = widest(order.weights, order.bounds)
+    parts = {part.partition: torch.zeros(width, part.rows, dtype=torch.float64) for part in order.parts}
+    return ColumnBlock(order.bounds[-1], parts), _shares_of_columns(order, parts)
+
+
+def _shares_of_rows(order: Rows, data: Tensor) -> Iterator[_Share]:
+    step = rows_at_once(order.features)
+    for begin in range(0, order.rows, step):
+        end = min(order.rows, begin + step)
+        for source in order.sources:
+            yield _Share(source, Fetch(0, source.block, begin, end), data[begin:end], end - begin)
+
+
+def _shares_of_columns(order: Columns, parts: Mapping[int, Tensor]) -> Iterator[_Share]:
+    # Blocks of columns that are summed may be wider than their sum.
+    most = max(end - begin for begin, end in itertools.pairwise(order.bounds))
+    step = rows_at_once(most)
+    for part in order.parts:
+        for begin in range(0, part.rows, step):
+            end = min(part.rows, begin + step)
+            for source in part.sources:
+                request = Fetch(0, source.block, begin, end, part.partition)
+                if part.raw:
+                    request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
+                yield _Share(source, request, parts[part.partition][:, begin:end], most)
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
 
 
 class Device:
@@ -81,8 +193,6 @@ class Device:
     ) -> None:
         self.refused = 0
         """Messages that were not of their form, or about a block that there is not."""
-        self.first_refusal = ""
-        """Why the first of them was refused."""
         self.rounds = 0
         """Rounds of which a piece was answered."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
@@ -94,9 +204,14 @@ class Device:
         self._patience_s = patience_s
         if room_nbytes is None:
             room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        self._fetcher = Fetcher(runtime, holding, self._meeting, fetch_s, room_nbytes)
-        self._work, self._orders = Work(), Queue[Rows | Columns]()
-        self._greeted, self._leaves = False, False
+        self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
+        self._requests = self._making_nbytes = 0
+        self._open: set[int] = set()
+        """Numbers of requests whose answers are awaited."""
+        self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
+        self._since = 0.0
+        """The first round that is not over, by the last task."""
+        self._greeted = self._leaves = self._stopped = False
 
     @property
     def rank(self) -> int:
@@ -130,14 +245,14 @@ class Device:
         while True:
             task = await self._work.next()
             if isinstance(task, End):
-                await self._runtime.launch(self._fetcher.stop())
+                await self._runtime.launch(self._stop())
                 return task.reason
             if isinstance(task, FarflungError):
                 raise task
             try:
                 await self._multiply(task)
-            except (Malformed, RuntimeError) as error:  # torch's, of an operand of other sizes
-                self._refuse(error)
+            except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
+                self.refused += 1
 
     def leave(self) -> None:
         """Asks the coordinator to let this device go; :meth:`run` ends once it may."""
@@ -153,13 +268,14 @@ class Device:
             while True:
                 told = self._comm.recv(_COORDINATOR, messages.OPERAND, deadline_s=self._patience_s)
                 try:
-                    task = unpacked(await told, (Multiply, End))
-                except Malformed as error:
-                    self._refuse(error)
+                    task = unpacked(await told, _WORK)
+                except Malformed:
+                    self.refused += 1
                     continue
-                assert isinstance(task, (Multiply, End))
+                self._since = task.since if isinstance(task, Multiply) else math.inf
                 self._work.put(task)
         except FarflungError as error:
+            self._since = math.inf
             self._work.put(error)
 
     async def _multiply(self, task: Multiply) -> None:
@@ -168,7 +284,7 @@ class Device:
         Each piece of a block is a piece of the whole, so the answers of a slow device count. Each device begins with
         another piece.
         """
-        blocks = self._holding.answering(task)
+        blocks = {} if self._since > task.round else self._holding.answering(task)
         if not blocks:
             return
         self.rounds += 1
@@ -177,7 +293,7 @@ class Device:
             piece = (task.first + place) % task.pieces
             begin, end = piece_of(task.length, task.pieces, piece)
             for number, block in blocks.items():
-                if self._work.over(task.round):
+                if self._since > task.round:
                     return
                 product = await self._runtime.compute(
                     Cost("score", block.samples(begin, end, task)), partial(block.multiply, begin, end, task)
@@ -192,10 +308,10 @@ class Device:
             command = await self._comm.recv(_COORDINATOR, messages.COMMAND, deadline_s=math.inf)
             try:
                 self._carry_out(unpacked(command, _COMMANDS))
-            except Malformed as error:
-                self._refuse(error)
+            except Malformed:
+                self.refused += 1
 
-    def _carry_out(self, message: Message) -> None:
+    def _carry_out(self, message: Command) -> None:
         if isinstance(message, Welcome):
             self._holding.settle(message.run, message.raw)
         elif isinstance(message, Meet):
@@ -203,7 +319,7 @@ class Device:
                 raise Malformed("a device that there cannot be")
             if self._meeting(message.rank).error is not None:  # an earlier device had this rank
                 del self._met[message.rank]
-            self._admit(message.rank).on_done(partial(_pass_on, self._meeting(message.rank)))
+            self._meeting(message.rank).follow(self._admit(message.rank))
             if message.first:
                 self._runtime.launch(self._report_ready(message.number))
         elif isinstance(message, Lost):
@@ -226,21 +342,103 @@ class Device:
         """Makes the blocks that are ordered, one after the other."""
         while True:
             order = await self._orders.next()
-            making = self._fetcher.rows(order) if isinstance(order, Rows) else self._fetcher.columns(order)
-            await self._build(order, making)
+            try:
+                fetched_nbytes = await self._made(order)
+            except PeerLost as error:
+                self._report(Failed(order.block, error.rank, _one_line(error.detail)))
+            except (ConfigError, RuntimeError, ValueError):
+                self.refused += 1
+                self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
+            else:
+                parts = order.parts if isinstance(order, Columns) else ()
+                made = tuple(part.partition for part in parts)
+                self._report(Built(order.block, made, fetched_nbytes))
 
-    async def _build(self, order: Rows | Columns, making: Coroutine[Pending[Any], None, int]) -> None:
-        block = order.block
+    async def _made(self, order: Rows | Columns) -> int:
+        """Makes a block, or adds parts to one of columns.
+
+        Returns:
+          The bytes that other devices gave for it.
+
+        Raises:
+          Malformed: there is no such block, or no room for it.
+          PeerLost: a source has gone, or gave something else.
+        """
+        nbytes = 8 * _numbers(order)
+        if order.block in (-1, self._holding.raw):
+            raise Malformed("an order of a block that is there")
+        if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
+            raise Malformed(f"no room for {nbytes} bytes more")
+        self._making_nbytes += nbytes
         try:
-            fetched_nbytes = await making
-        except SourceLost as error:
-            self._report(Failed(block, error.rank, _one_line(error.detail)))
-        except (ConfigError, RuntimeError, ValueError) as error:
-            self._refuse(error)
-            self._report(Failed(block, self._comm.rank, "the order could not be carried out"))
-        else:
-            parts = order.parts if isinstance(order, Columns) else ()
-            self._report(Built(block, tuple(part.partition for part in parts), fetched_nbytes))
+            block, shares = _begun(order)
+            fetched_nbytes = await self._gather(shares)
+            self._holding.keep(order.block, block)
+        finally:
+            self._making_nbytes -= nbytes
+        return fetched_nbytes
+
+    async def _gather(self, shares: Iterator[_Share]) -> int:
+        flying: deque[tuple[_Share, int, Pending[Payload]]] = deque()
+        nbytes = 0
+        try:
+            for share in shares:
+                if share.source.rank == self._comm.rank:
+                    share.add(self._holding.give(share.request))
+                    continue
+                if len(flying) == _WINDOW:
+                    nbytes += await self._land(*flying.popleft())
+                flying.append(await self._ask(share))
+            while flying:
+                nbytes += await self._land(*flying.popleft())
+        finally:
+            for _, number, _ in flying:
+                self._forget(number)
+        return nbytes
+
+    async def _stop(self) -> None:
+        """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
+        self._stopped = True
+        for number in tuple(self._open):
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._open.discard(number)
+        self._comm.forget(messages.reply(number).exchange)
+
+    async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
+        rank = share.source.rank
+        met, passed = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
+        if not met.done and await self._runtime.first_of(met, passed):
+            raise PeerLost(rank, f"not met within {self._fetch_s:g} s")
+        if met.error is not None:
+            raise PeerLost(rank, str(met.error))
+        if self._stopped:
+            raise PeerLost(rank, "this device has ended")
+        self._requests += 1
+        number = self._requests
+        answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._fetch_s)
+        self._open.add(number)
+        self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
+        return share, number, answer
+
+    async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
+        try:
+            given = list((await answer).tensors())
+            if len(given) != 1 or given[0].dtype != torch.float64:
+                raise Malformed("it has no such block")
+            if not bool(torch.isfinite(given[0]).all()):
+                raise Malformed("numbers that are not finite")
+            share.add(given[0])
+            return given[0].nbytes
+        except DeadlinePassed:
+            raise PeerLost(share.source.rank, f"silent for {self._fetch_s:g} s") from None
+        except (FarflungError, Malformed) as error:
+            raise PeerLost(share.source.rank, str(error)) from None
+        finally:
+            self._forget(number)
+
+    # --- rows for other devices ------------------------------------------------------------------------------------
 
     async def _give(self) -> None:
         """Takes in requests of other devices, and answers each device one request at a time."""
@@ -248,11 +446,10 @@ class Device:
             rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
             try:
                 request = unpacked(payload, (Fetch,))
-                assert isinstance(request, Fetch)
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
-            except Malformed as error:
-                self._refuse(error)
+            except Malformed:
+                self.refused += 1
                 continue
             if rank in self._asked:
                 self._asked[rank].append(request)
@@ -264,31 +461,22 @@ class Device:
         asked = self._asked[rank]
         try:
             while asked:
-                request = asked.popleft()
-                await self._comm.send(self._given(request), rank, messages.reply(request.reply))
+                request, given = asked.popleft(), _NO_BLOCK
+                if request.block in self._holding.blocks:  # an order may be older than the end of a block
+                    try:
+                        given = Payload((self._holding.give(request),))
+                    except Malformed:
+                        self.refused += 1
+                await self._comm.send(given, rank, messages.reply(request.reply))
         except FarflungError:  # the device that has asked is gone
             return
         finally:
             del self._asked[rank]
 
-    def _given(self, request: Fetch) -> Payload:
-        """Gives the rows, or nothing where the block is gone: an order may be older than the end of a block."""
-        if request.block not in self._holding.blocks:
-            return _NO_BLOCK
-        try:
-            return Payload((self._holding.give(request),))
-        except Malformed as error:
-            self._refuse(error)
-            return _NO_BLOCK
-
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def _meeting(self, rank: int) -> Pending[None]:
         return self._met.setdefault(rank, Pending())
-
-    def _refuse(self, why: Exception) -> None:
-        self.refused += 1
-        self.first_refusal = self.first_refusal or f"{type(why).__name__}: {_one_line(str(why))}"
 
     def _report(self, report: Report) -> None:
         self._send(packed(report), messages.REPORT)
@@ -300,10 +488,3 @@ class Device:
 def _one_line(text: str) -> str:
     """Cuts a text to the length of a message, on one line."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:200])
-
-
-def _pass_on(to: Pending[None], ended: Pending[None]) -> None:
-    if ended.error is None:
-        to.set(None)
-    else:
-        to.fail(ended.error)

@@ -7,7 +7,10 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
-from typing import Any, Self
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -18,14 +21,17 @@ from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
-from typing_extensions import override
 
-from farflung.coded.linear_model import LOSSES, targets_of, without_bundle
-from farflung.coded.objectives import Logistic, Multinomial, Objective
-from farflung.coded.problem import HeldProducts, Problem
-from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
-from farflung.coded.training import fit_locally, local_settings
-from farflung.errors import BadLabels, BadParameter, ConfigError, UnknownName
+from farflung.coded.blocks import Holding
+from farflung.coded.coordinator import Coordinator, Settings
+from farflung.coded.device import Device
+from farflung.coded.linear_model import HeldProducts, Objective, Problem
+from farflung.coded.parts import partitioned
+from farflung.coded.run import Learner, Trained, train
+from farflung.coded.solvers import Iterate, Solver
+from farflung.errors import BadLabels, BadParameter, ConfigError
+from farflung.sim import VirtualRuntime, VirtualWorld
+from farflung.tasks import Pending
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
@@ -35,7 +41,11 @@ _ROWS = 4096
 
 
 class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A linear classifier, whose objective is its subclass's."""
+    """A linear classifier, whose model is its subclass's."""
+
+    _model: ClassVar[str]
+    loss: str | None = None
+    intercept_scaling = 1.0
 
     def __init__(
         self,
@@ -116,31 +126,76 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
-        objective, targets = self._objective(codes)
-        found = fit_locally(
-            matrix,
-            codes.to(torch.float64),
-            local_settings(self.devices, self.partitions, len(matrix), code=self.code, seed=self.seed),
-            objective,
-            self._solver(),
-            lambda labels: self._objective(labels.to(torch.int64))[1],
-            max_iterations=self.max_iter,
-        ).iterate
-        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets).split(found.weights)
+        classes, solver = len(self.classes_), self.solver
+        if solver == "gd" and self.learning_rate is not None:
+            solver = f"gd(learning_rate={self.learning_rate!r})"
+        learner = Learner(self._model, self.loss, self.C, solver, self.tol)
+        objective = replace(
+            learner.objective(classes),
+            fit_intercept=self.fit_intercept,
+            intercept_scaling=self.intercept_scaling,
+        )
+        targets = partial(learner.targets, classes=classes)
+        found = self._trained(matrix, codes, objective, learner.minimiser(classes), targets)
+        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets(codes)).split(
+            found.weights
+        )
         self.coef_, self.intercept_ = coefficients.T.numpy().copy(), intercepts.numpy()
         return found
 
-    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        """What is minimised, and its targets, by the number of each sample's class."""
-        raise NotImplementedError
+    def _settings(self, rows: int) -> Settings:
+        """Makes the settings of a run: whole blocks are answered, and no device is expected to vanish.
 
-    def _solver(self) -> Solver[Any]:
-        """Makes the minimiser of the objective."""
-        name = without_bundle(self.solver) or "lbfgs"
-        if name not in SOLVERS:
-            raise UnknownName(f"solver of {type(self).__name__}", name, SOLVERS)
-        options = {"tol": self.tol, "learning_rate": self.learning_rate if name == "gd" else None}
-        return SOLVERS[name](**{key: value for key, value in options.items() if value is not None})
+        Args:
+          rows: of the samples; there are no more partitions.
+
+        Raises:
+          ConfigError: a value out of its range; begins with its name.
+        """
+        partitions = self.partitions
+        if partitions is None:
+            partitions = max(1, self.devices - max(1, self.devices // 4))
+        return Settings(
+            min(partitions, rows), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
+        )
+
+    def _trained(
+        self,
+        matrix: Tensor,
+        codes: Tensor,
+        objective: Objective,
+        solver: Solver[Any],
+        targets: Callable[[Tensor], Tensor],
+    ) -> Iterate:
+        """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
+
+        The first devices bring a partition each, consecutive rows.
+        """
+        settings, labels = self._settings(len(matrix)), codes.to(torch.float64)
+        parts = [(matrix[rows], labels[rows]) for rows in partitioned(len(matrix), settings.partitions)]
+        found: list[Trained] = []
+
+        async def coordinate(runtime: VirtualRuntime) -> None:
+            coordinator = Coordinator(runtime, settings)
+            made = await train(
+                coordinator,
+                objective,
+                solver,
+                lambda labels: targets(labels.to(torch.int64)),
+                max_iterations=self.max_iter,
+            )
+            found.append(made)
+
+        async def attend(runtime: VirtualRuntime) -> None:
+            place = runtime.comm.rank - 1
+            holding = Holding(str(place), *parts[place]) if place < len(parts) else Holding()
+            await Device(runtime, holding).run()
+
+        world = VirtualWorld(1 + settings.devices, whole=False)
+        first, *others = world.runtimes
+        bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
+        world.run(bodies)
+        return found[0].iterate
 
 
 def _dense(X: Any) -> Tensor:
@@ -178,6 +233,8 @@ class CodedLogisticRegression(CodedClassifier):
       objective_: what is minimised, at the end.
     """
 
+    _model = "logistic"
+
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The probability of each class, (samples, classes)."""
         return np.exp(self.predict_log_proba(X))
@@ -188,14 +245,6 @@ class CodedLogisticRegression(CodedClassifier):
         if margins.dim() == 1:
             margins = torch.stack([torch.zeros_like(margins), margins], dim=1)
         return margins.log_softmax(dim=1).numpy()
-
-    @override
-    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        options: dict[str, Any] = {"C": self.C, "fit_intercept": self.fit_intercept}
-        classes = len(self.classes_)
-        if classes == 2:
-            return Logistic(**options), targets_of(codes, len(self.classes_))
-        return Multinomial(classes=classes, **options), codes
 
 
 class CodedLinearSVC(CodedClassifier):
@@ -227,6 +276,8 @@ class CodedLinearSVC(CodedClassifier):
       objective_: what is minimised, at the end; the sum over the classes.
     """
 
+    _model = "svc"
+
     def __init__(
         self,
         *,
@@ -257,17 +308,3 @@ class CodedLinearSVC(CodedClassifier):
         )
         self.loss = loss
         self.intercept_scaling = intercept_scaling
-
-    @override
-    def _objective(self, codes: Tensor) -> tuple[Objective, Tensor]:
-        if self.loss not in LOSSES:
-            raise UnknownName("loss", self.loss, LOSSES)
-        objective = LOSSES[self.loss](
-            C=self.C, fit_intercept=self.fit_intercept, intercept_scaling=self.intercept_scaling
-        )
-        return objective, targets_of(codes, len(self.classes_))
-
-    @override
-    def _solver(self) -> Solver[Any]:
-        one = super()._solver()
-        return one if len(self.classes_) == 2 else OneVsRest(one)

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,15 +21,17 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from farflung.coded.blocks import Holding
+from farflung.coded.device import Device
 from farflung.comm import Endpoint
 from farflung.comm.interface import check_host, route_to
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DeadlinePassed, PeerLost, RunLost
+from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, RunLost
 from farflung.tasks import Pending
 from farflung.wall import Pace, WallRuntime
 from farflung.wall.stores import published, reached, serving
 
-__all__ = ["Address", "admitted", "attending", "coordinating", "opened"]
+__all__ = ["Address", "attending", "coordinating", "take_part"]
 
 SEATS = 256
 """How many processes may be there at a time, the coordinator among them."""
@@ -38,6 +40,8 @@ _LOOK_S = 0.1
 """Seconds between two looks of the coordinator for new processes."""
 _STORE_S = 5.0
 """How long a store may take to say what it has."""
+_RETRY_S = 0.5
+"""How long a device that has lost its coordinator waits before it looks for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +104,12 @@ def coordinating(
         target=partial(_let_in, runtime, store, ended, join_s), name="farflung-porter", daemon=True
     )
     porter.start()
-    try:
-        yield runtime, Address(address.host, store.port)
-    except BaseException as error:
-        ended.set()
-        porter.join()
-        runtime.close(error)
-        raise
-    ended.set()
-    porter.join()
-    runtime.close()
+    with _closing(runtime):
+        try:
+            yield runtime, Address(address.host, store.port)
+        finally:
+            ended.set()
+            porter.join()
 
 
 @contextmanager
@@ -148,18 +148,85 @@ def attending(
         )
     kept = None if pace is None else Pace(pace, rank, seed)
     runtime = _runtime(rank, run, store, endpoint, address, join_s, members=[rank], pace=kept)
-    try:
+    with _closing(runtime):
         _wait(store, _open(asked), until - time.monotonic())
         runtime.admit(0, join_s=join_s).wait()
         yield runtime
+
+
+@contextmanager
+def _closing(runtime: WallRuntime) -> Iterator[None]:
+    """Closes a runtime at the end, with the error where there is one."""
+    try:
+        yield
     except BaseException as error:
         runtime.close(error)
         raise
     runtime.close()
 
 
-def admitted(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]:
-    """Lets a device in of which the coordinator has told: it has been there, so where its address is gone, it is too.
+def take_part(
+    address: Address,
+    holding: Holding,
+    endpoint: Endpoint = Endpoint(),
+    *,
+    patience_s: float = 600.0,
+    join_s: float = 30.0,
+    pace: DeviceProfile | None = None,
+    seed: int = 0,
+    met: Callable[[Device, WallRuntime], object] = lambda device, runtime: None,
+) -> str:
+    """Takes part in the run that is met at an address, until its coordinator ends it.
+
+    A coordinator that is lost may come again there: the device waits for it, and brings the blocks that it has made.
+
+    Args:
+      address: of the coordinator.
+      holding: what the device brings.
+      endpoint: how it connects to the other devices.
+      patience_s: how long to wait for a coordinator that is not there or silent, in seconds.
+      join_s: how long greetings may take, in seconds.
+      pace: of a slower device that is to be kept.
+      seed: of its stragglers.
+      met: is given the device and its world each time that a coordinator is met; see
+        :meth:`farflung.coded.device.Device.leave`.
+
+    Returns:
+      Why it ends; empty: training is over.
+
+    Raises:
+      DeadlinePassed: no coordinator is met.
+      ConfigError: there is no such host, or see :func:`attending`.
+    """
+    check_host(address.host, str(address))
+    endpoint.read_keys()
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            left_s = max(0.0, until - time.monotonic())
+            with attending(
+                address, endpoint, patience_s=left_s, join_s=join_s, pace=pace, seed=seed
+            ) as runtime:
+                device = Device(
+                    runtime,
+                    holding,
+                    admit=partial(_admit, runtime, join_s=join_s),
+                    opened=lambda: runtime.launch(_opened(runtime)),
+                    patience_s=patience_s,
+                )
+                met(device, runtime)
+                try:
+                    return runtime.drive(device.run())
+                finally:
+                    until = time.monotonic() + patience_s
+        except (PeerLost, PeerFailed, DeadlinePassed):
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def _admit(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]:
+    """Admits a device of which the coordinator has told: it has been there, so where its address is gone, it is too.
 
     Args:
       runtime: that of a device.
@@ -173,22 +240,16 @@ def admitted(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]
 
     def look(there: Pending[bool]) -> None:
         if there.error is None and there.result():
-            runtime.admit(rank, join_s=join_s).on_done(end)
+            met.follow(runtime.admit(rank, join_s=join_s))
         else:
             met.fail(PeerLost(rank, "it has left the run"))
-
-    def end(greeted: Pending[None]) -> None:
-        if greeted.error is None:
-            met.set(None)
-        else:
-            met.fail(greeted.error)
 
     runtime.aside(lambda: runtime.has_come(rank)).on_done(look)
     return met
 
 
-async def opened(runtime: WallRuntime) -> None:
-    """Waits until all that :func:`admitted` was asked for so far may come."""
+async def _opened(runtime: WallRuntime) -> None:
+    """Waits until all that :func:`_admit` was asked for so far may come."""
     for _ in range(2):  # behind the look whether each is there, and behind what lets it in
         await runtime.aside(lambda: None)
 

@@ -12,7 +12,7 @@ import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -344,6 +344,7 @@ class Fetch:
 Command: TypeAlias = Welcome | Meet | Lost | Rows | Columns | Multiply | Drop | Probe | End
 Report: TypeAlias = Hello | Ready | Built | Failed | Leaving | Probe
 Message: TypeAlias = Command | Report | Fetch
+M = TypeVar("M", bound=Message)
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}
 _FIELDS: dict[Any, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (*_KINDS.values(), Source, Part)}
@@ -363,7 +364,7 @@ def packed(message: Message) -> Payload:
     return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors))
 
 
-def unpacked(payload: Payload, kinds: Iterable[type[Message]]) -> Message:
+def unpacked(payload: Payload, kinds: Iterable[type[M]]) -> M:
     """Decodes a message of one of these kinds.
 
     Raises:
@@ -378,7 +379,7 @@ def unpacked(payload: Payload, kinds: Iterable[type[Message]]) -> Message:
         raise Malformed("no JSON") from None
     if not isinstance(body, dict):
         raise Malformed("no JSON object")
-    kind = _KINDS.get(str(body.pop("", None)))
+    kind: Any = _KINDS.get(str(body.pop("", None)))
     if kind is None or kind not in kinds:
         raise Malformed("a kind that is not due here")
     values: dict[str, Any] = {}
@@ -391,7 +392,8 @@ def unpacked(payload: Payload, kinds: Iterable[type[Message]]) -> Message:
             values[name] = _checked(body.pop(name), due)
     if body or tensors:
         raise Malformed(f"{kind.__name__} with more than it has")
-    return kind(**values)
+    message: M = kind(**values)
+    return message
 
 
 def _tensor(tensors: list[Tensor]) -> Tensor:

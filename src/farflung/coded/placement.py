@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from farflung.coded.codes import Code
-from farflung.coded.decoding import combination
+from farflung.coded.codes import Code, combination, missing_ranks
 from farflung.coded.messages import Columns, Part, Rows, Source
-from farflung.coded.redundancy import missing_ranks
-from farflung.coded.registry import Block, Kind, Partition, Placed, Registry
+from farflung.coded.registry import Block, Kind, Partition, Placed, Registry, matrix
 
 __all__ = ["Placement"]
 
@@ -161,7 +159,7 @@ class Placement:
         kept = {block.raw for block in blocks}
         found = [len({block.raw for block in registry.there(kind) if block.raw in unknowns} - kept)]
         holders = [block.holder for block in blocks]
-        for missing in missing_ranks(registry.matrix(blocks, unknowns), holders, enough=self.redundancy):
+        for missing in missing_ranks(matrix(blocks, unknowns), holders, enough=self.redundancy):
             found.append(missing)
             if missing:
                 break
@@ -180,7 +178,7 @@ class Placement:
             if sources is not None:
                 yield self._placed(registry, rank, coefficients, sources)
             return
-        block = Block(registry.numbers, "columns", coefficients, rank)
+        block = Block(registry.next_number, "columns", coefficients, rank)
         order = self._columns(registry, block, registry.active)
         if order is not None:
             yield Placed(block, order)
@@ -193,7 +191,7 @@ class Placement:
         sources: tuple[Source, ...],
         replaces: int | None = None,
     ) -> Placed:
-        block = Block(registry.numbers, "rows", coefficients, rank, replaces=replaces)
+        block = Block(registry.next_number, "rows", coefficients, rank, replaces=replaces)
         height = max(registry.partitions[one].rows for one in coefficients)
         return Placed(block, Rows(block.number, height, registry.features, sources))
 
@@ -220,7 +218,7 @@ class Placement:
         blocks = sorted(blocks, key=lambda block: block.holder != rank)
         unknowns = sorted({*wanted, *(one for block in blocks for one in block.coefficients)})
         target = torch.tensor([wanted.get(one, 0.0) for one in unknowns], dtype=torch.float64)
-        found = combination(target, dict(enumerate(registry.matrix(blocks, unknowns))))
+        found = combination(target, dict(enumerate(matrix(blocks, unknowns))))
         if found is None:
             return None
         return tuple(

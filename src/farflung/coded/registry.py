@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from farflung.coded.codes import rank, redundancy
 from farflung.coded.messages import Columns, Rows
-from farflung.coded.redundancy import rank, redundancy
 from farflung.types import State
 
-__all__ = ["Block", "Kind", "Member", "Partition", "Placed", "Registry"]
+__all__ = ["Block", "Kind", "Member", "Partition", "Placed", "Registry", "matrix"]
 
 Kind = Literal["rows", "columns"]
 """Of blocks: for products with weights, or with residuals."""
@@ -124,8 +124,6 @@ class Registry:
         """Columns of the data; 0: not known yet."""
         self.bounds: tuple[int, ...] = ()
         """Of the column blocks, once training has a first set of partitions."""
-        self.numbers = 0
-        """The number of the next block."""
 
     # --- as a value -------------------------------------------------------------------------------------------------
 
@@ -134,7 +132,6 @@ class Registry:
         return {
             "features": self.features,
             "bounds": list(self.bounds),
-            "numbers": self.numbers,
             "partitions": {
                 str(one.number): {
                     "name": one.name,
@@ -155,7 +152,6 @@ class Registry:
         """Reads the result of :meth:`tree`; the registry has no members."""
         registry = cls()
         registry.features, registry.bounds = tree["features"], tuple(tree["bounds"])
-        registry.numbers = tree["numbers"]
         for number, one in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
             partition = Partition(int(number), one["name"], one["labels"], one["block"], one["active"])
             registry.partitions.append(partition)
@@ -166,15 +162,10 @@ class Registry:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def enter(self, block: Block) -> Block:
-        """Takes in a block, whose number is :attr:`numbers` or that of an earlier one."""
-        self.numbers = max(self.numbers, block.number + 1)
-        self.blocks[block.number] = block
-        return block
-
     def place(self, placed: Placed) -> None:
         """Takes in a block that is being made."""
-        block = self.enter(placed.block)
+        block = placed.block
+        self.blocks[block.number] = block
         if isinstance(placed.order, Columns):
             block.making.update(part.partition for part in placed.order.parts)
 
@@ -250,6 +241,11 @@ class Registry:
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next block; those that no device holds stay known."""
+        return max(self.blocks, default=-1) + 1
+
     def of(self, kind: Kind) -> list[Block]:
         """Lists the blocks of a kind that devices hold, made or being made."""
         return [block for block in self.blocks.values() if block.kind == kind and block.holder is not None]
@@ -292,15 +288,9 @@ class Registry:
 
     # --- rank -------------------------------------------------------------------------------------------------------
 
-    def matrix(self, blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
-        """Makes the coefficients of blocks, (blocks, unknowns)."""
-        return torch.tensor(
-            [[block.coefficients.get(one, 0.0) for one in unknowns] for block in blocks], dtype=torch.float64
-        ).reshape(len(blocks), len(unknowns))
-
     def determine(self, blocks: Sequence[Block], unknowns: Sequence[int]) -> bool:
         """Tells whether blocks determine all unknowns."""
-        return rank(self.matrix(blocks, unknowns), len(unknowns)) == len(unknowns)
+        return rank(matrix(blocks, unknowns), len(unknowns)) == len(unknowns)
 
     def decodable(self, kind: Kind) -> bool:
         """Tells whether the answers of devices that are heard determine a product."""
@@ -321,16 +311,12 @@ class Registry:
         if any(block.raw == partition.number for block in blocks):
             return True
         unknowns = [one.number for one in self.partitions]
-        place = unknowns.index(partition.number)
-        return not _undetermined(self.matrix(blocks, unknowns), [place])
+        return not _undetermined(blocks, unknowns, [partition.number])
 
     def missing(self, kind: Kind) -> list[int]:
         """Lists the unknowns that the answers of devices that are heard do not determine."""
         unknowns = self.unknowns(kind)
-        return [
-            unknowns[place]
-            for place in _undetermined(self.matrix(self.answering(kind), unknowns), range(len(unknowns)))
-        ]
+        return _undetermined(self.answering(kind), unknowns, unknowns)
 
     def redundancy(self, kind: Kind, most: int = 2) -> int:
         """Computes how many devices may vanish, in the worst case; -1: some are missing already.
@@ -340,12 +326,19 @@ class Registry:
           most: the most losses that are tried.
         """
         unknowns, blocks = self.unknowns(kind), self.answering(kind)
-        rows = self.matrix(blocks, unknowns)
-        return redundancy([*rows], len(unknowns), holders=[block.holder for block in blocks], enough=most)
+        holders = [block.holder for block in blocks]
+        return redundancy([*matrix(blocks, unknowns)], len(unknowns), holders=holders, enough=most)
 
 
-def _undetermined(rows: Tensor, places: Iterable[int]) -> list[int]:
-    """Lists those unknowns, by their columns, that do not follow from rows of coefficients."""
-    columns = rows.shape[1]
-    whole, eye = rank(rows, columns), torch.eye(columns, dtype=torch.float64)
-    return [place for place in places if rank([*rows, eye[place]], columns) > whole]
+def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
+    """Makes the coefficients of blocks, (blocks, unknowns)."""
+    return torch.tensor(
+        [[block.coefficients.get(one, 0.0) for one in unknowns] for block in blocks], dtype=torch.float64
+    ).reshape(len(blocks), len(unknowns))
+
+
+def _undetermined(blocks: Sequence[Block], unknowns: Sequence[int], among: Sequence[int]) -> list[int]:
+    """Lists those of some unknowns that do not follow from blocks."""
+    rows, eye = matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
+    whole = rank(rows, len(unknowns))
+    return [one for one in among if rank([*rows, eye[unknowns.index(one)]], len(unknowns)) > whole]

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farflung.coded.blocks import piece_of
-from farflung.coded.decoding import Decoder, Plans
+from farflung.coded.codes import Decoder, Plans
 from farflung.coded.messages import Malformed, Multiply
-from farflung.coded.registry import Block, Kind
-from farflung.types import Payload
+from farflung.coded.registry import Block, Kind, matrix
+from farflung.types import Json, Payload
 
 __all__ = ["Deadline", "Round"]
 
@@ -34,7 +34,6 @@ class Round:
       partitions: whose residuals lie in the operand; none where it is weights.
       pieces: into which the product is cut.
       plans: by which pieces are decoded, shared between rounds.
-      max_condition: of a set of answers that is decoded.
       due: in a replay, the blocks by which each piece was decoded.
     """
 
@@ -46,7 +45,6 @@ class Round:
     partitions: tuple[int, ...]
     pieces: int
     plans: Plans[int]
-    max_condition: float
     due: Sequence[frozenset[int]] | None = None
     asked: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that each device was asked to multiply."""
@@ -66,9 +64,7 @@ class Round:
 
     def __post_init__(self) -> None:
         self.pieces = max(1, min(self.pieces, max(self.heights)))
-        self._decoders = [
-            Decoder[int](len(self.unknowns), self.max_condition, self.plans) for _ in range(self.pieces)
-        ]
+        self._decoders = [Decoder[int](len(self.unknowns), self.plans) for _ in range(self.pieces)]
         self._answers = [{} for _ in range(self.pieces)]
         outputs = self.operand.shape[1]
         self.products = [torch.empty(height, outputs, dtype=torch.float64) for height in self.heights]
@@ -90,10 +86,8 @@ class Round:
             first = len(self.asked) * self.pieces // devices % self.pieces
             self.asked.setdefault(rank, set()).update(block.number for block in mine)
             self.owed[rank] += self.pieces * len(mine)
-            for block in mine:
-                self._blocks[block.number] = block
-                row = [block.coefficients.get(one, 0.0) for one in self.unknowns]
-                self._rows[block.number] = torch.tensor(row, dtype=torch.float64)
+            for block, row in zip(mine, matrix(mine, self.unknowns), strict=True):
+                self._blocks[block.number], self._rows[block.number] = block, row
             tasks[rank] = Multiply(
                 self.number,
                 since,
@@ -128,10 +122,9 @@ class Round:
         """Whether all pieces are decoded."""
         return len(self._used) == self.pieces
 
-    @property
-    def used(self) -> list[list[int]]:
-        """The blocks by which each piece was decoded."""
-        return [self._used[piece] for piece in range(self.pieces)]
+    def decision(self) -> Json:
+        """Lists the blocks by which each piece was decoded, for a replay."""
+        return [list[Json](self._used[piece]) for piece in range(self.pieces)]
 
     def take(self, rank: int, payload: Payload) -> None:
         """Takes an answer, and decodes its piece where that is possible.

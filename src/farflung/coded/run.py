@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -12,34 +14,171 @@ import torch
 from torch import Tensor
 
 from farflung.coded.codes import CODES
-from farflung.coded.coordinator import Coordinator
-from farflung.coded.linear_model import Classes, Learner, LinearModel
+from farflung.coded.coordinator import Coordinator, PartitionsChanged, Settings
+from farflung.coded.linear_model import (
+    LOSSES,
+    Classes,
+    LinearModel,
+    Logistic,
+    Multinomial,
+    Objective,
+    Problem,
+)
 from farflung.coded.meeting import Address, coordinating
 from farflung.coded.record import Folder, Record
-from farflung.coded.settings import Settings
-from farflung.coded.training import Trained, train
+from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
 from farflung.comm import Endpoint
-from farflung.errors import BadInput, DataError
+from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, UnknownName
 from farflung.files import write_json
-from farflung.spec import build
+from farflung.spec import build, name_of
 from farflung.telemetry import Event, Sink
-from farflung.types import Json
+from farflung.types import Json, State
 from farflung.wall import WallRuntime
 
-__all__ = ["CodedRun", "Outcome"]
+__all__ = ["CodedRun", "Learner", "Trained", "train"]
+
+_MODELS = ("logistic", "svc")
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """Settings of a linear classifier with an L2 penalty.
+
+    Args:
+      model: ``"logistic"`` regression, multinomial for more than two classes; or ``"svc"``, a support vector machine,
+        one class against the rest for more than two.
+      loss: of the latter, ``"squared_hinge"`` when not given, or ``"hinge"``.
+      C: weight of the losses, above 0: the larger, the weaker is the penalty.
+      solver: as text, such as ``gd(learning_rate=0.01)``; ``lbfgs`` when not given. See
+        :data:`farflung.coded.SOLVERS`.
+      tolerance: the gap, relative to the objective, at which it has converged; 1e-10 when not given.
+      positive: the label of one class against all others; all classes are distinguished when not given.
+
+    Raises:
+      ConfigError: a value out of its range.
+    """
+
+    model: str = "logistic"
+    loss: str | None = None
+    C: float = 1.0
+    solver: str | None = None
+    tolerance: float | None = None
+    positive: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.model not in _MODELS:
+            raise UnknownName("model", self.model, _MODELS)
+        if self.loss is not None and self.model == "logistic":
+            raise ConfigError(f"loss = {self.loss!r}: it is the svc's; logistic regression has its own")
+        if self.loss is not None and self.loss not in LOSSES:
+            raise UnknownName("loss", self.loss, LOSSES)
+        self.objective(2)
+        self.minimiser(2)
+
+    def objective(self, classes: int) -> Objective:
+        """Makes the objective for a number of classes."""
+        if self.model == "svc":
+            return LOSSES[self.loss or "squared_hinge"](C=self.C)
+        return Logistic(C=self.C) if classes == 2 else Multinomial(C=self.C, classes=classes)
+
+    def targets(self, codes: Tensor, classes: int) -> Tensor:
+        """Makes the targets of the objective from the number of each sample's class."""
+        if self.model == "logistic" and classes > 2:
+            return codes
+        wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
+        return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
+
+    def minimiser(self, classes: int) -> Solver[Any]:
+        """Makes the solver for a number of classes."""
+        text = self.solver or "lbfgs"
+        if name_of("solver", text) == "bundle":
+            warnings.warn(f"solver = {text!r} is now lbfgs, for the hinge too", FutureWarning, stacklevel=3)
+            text = "lbfgs"
+        solver: Any = build("solver", text, SOLVERS)
+        if self.tolerance is not None:
+            solver = dataclasses.replace(solver, tol=self.tolerance)
+        return OneVsRest(solver) if self.model == "svc" and classes > 2 else solver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """The outcome of a run.
+class Trained:
+    """The outcome of training.
 
     Args:
-      model: as trained.
-      summary: figures, as ``summary.json`` has them.
+      iterate: the solver's last.
+      partitions: names of those that were trained on, in the order of their samples.
+      interrupted: whether training was asked to stop before it was through.
     """
 
-    model: LinearModel
-    summary: dict[str, Json]
+    iterate: Iterate
+    partitions: tuple[str, ...]
+    interrupted: bool
+
+
+async def train(
+    coordinator: Coordinator,
+    objective: Objective,
+    solver: Solver[Iterate],
+    targets: Callable[[Tensor], Tensor],
+    *,
+    max_iterations: int,
+    record: Record | None = None,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> Trained:
+    """Gathers the devices and trains until the solver has converged, or may take no further step.
+
+    Where partitions come or are lost for good on the way, the objective is another one: the solver starts again at the
+    weights that it had.
+
+    Args:
+      coordinator: of the devices.
+      objective: to be minimised.
+      solver: minimises it.
+      targets: makes the targets of the objective from labels.
+      max_iterations: in all.
+      record: keeps iterates; training goes on from the last one there.
+      stop_asked: whether to stop after the iterate under way.
+
+    Raises:
+      CheckpointError: the record has the state of another solver.
+      RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.times`.
+    """
+    await coordinator.gather()
+    kept = None if record is None else record.state()
+    state = None if kept is None else _restored(solver, kept["solver"])
+    before = None if kept is None else tuple(kept["partitions"])
+    spent = 0 if kept is None else int(kept["spent"])
+    while True:
+        active = coordinator.settle()
+        names = tuple(partition.name for partition in active)
+        labels = torch.cat([partition.labels for partition in active])
+        problem = Problem(coordinator, objective, targets(labels))
+        try:
+            if state is None or names != before:
+                spent += 0 if state is None else state.iterations
+                state = await solver.init(problem, None if state is None else state.weights)
+                before = names
+            while not (state.converged or spent + state.iterations >= max_iterations or stop_asked()):
+                state = await solver.step(problem, state)
+                coordinator.tell(
+                    "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
+                )
+                if record is not None:
+                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": spent})
+                if coordinator.changed:
+                    break
+        except PartitionsChanged:
+            continue
+        if not coordinator.changed:
+            await coordinator.end()
+            return Trained(state, names, stop_asked() and not state.converged)
+
+
+def _restored(solver: Solver[Iterate], tree: State) -> Iterate:
+    try:
+        return solver.restored(tree)
+    except KeyError as error:
+        raise CheckpointError(f"the run has the state of another solver: {error} is missing in it") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +207,8 @@ class CodedRun:
         met: Callable[[Address], object] = lambda address: None,
         told: Sink = lambda event: None,
         stop_asked: Callable[[], bool] = lambda: False,
-    ) -> Outcome:
-        """Waits for devices, trains, and writes model and summary.
+    ) -> dict[str, Json]:
+        """Waits for devices, trains, and writes model and summary; returns the summary.
 
         Args:
           address: of the coordinator.
@@ -100,17 +239,19 @@ class CodedRun:
             model, trained = runtime.drive(self._train(coordinator, record, stop_asked))
             model.save(self.folder.model)
             summary = self._summary(coordinator, model, trained, runtime)
-            summary["duration_s"] = coordinator.members.elapsed_s
+            summary["duration_s"] = coordinator.elapsed_s
         summary.update(of_encoding(self.folder.told()))
         write_json(self.folder.summary, summary)
-        return Outcome(model, summary)
+        return summary
 
     async def _train(
         self, coordinator: Coordinator, record: Record, stop_asked: Callable[[], bool]
     ) -> tuple[LinearModel, Trained]:
         try:
             await coordinator.gather()
-            classes = self._classes(coordinator)
+            labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
+            classes = self.folder.keep_classes(Classes.of(labels, self.learner.positive))
+            coordinator.check_labels = classes.strange
             if self.test is not None and self.test[0].shape[1] != coordinator.features:
                 raise DataError(
                     f"the test samples have {self.test[0].shape[1]} features, and those of the devices "
@@ -135,12 +276,6 @@ class CodedRun:
         intercepts = objective.intercept_scaling * weights[coordinator.features :].sum(dim=0)
         return LinearModel(weights[: coordinator.features].clone(), intercepts, classes), trained
 
-    def _classes(self, coordinator: Coordinator) -> Classes:
-        labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
-        classes = self.folder.keep_classes(Classes.of(labels, self.learner.positive))
-        coordinator.members.check_labels = classes.strange
-        return classes
-
     def _summary(
         self, coordinator: Coordinator, model: LinearModel, trained: Trained, runtime: WallRuntime
     ) -> dict[str, Json]:
@@ -161,7 +296,7 @@ class CodedRun:
             "rounds": counters.rounds,
             "late_answers": counters.late,
             "refused": counters.refused,
-            "silences": coordinator.members.silences,
+            "silences": counters.silences,
             "bytes_sent": sent,
         }
 

@@ -35,12 +35,12 @@ def on_stop(ask: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
-    """Inside, the first signal to stop sets the event, and the second interrupts."""
+def asked_to_stop(begun: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
+    """Inside, the first signal to stop sets the event; the second interrupts, and so does one before work has begun."""
     asked = threading.Event()
 
     def ask() -> None:
-        if asked.is_set():
+        if asked.is_set() or not begun():
             raise KeyboardInterrupt
         asked.set()
 

@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from farflung.cli.coded.common import CodedProgress, stopping, summary_lines
+from rich.filesize import decimal
+
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, given, with_options
 from farflung.cli.output import OutputOptions, print_files, print_table, stderr_console
-from farflung.coded.linear_model import Learner
+from farflung.cli.progress import Bar, clock_text
+from farflung.coded.coordinator import Settings
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
 from farflung.coded.record import Folder
-from farflung.coded.run import CodedRun
-from farflung.coded.settings import Settings
+from farflung.coded.run import CodedRun, Learner
 from farflung.errors import ConfigError
 from farflung.report import coded_picture
+from farflung.report.tables import duration_words
 from farflung.runs import run_folder, settings_of
+from farflung.runs.stopping import asked_to_stop
+from farflung.telemetry import Event
 
-__all__ = ["Coordinate"]
+__all__ = ["CodedProgress", "Coordinate", "encoding_words"]
 
 _SETTINGS = {
     name.removesuffix("_s"): one
     if one.default is None
     else replace(one, about=f"{one.about.rstrip('.')}; {one.default} when not given")
     for name, one in {**settings_of(Settings), **settings_of(Learner)}.items()
-    if name not in ("max_condition", "least_s")
+    if name != "least_s"
 }
 """The settings of a run that are options, by name."""
+_WORDS = {
+    "came": "rank {rank} has come{with_partition}",
+    "turned_away": "rank {rank} is turned away: {why}",
+    "gone": "rank {rank} is gone",
+    "leaving": "rank {rank} would like to leave",
+    "silent": "rank {rank} is silent",
+    "heard": "rank {rank} is heard again",
+    "encoded": "all blocks to begin with are made",
+    "paused": "waiting: {missing}",
+    "goes_on": "training goes on",
+    "lost": "partition {partition!r} is lost",
+}
+"""What is printed for an event."""
 
 
 @spoken
@@ -63,23 +84,26 @@ class Coordinate(OutputOptions):
             test=None if self.test is None else read_samples(self.test, test=True),
         )
         address, endpoint = Address.of(self.at), endpoint_of(self)
-        with CodedProgress(run, quiet=self.quiet or self.json) as progress, stopping(progress) as stop_asked:
-            outcome = run.coordinate(
+        with (
+            CodedProgress(run, quiet=self.quiet or self.json) as progress,
+            asked_to_stop(lambda: progress.trains) as stop,
+        ):
+            summary = run.coordinate(
                 address,
                 endpoint,
                 met=lambda at: None if self.quiet else self._say_where(at),
                 told=progress,
-                stop_asked=stop_asked,
+                stop_asked=stop.is_set,
             )
         picture = run.folder.picture
-        title = f"Coded training of {len(outcome.summary['partitions'])} partitions"  # type: ignore[arg-type]
+        title = f"Coded training of {len(summary['partitions'])} partitions"  # type: ignore[arg-type]
         coded_picture(run.folder.told(), picture, title=title)
         if self.json:
-            print(json.dumps({**outcome.summary, "folder": str(run.folder.path)}))
+            print(json.dumps({**summary, "folder": str(run.folder.path)}))
         else:
-            print_table(("what", "how much"), summary_lines(outcome.summary))
+            print_table(("what", "how much"), _summary_lines(summary))
             print_files(picture=picture, model=run.folder.model)
-        return 130 if outcome.summary["interrupted"] else 0
+        return 130 if summary["interrupted"] else 0
 
     def _settings(self) -> Settings:
         said = {
@@ -98,3 +122,104 @@ class Coordinate(OutputOptions):
         stderr_console().print(
             f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
         )
+
+
+class CodedProgress(Bar):
+    """A sink of a coordinator's events: a bar, and a line for each event that changes what devices do.
+
+    The bar counts devices, then blocks, then percent: how far the logarithm of the gap has come to that of the
+    tolerance, or how many of the most iterates there were, whichever is more.
+
+    Args:
+      run: that is shown.
+      quiet: shows nothing at all.
+    """
+
+    def __init__(self, run: CodedRun, *, quiet: bool) -> None:
+        super().__init__("waiting for devices", run.settings.devices, quiet=quiet)
+        self._settings, self._most = run.settings, run.max_iterations
+        solver: Any = run.learner.minimiser(2)
+        self._tolerance: float = solver.tol
+        self._partitions: dict[int, str] = {}
+        self._ordered: set[int] = set()
+        self._built: set[int] = set()
+        self._first_gap: float | None = None
+        self.trains = False
+
+    def __call__(self, event: Event) -> None:
+        """Takes in one event."""
+        values: Mapping[str, Any] = event
+        with suppress(Exception):
+            self._take(values)
+            words = _WORDS.get(values["event"])
+            if words is not None:
+                with_partition = f" with partition {values['partition']!r}" if values.get("partition") else ""
+                line = words.format(**values, with_partition=with_partition)
+                self.line(f"{clock_text(values['t'])}  {line}", always=True)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "came":
+            self._partitions[event["rank"]] = event["partition"]
+        elif kind == "gone":
+            self._partitions.pop(event["rank"], None)
+        elif kind in ("ordered", "built"):
+            (self._ordered if kind == "ordered" else self._built).add(event["block"])
+        elif kind == "encoded":
+            self.trains = True
+            self.start("training", 100)
+        if kind == "iterate":
+            self._iterate(event)
+        elif not self.trains and self._ordered:
+            if self.state != "encoding":
+                self.start("encoding", 0)
+            self.total, self.about = len(self._ordered), "blocks"
+            self.advance(len(self._built & self._ordered))
+        elif not self.trains:
+            self.about = (
+                f"{sum(map(bool, self._partitions.values()))} of {self._settings.partitions} partitions"
+            )
+            self.advance(len(self._partitions))
+
+    def _iterate(self, event: Mapping[str, Any]) -> None:
+        gap, done = event["gap"], event["iterations"] / self._most
+        if self._first_gap is None:
+            self._first_gap = gap
+        way = math.log(self._first_gap / self._tolerance) if self._first_gap > self._tolerance else 0.0
+        if way and gap > 0:
+            done = max(done, math.log(self._first_gap / gap) / way)
+        self.about = (
+            f"iterate {event['iterations']:,}, objective {event['objective']:.6g}, gap {gap:.1e}, "
+            f"{len(self._partitions)} devices"
+        )
+        self.advance(100 * min(1.0, done))
+
+
+def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and figures of a summary."""
+    how = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
+    partitions, classes = summary["partitions"], summary["classes"]
+    lines = [
+        ("objective", f"{summary['objective']:.10g}"),
+        ("gap", f"{summary['gap']:.1e}"),
+        ("iterates", f"{summary['iterations']:,}, {how}"),
+        ("trained on", f"{summary['samples']:,} samples of {summary['features']:,} features"),
+        ("partitions", f"{len(partitions)}: {', '.join(partitions)}"),
+        ("classes", f"{len(classes)}"),
+        ("devices", f"{summary['devices_came']} came, {summary['devices_gone']} went"),
+        ("fallen silent", f"{summary['silences']} times"),
+        ("encoding", encoding_words(summary)),
+        ("coordinator sent", decimal(sum(summary["bytes_sent"].values()))),
+        ("duration", duration_words(summary["duration_s"])),
+    ]
+    if summary["test_accuracy"] is not None:
+        lines.insert(2, ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"))
+    return lines
+
+
+def encoding_words(summary: Mapping[str, Any]) -> str:
+    """What devices gave each other for blocks, and what they would have with an MDS code."""
+    rows, columns = (summary["encoding_nbytes"][kind] for kind in ("rows", "columns"))
+    under_mds = summary["mds_encoding_nbytes"] - columns
+    compared = f" ({100 * rows / under_mds:.0f} % of an MDS code's {decimal(under_mds)})" if under_mds else ""
+    return f"rows {decimal(rows)}{compared}, columns {decimal(columns)}"

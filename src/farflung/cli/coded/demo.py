@@ -18,18 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.cli.coded.common import CodedProgress, encoding_words, stopping
+from farflung.cli.coded.coordinator import CodedProgress, encoding_words
 from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
-from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
-from farflung.coded.linear_model import Learner
-from farflung.coded.meeting import Address
+from farflung.coded.coordinator import Settings
+from farflung.coded.linear_model import HeldProducts, Problem
+from farflung.coded.meeting import Address, take_part
 from farflung.coded.parts import partitioned, read_samples
-from farflung.coded.problem import HeldProducts, Problem
 from farflung.coded.record import Folder
-from farflung.coded.run import CodedRun
-from farflung.coded.settings import Settings
+from farflung.coded.run import CodedRun, Learner
 from farflung.coded.solvers import Iterate, solve
 from farflung.comm.interface import LOOPBACK
 from farflung.data import entries
@@ -38,6 +36,7 @@ from farflung.report import coded_picture
 from farflung.report.tables import duration_words
 from farflung.runs import run_folder
 from farflung.runs.simulation import one_thread
+from farflung.runs.stopping import asked_to_stop
 from farflung.seeding import derive, generator
 from farflung.tasks import Task
 from farflung.telemetry import Event
@@ -108,7 +107,7 @@ class Demo(OutputOptions):
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
             start, processes = stack.enter_context(_processes())
             progress = stack.enter_context(CodedProgress(run, quiet=self.quiet or self.json))
-            stop_asked = stack.enter_context(stopping(progress))
+            stop = stack.enter_context(asked_to_stop(lambda: progress.trains))
             addresses: list[Address] = []
 
             def met(at: Address) -> None:
@@ -130,11 +129,11 @@ class Demo(OutputOptions):
                 elif not turn % 2 and turn // 2 <= self.join:
                     start(addresses[0])
 
-            outcome = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop_asked)
+            found = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop.is_set)
             alone = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
-        summary = {**outcome.summary, "data": data, "uncoded_objective": alone.objective}
+        summary = {**found, "data": data, "uncoded_objective": alone.objective}
         self._say(summary, events, folder)
         return 130 if summary["interrupted"] else 0
 

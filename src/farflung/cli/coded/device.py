@@ -17,10 +17,9 @@ from rich.filesize import decimal
 from farflung.cli.main import spoken
 from farflung.cli.options import ENDPOINT, endpoint_of, with_options
 from farflung.cli.output import OutputOptions, print_table, stderr_console
-from farflung.coded.attendance import take_part
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
-from farflung.coded.meeting import Address
+from farflung.coded.meeting import Address, take_part
 from farflung.coded.parts import Part, read_samples
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import ConfigError

@@ -1,0 +1,587 @@
+"""Solvers of linear models by two products: L-BFGS, gradient descent, and one class against the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.coded.linear_model import Problem
+from farflung.errors import ConfigError
+from farflung.options import number_option, whole_option
+from farflung.seeding import generator
+from farflung.tasks import Pending, Task
+from farflung.types import State
+
+__all__ = [
+    "GD",
+    "LBFGS",
+    "SOLVERS",
+    "GDState",
+    "Iterate",
+    "LBFGSState",
+    "OneVsRest",
+    "OneVsRestState",
+    "Solver",
+    "solve",
+]
+
+_POWER_ROUNDS = 10
+"""Rounds of the power iteration, two products each."""
+_CURVATURE = 2.0
+"""The most for the default rate; the hinge has more in its parabola alone, where few samples are."""
+_DECREASE, _FLATNESS = 1e-4, 0.1
+r""":math:`c_1` and :math:`c_2` of the strong Wolfe conditions."""
+_DRIFT = 1e-12
+"""Change of the objective that rounding alone explains, relative to it."""
+_REFRESH = 50
+"""Iterates after which margins are computed afresh."""
+_TRIALS = 60
+_ROUNDING = 1e-14
+"""Relative error of an objective: near the optimum, changes below it say nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Iterate:
+    """State of a solver, made of tensors, numbers and flags alone.
+
+    A run that goes on from :meth:`tree` takes bit-identical steps.
+
+    Args:
+      weights: (rows, outputs); see :class:`farflung.coded.Problem`.
+      objective: at the weights.
+      gap: the figure of the stopping rule, relative to the objective; each solver defines its own.
+      iterations: steps that were taken.
+      converged: whether the gap is at most the tolerance.
+    """
+
+    weights: Tensor
+    objective: float
+    gap: float
+    iterations: int
+    converged: bool
+
+    def tree(self) -> State:
+        """Gives the state as a tree that :func:`farflung.replica.save_tree` writes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_tree(cls, tree: State) -> Self:
+        """Reads the result of :meth:`tree`.
+
+        Raises:
+          KeyError: it is the state of another solver.
+        """
+        return cls(**{field.name: tree[field.name] for field in fields(cls)})
+
+
+S = TypeVar("S", bound=Iterate)
+T = TypeVar("T")
+
+
+class Solver(Protocol[S]):
+    """Frozen settings of a way to minimise an objective; the state is passed in and returned.
+
+    A caller loops ``state = await solver.step(problem, state)`` until ``state.converged``.
+    """
+
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> S:
+        """Makes the state before the first step.
+
+        Args:
+          problem: to be solved.
+          weights: to start from; zeros when not given.
+        """
+        ...
+
+    async def step(self, problem: Problem, state: S) -> S:
+        """Takes one step."""
+        ...
+
+    def restored(self, tree: State) -> S:
+        """Reads the result of :meth:`Iterate.tree`."""
+        ...
+
+
+async def solve(
+    solver: Solver[S],
+    problem: Problem,
+    *,
+    max_iterations: int,
+    state: S | None = None,
+    tell: Callable[[S], None] = lambda state: None,
+) -> S:
+    """Steps until the solver has converged.
+
+    Args:
+      solver: takes the steps.
+      problem: to be solved.
+      max_iterations: the most iterates, those of ``state`` included.
+      state: to go on from; by default the beginning.
+      tell: called with the state after each iterate.
+
+    Returns:
+      The last state, which says whether it has converged.
+    """
+    if state is None:
+        state = await solver.init(problem)
+        tell(state)
+    while not state.converged and state.iterations < max_iterations:
+        state = await solver.step(problem, state)
+        tell(state)
+    return state
+
+
+# --- gradient descent -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GDState(Iterate):
+    """State of gradient descent.
+
+    Args:
+      learning_rate: as given, or as found in the beginning.
+      gradient: at the weights.
+    """
+
+    learning_rate: float
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GD:
+    r"""Steps of a fixed length times the gradient, as coded training was first done.
+
+    .. math:: w_{t+1} = w_t - \eta\, \nabla F(w_t)
+
+    The gap is the gain of the next step if the objective were linear, over the objective.
+
+    Args:
+      learning_rate: :math:`\eta`; by default :math:`1 / L` with :math:`L = 1 + C \kappa \lambda`, where
+        :math:`\kappa` is the largest second derivative of the loss, but at most 2, and :math:`\lambda` the largest
+        eigenvalue of :math:`X^T X`, the intercept's constant feature included. A power iteration finds it from below,
+        so the rate may come out too large, though hardly by the factor of 2 at which steps would diverge.
+      tol: the gap at which it has converged.
+
+    Raises:
+      ConfigError: a setting out of its range.
+
+    References: Lin et al. 2019 (arXiv 1910.10283).
+    """
+
+    learning_rate: float | None = None
+    tol: float = 1e-10
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is not None:
+            number_option("gd", "learning_rate", self.learning_rate, 0)
+        number_option("gd", "tol", self.tol, 0)
+
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> GDState:
+        """Makes the first state by one transposed product, one more for given weights, and the power iteration."""
+        rate = self.learning_rate
+        if rate is None:
+            eigenvalue = await _largest_eigenvalue(problem)
+            curvature = min(problem.objective.curvature, _CURVATURE)
+            rate = 1 / (1 + problem.objective.C * curvature * eigenvalue)
+        weights, _, objective, gradient = await problem.start(weights)
+        return GDState(
+            weights=weights,
+            objective=objective,
+            gap=1.0,
+            iterations=0,
+            converged=False,
+            learning_rate=rate,
+            gradient=gradient,
+        )
+
+    async def step(self, problem: Problem, state: GDState) -> GDState:
+        """Takes one step by two products.
+
+        Raises:
+          ConfigError: the learning rate is so high that the objective is infinite.
+        """
+        iterations, rate = state.iterations + 1, state.learning_rate
+        weights = state.weights - rate * state.gradient
+        objective, slopes, gradient = problem.evaluate(weights, await problem.margins(weights))
+        if not math.isfinite(objective):
+            raise ConfigError(f"gd: diverged at iterate {iterations}: lower learning_rate {rate}")
+        gradient = gradient + await problem.transposed(slopes)
+        gap = rate * float((gradient * gradient).sum()) / objective
+        return GDState(
+            weights=weights,
+            objective=objective,
+            gap=gap,
+            iterations=iterations,
+            converged=gap <= self.tol,
+            learning_rate=rate,
+            gradient=gradient,
+        )
+
+    def restored(self, tree: State) -> GDState:
+        return GDState.from_tree(tree)
+
+
+async def _largest_eigenvalue(problem: Problem) -> float:
+    vector = torch.randn(problem.shape[0], 1, generator=generator(0, "power iteration"), dtype=torch.float64)
+    eigenvalue = 0.0
+    for _ in range(_POWER_ROUNDS):
+        vector = vector / vector.norm()
+        vector = await problem.transposed(await problem.margins(vector))
+        eigenvalue = float(vector.norm())
+        if eigenvalue == 0:
+            break
+    return eigenvalue
+
+
+# --- L-BFGS -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LBFGSState(Iterate):
+    """State of L-BFGS.
+
+    Args:
+      margins: at the weights, (samples, outputs).
+      gradient: at the weights.
+      moves: differences of the last weights, (pairs, rows, outputs), oldest first.
+      turns: differences of their gradients.
+    """
+
+    margins: Tensor
+    gradient: Tensor
+    moves: Tensor
+    turns: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LBFGS:
+    r"""Steps along :math:`-H g`, where H is the inverse Hessian that the last steps have shown.
+
+    Margins are linear in the weights, so :math:`X (w + a d) = X w + a X d` and the line search costs no message: an
+    iterate is one product with the direction and one transposed product, whatever the number of trial steps. That
+    makes a thorough search and a long memory worth their while. Sums of many steps drift from :math:`X w`, so the
+    product with the weights is computed afresh every 50 iterates, as another column of a product that is made anyway,
+    and at the end.
+
+    The gap is half of :math:`g^T H g` over the objective: the expected gain of a whole step. The true one is larger:
+    about 100 times on a9a, and up to 2,000 times on Covertype, whose columns are far from independent. So the tolerance
+    is small.
+
+    Args:
+      tol: the gap at which it has converged.
+      memory: pairs of differences that H is made of.
+
+    Raises:
+      ConfigError: a setting out of its range.
+
+    References: Nocedal & Wright 2006, alg. 7.4 and 7.5.
+    """
+
+    tol: float = 1e-10
+    memory: int = 100
+
+    def __post_init__(self) -> None:
+        number_option("lbfgs", "tol", self.tol, 0)
+        whole_option("lbfgs", "memory", self.memory, 1)
+
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> LBFGSState:
+        """Makes the first state by one transposed product, and one more product for given weights."""
+        weights, margins, objective, gradient = await problem.start(weights)
+        return LBFGSState(
+            weights=weights,
+            objective=objective,
+            gap=1.0,
+            iterations=0,
+            converged=not bool(gradient.any()),
+            margins=margins,
+            gradient=gradient,
+            moves=weights.new_zeros(0, *weights.shape),
+            turns=weights.new_zeros(0, *weights.shape),
+        )
+
+    async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
+        """Takes one step by two products, and a third when it has converged."""
+        direction = _downhill(state.gradient, state.moves, state.turns)
+        iterations, outputs = state.iterations + 1, problem.shape[1]
+        if iterations % _REFRESH:
+            margins, change = state.margins, await problem.margins(direction)
+        else:
+            both = await problem.margins(torch.cat([state.weights, direction], dim=1))
+            margins, change = both[:, :outputs], both[:, outputs:]
+        ray = Ray(problem, state.weights, margins, direction, change)
+        start = ray.at(0.0)
+        guess = 1.0 if len(state.moves) else _cautious(ray, start)
+        point = strong_wolfe(ray, start, guess)
+        if point is None:
+            return replace(state, iterations=iterations, converged=True)
+        gradient = problem.penalty(point.weights)[1] + await problem.transposed(point.slopes)
+        moves, turns = state.moves, state.turns
+        move, turn = point.weights - state.weights, gradient - state.gradient
+        if float((move * turn).sum()) > 0:
+            moves = torch.cat([moves, move[None]])[-self.memory :]
+            turns = torch.cat([turns, turn[None]])[-self.memory :]
+        gain = -0.5 * float((gradient * _downhill(gradient, moves, turns)).sum())
+        ended = LBFGSState(
+            weights=point.weights,
+            objective=point.objective,
+            gap=gain / point.objective,
+            iterations=iterations,
+            converged=False,
+            margins=point.margins,
+            gradient=gradient,
+            moves=moves,
+            turns=turns,
+        )
+        return await self._confirmed(problem, ended) if ended.gap <= self.tol else ended
+
+    def restored(self, tree: State) -> LBFGSState:
+        return LBFGSState.from_tree(tree)
+
+    async def _confirmed(self, problem: Problem, state: LBFGSState) -> LBFGSState:
+        """Compares the objective with that of fresh margins: converged, or on from these."""
+        margins = await problem.margins(state.weights)
+        objective, slopes, gradient = problem.evaluate(state.weights, margins)
+        drift = abs(objective - state.objective)
+        state = replace(state, margins=margins, objective=objective)
+        if drift <= max(self.tol, _DRIFT) * objective:
+            return replace(state, converged=True)
+        return replace(state, gradient=gradient + await problem.transposed(slopes))
+
+
+def _cautious(ray: Ray, start: Point) -> float:
+    """Gives the step to the lowest point of a parabola that is nowhere below the objective."""
+    objective = ray.problem.objective
+    bend = objective.C * objective.curvature * float((ray.change * ray.change).sum())
+    return -start.slope / (bend + 2 * ray.problem.penalty(ray.direction)[0])
+
+
+def _downhill(gradient: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
+    """Computes :math:`-H g` by two loops over the pairs."""
+    direction = -gradient
+    pairs = [(move, turn, float((move * turn).sum())) for move, turn in zip(moves, turns, strict=True)]
+    shares: list[float] = []
+    for move, turn, bend in reversed(pairs):
+        shares.append(float((move * direction).sum()) / bend)
+        direction = direction - shares[-1] * turn
+    if pairs:
+        _, turn, bend = pairs[-1]
+        direction = direction * (bend / float((turn * turn).sum()))
+    for (move, turn, bend), share in zip(pairs, reversed(shares), strict=True):
+        direction = direction + (share - float((turn * direction).sum()) / bend) * move
+    return direction
+
+
+# --- the line search of L-BFGS ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ray:
+    """The objective along a direction, from some weights on.
+
+    Args:
+      problem: has the objective.
+      weights: at its beginning.
+      margins: at the weights.
+      direction: of the shape of the weights.
+      change: what the direction adds to the margins.
+    """
+
+    problem: Problem
+    weights: Tensor
+    margins: Tensor
+    direction: Tensor
+    change: Tensor
+
+    def at(self, length: float) -> Point:
+        """Gives the point that many directions away."""
+        weights = self.weights + length * self.direction
+        margins = self.margins + length * self.change
+        objective, slopes, gradient = self.problem.evaluate(weights, margins)
+        slope = float((slopes * self.change).sum()) + float((gradient * self.direction).sum())
+        return Point(length, objective, slope, weights, margins, slopes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A point of a ray.
+
+    Args:
+      length: directions from its beginning.
+      objective: at the point.
+      slope: derivative of the objective by the length.
+      weights: at the point.
+      margins: at the point.
+      slopes: derivative of the losses by the margins.
+    """
+
+    length: float
+    objective: float
+    slope: float
+    weights: Tensor
+    margins: Tensor
+    slopes: Tensor
+
+
+def strong_wolfe(ray: Ray, start: Point, guess: float) -> Point | None:
+    r"""Finds a point at which the objective has fallen enough and is flat enough.
+
+    .. math:: \varphi(a) \le \varphi(0) + c_1 a \varphi'(0), \qquad |\varphi'(a)| \le c_2 |\varphi'(0)|
+
+    The objective is convex, so its slope rises along the ray, and where it crosses zero is closed in from both sides.
+
+    Args:
+      ray: along a descent direction.
+      start: ``ray.at(0)``.
+      guess: the length to try first.
+
+    Returns:
+      ``None`` where the objective falls by no more than its rounding errors.
+
+    References: Nocedal & Wright 2006, eq. 3.7 and alg. 3.5, with the secant of the slopes for interpolation.
+    """
+    low, high = start, None
+    length = guess
+    for _ in range(_TRIALS):
+        point = ray.at(length)
+        allowed = start.objective + _DECREASE * length * start.slope + _ROUNDING * abs(start.objective)
+        if not point.objective <= allowed or point.slope > -_FLATNESS * start.slope:
+            high = point
+        elif point.slope < _FLATNESS * start.slope:
+            low = point
+        else:
+            return point
+        length = _between(low, high)
+    return low if low.objective < start.objective else None
+
+
+def _between(low: Point, high: Point | None) -> float:
+    """Gives the length at which a linear slope would be zero, well inside the bracket."""
+    if high is None:
+        return 4 * low.length
+    width = high.length - low.length
+    rise = high.slope - low.slope
+    share = -low.slope / rise if math.isfinite(rise) and rise > 0 else 0.5
+    return low.length + min(max(share, 0.1), 0.9) * width
+
+
+# --- several outputs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OneVsRestState(Iterate, Generic[S]):
+    """State of the solver of each output.
+
+    Args:
+      outputs: their states, in order.
+    """
+
+    outputs: tuple[S, ...]
+
+    @override
+    def tree(self) -> State:
+        return {"outputs": {str(index): state.tree() for index, state in enumerate(self.outputs)}}
+
+
+@dataclass(frozen=True, slots=True)
+class OneVsRest(Generic[S]):
+    """Solves each output by itself, all in the same rounds: their weights are columns of one product.
+
+    An output that has converged takes no part any more. The gap is the largest of all, and the objective their sum.
+
+    Args:
+      solver: of one output.
+    """
+
+    solver: Solver[S]
+
+    async def init(self, problem: Problem, weights: Tensor | None = None) -> OneVsRestState[S]:
+        """Starts all outputs in as many rounds as one output takes."""
+        columns = [None] * problem.shape[1] if weights is None else weights.split(1, dim=1)
+        return _joined(await _together(problem, lambda outputs: map(self.solver.init, outputs, columns)))
+
+    async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
+        """Takes a step of each output in as many rounds as one output takes."""
+        going = [index for index, one in enumerate(state.outputs) if not one.converged]
+        steps = await _together(
+            problem,
+            lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in going),
+        )
+        taken = dict(zip(going, steps, strict=True))
+        return _joined([taken.get(index, one) for index, one in enumerate(state.outputs)])
+
+    def restored(self, tree: State) -> OneVsRestState[S]:
+        outputs = tree["outputs"]
+        return _joined([self.solver.restored(outputs[str(index)]) for index in range(len(outputs))])
+
+
+def _joined(outputs: list[S]) -> OneVsRestState[S]:
+    return OneVsRestState(
+        weights=torch.cat([one.weights for one in outputs], dim=1),
+        objective=sum(one.objective for one in outputs),
+        gap=max(one.gap for one in outputs),
+        iterations=max(one.iterations for one in outputs),
+        converged=all(one.converged for one in outputs),
+        outputs=tuple(outputs),
+    )
+
+
+async def _together(
+    problem: Problem, begun: Callable[[list[Problem]], Iterable[Coroutine[Any, Any, T]]]
+) -> list[T]:
+    """Runs solvers of one output each side by side; the products that they ask for meanwhile are one round."""
+    products, ready = problem.products, deque[Callable[[], None]]()
+    rounds = [_Columns(products.times), _Columns(products.transposed_times)]
+    column = _Output(products.samples, products.features, *(one.ask for one in rounds))
+    outputs = [Problem(column, problem.objective, targets) for targets in problem.targets.split(1, dim=1)]
+    tasks: list[Task[T]] = [Task(one, ready.append) for one in begun(outputs)]
+    while not all(task.done for task in tasks):
+        while ready:
+            ready.popleft()()
+        for one in rounds:
+            await one.answer()
+    return [task.result() for task in tasks]
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The products for the solver of one output, see :class:`farflung.coded.Products`."""
+
+    samples: int
+    features: int
+    times: Callable[[Tensor], Pending[Tensor]]
+    transposed_times: Callable[[Tensor], Pending[Tensor]]
+
+
+class _Columns:
+    """Factors of one kind of product, a column for each solver that waits, as one product.
+
+    Args:
+      product: of all columns.
+    """
+
+    def __init__(self, product: Callable[[Tensor], Awaitable[Tensor]]) -> None:
+        self._product = product
+        self._asked: list[tuple[Tensor, Pending[Tensor]]] = []
+
+    def ask(self, factor: Tensor) -> Pending[Tensor]:
+        self._asked.append((factor, Pending()))
+        return self._asked[-1][1]
+
+    async def answer(self) -> None:
+        asked, self._asked = self._asked, []
+        if asked:
+            product = await self._product(torch.cat([factor for factor, _ in asked], dim=1))
+            parts = product.split([factor.shape[1] for factor, _ in asked], dim=1)
+            for (_, answer), part in zip(asked, parts, strict=True):
+                answer.set(part)
+
+
+SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}
+"""All of them by name."""
