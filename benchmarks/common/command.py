@@ -27,7 +27,7 @@ from benchmarks.common.results import (
     store,
 )
 from benchmarks.common.trainings import Trainings
-from farflung.errors import FarflungError
+from farflung.errors import DataMissing, FarflungError
 
 __all__ = ["KINDS", "STOPPED", "Benchmark", "Flag", "Group", "Kind", "Kinds", "main"]
 
@@ -191,6 +191,9 @@ def _measure(
         began = time.monotonic()
         try:
             found = group.measure(options.quick)
+        except DataMissing as error:
+            code = max(code, 0 if options.quick else _failed(name, error, console))
+            continue
         except (FarflungError, RuntimeError) as error:
             code = max(code, _failed(name, error, console))
             continue

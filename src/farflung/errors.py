@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DataMissing",
     "DeadlinePassed",
     "FarflungError",
     "LabError",
@@ -69,6 +70,10 @@ class Unsupported(ConfigError):
 
 class DataError(BadInput):
     """A data set is absent, truncated, or not what it should be."""
+
+
+class DataMissing(DataError):
+    """A data set is not on this machine."""
 
 
 class BadLabels(BadInput, ValueError):

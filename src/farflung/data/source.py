@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from farflung.errors import ConfigError, DataError
+from farflung.errors import ConfigError, DataError, DataMissing
 from farflung.files import reading
 
 __all__ = [
@@ -177,7 +177,7 @@ def locate(source: Source, which: Which = "auto") -> Location:
         raise DataError(f"{source.name} has no packaged subset; {source.remedy}")
     names = {"folder": "FARFLUNG_DATA", "cache": "cache"}
     tried = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
-    raise DataError(f"{source.name} is not at hand: looked in {tried}; {source.remedy}")
+    raise DataMissing(f"{source.name} is not at hand: looked in {tried}; {source.remedy}")
 
 
 def _folders(source: Source) -> dict[Literal["folder", "cache"], Path]:
