@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import farflung
+from farflung.cli.main import main
 from farflung.errors import RunLost
-from farflung.telemetry import Event
+from farflung.telemetry import Event, read_events
 
 STEPS, AT = 60, 20
 
@@ -36,10 +41,10 @@ class Strikes:
         return [event for event in self.events if event["event"] == kind]
 
 
-def trained(strikes: Strikes, workers: int, out: Path, **settings: object) -> farflung.Run:
+def trained(strikes: Strikes, workers: int, out: Path, **settings: Any) -> farflung.Run:
     return farflung.train(
         "synthetic/quadratic", show=strikes, out=out, workers=workers, steps=STEPS,
-        **{"elastic": 1, "deadline": 20.0, "evaluate_every": 25, "checkpoint_every": 25, **settings},
+        **{"elastic": "1", "deadline": 20.0, "evaluate_every": 25, "checkpoint_every": 25, **settings},
     )  # fmt: skip
 
 
@@ -95,4 +100,67 @@ def test_one_that_was_stopped_hears_that_it_is_out(tmp_path: Path) -> None:
 
 def test_it_ends_by_name_where_too_few_are_left(tmp_path: Path) -> None:
     with pytest.raises(RunLost, match="view 2 has 2 members, and the run needs 3"):
-        trained(Strikes((1,)), 3, tmp_path / "run", elastic=3)
+        trained(Strikes((1,)), 3, tmp_path / "run", elastic="3")
+
+
+class Joins:
+    """Has a replica join a run, and the most senior one killed once it is in; then the others are asked to stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pids: dict[int, int] = {}
+        self.joined: subprocess.Popen[str] | None = None
+        self.views: dict[int, list[Event]] = {0: [], 1: []}
+        self._until = 0
+
+    def __call__(self, event: Event) -> None:
+        kind, rank = event["event"], int(str(event["rank"]))
+        if kind == "hello":
+            self._pids[rank] = int(str(event["pid"]))
+        elif kind == "step" and self.joined is None and event["step"] == AT:
+            command = [sys.executable, "-m", "farflung", "join", str(self._folder), "--json"]
+            self.joined = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        elif kind == "view":
+            self.views[rank].append(event)
+            if event["joined"] and rank == 0:
+                os.kill(self._pids[0], signal.SIGKILL)
+            elif event["lost"]:
+                self._until = int(str(event["step"])) + 50
+        elif kind == "step" and self._until and event["step"] == self._until:
+            os.kill(self._pids[1], signal.SIGINT)
+
+
+def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    joins = Joins(folder)
+    run = farflung.train(
+        "synthetic/quadratic", show=joins, out=folder, workers=2, elastic="1:3", steps=100_000, codec="int8",
+        evaluate_every=1_000, checkpoint_every=10_000, deadline=30.0,
+    )  # fmt: skip
+    assert joins.joined is not None
+    said, _ = joins.joined.communicate(timeout=60)
+    assert joins.joined.returncode == 0
+    summary = json.loads(said)
+    assert joins.views[1][0]["joined"] == [2]
+    assert joins.views[1][-1]["members"] == [1, 2]
+    assert run.summary["steps"] == summary["steps"] < 100_000
+    assert run.summary["samples"] == summary["samples"]
+    last = {rank: read_events(folder / "telemetry" / f"rank-{rank}.jsonl")[-3:] for rank in (1, 2)}
+    assert [e.get("mean_loss") for e in last[1]] == [e.get("mean_loss") for e in last[2]]
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("runs", "runs: neither a run's folder nor HOST:PORT"),
+        (".", "no run goes on there that others may join"),
+    ],
+)
+def test_where_there_is_no_run_to_join(
+    where: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["join", where]) == 2
+    said = capfd.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1

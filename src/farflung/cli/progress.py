@@ -150,6 +150,7 @@ class Progress(Bar):
 
     Args:
       simulated: the events come from a simulator; its time and rates are marked as simulated.
+      followed: the rank whose events are shown at first.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Progress(Bar):
         *,
         quiet: bool = False,
         simulated: bool = False,
+        followed: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -173,11 +175,11 @@ class Progress(Bar):
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
         self._rate = ""
         self._told: set[tuple[str, int]] = set()
-        self._followed = 0
-        """The rank whose events are shown: the most senior that is there."""
+        self._followed = followed
+        """The rank whose events are shown."""
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event; those of junior ranks only say that their replica has begun, and who is left."""
+        """Takes in one event; those of junior ranks only say that their replica has begun."""
         with suppress(Exception):
             if event["event"] == "hello":
                 self._up.add(int(number(event, "rank")))
@@ -193,7 +195,8 @@ class Progress(Bar):
     def _view(self, event: Event) -> None:
         members, changed = event["members"], []
         assert isinstance(members, list)
-        self._followed = int(str(members[0]))
+        if self._followed not in map(int, map(str, members)):
+            self._followed = int(str(members[0]))
         for word in ("lost", "joined"):
             ranks = event[word]
             assert isinstance(ranks, list)

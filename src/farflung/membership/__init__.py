@@ -4,7 +4,7 @@
 alike on real machines and in virtual time. See ``docs/membership.md``.
 """
 
-from farflung.membership.elastic import Elastic
+from farflung.membership.elastic import Among, Elastic
 from farflung.membership.member import Certify, Driver, Member
 from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
 from farflung.membership.supervision import Page, Supervised, Supervisor
@@ -12,6 +12,7 @@ from farflung.membership.views import EXACT_MEMBERS, Transfer, View, is_majority
 
 __all__ = [
     "EXACT_MEMBERS",
+    "Among",
     "Certificate",
     "Certify",
     "Codec",

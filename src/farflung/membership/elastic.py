@@ -30,7 +30,7 @@ from farflung.membership.views import View
 from farflung.tasks import Pending, failed
 from farflung.types import AllReduce, Change, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
 
-__all__ = ["Elastic"]
+__all__ = ["Among", "Elastic"]
 
 T = TypeVar("T")
 
@@ -96,6 +96,7 @@ class Elastic:
       first_step: of the run.
       reach: the most steps that a member begins after the last one whose exchanges are all there.
       members: the ranks that are there at the start; all when not given. One that is not among them asks to join.
+      told: is told of the members of each new view, by seniority.
     """
 
     def __init__(
@@ -110,11 +111,12 @@ class Elastic:
         first_step: int = 0,
         reach: int = 1,
         members: Sequence[int] | None = None,
+        told: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         comm = runtime.comm
         ranks = tuple(range(comm.size) if members is None else members)
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
-        self._reach = reach
+        self._reach, self._told = reach, told
         self._page = page
         self._codec = Codec(key)
         names = tuple(map(str, ranks))
@@ -130,6 +132,8 @@ class Elastic:
         """The first step of each member that has joined."""
         self._admitted: Pending[View] = Pending()
         self._state: Pending[tuple[int, Payload]] = Pending()
+        self._offer: tuple[int, Payload] | None = None
+        """The state before a step, for those that begin at it."""
         self._unseen: list[View] = []
         """Views that were installed before the state was there."""
         self.taken: list[_Logged[Any]] = []
@@ -177,21 +181,32 @@ class Elastic:
     # --- joining ----------------------------------------------------------------------------------------------------
 
     def joiners(self, step: int) -> list[int]:
-        """Return the ranks that begin at a step and are given the state by this member, before it begins the step."""
-        here = self.at(step).ranks
-        if next(rank for rank in here if self._begins.get(rank, -1) < step) != self._comm.rank:
-            return []
-        return [rank for rank in here if self._begins.get(rank, -1) == step]
+        """Return the ranks that begin at a step, before which each other member has the state ready."""
+        return [rank for rank in self.at(step).ranks if self._begins.get(rank, -1) == step]
 
-    async def give(self, rank: int, state: bytes) -> None:
-        """Send the state before the step that is about to begin."""
-        told = json.dumps({"started": self._started, "changes": self.changes}, default=_plain).encode()
-        payload = Payload((_bytes(told), _bytes(state)))
+    async def give(self, step: int, state: bytes) -> None:
+        """Have the state ready before a step, for the most senior member to send to replicas that begin at it."""
+        told = json.dumps(
+            {"started": self._started, "changes": self.changes, "auto": list(self._comm.auto.items())},
+            default=_plain,
+        ).encode()
 
-        async def send() -> None:
-            self._comm.send(payload, rank, Tag(Purpose.STATE.at(0)))
+        async def offer() -> None:
+            self._offer = step, Payload((_bytes(told), _bytes(state)))
+            self._send_state()
 
-        await self._runtime.launch(send())
+        await self._runtime.launch(offer())
+
+    def _send_state(self) -> None:
+        """Send the state, if this is the most senior member that has it ready."""
+        if self._offer is None:
+            return
+        step, payload = self._offer
+        ranks = [int(name) for name in self._view.members]
+        if next(rank for rank in ranks if self._begins.get(rank, -1) < step) == self._comm.rank:
+            for rank in ranks:
+                if self._begins.get(rank, -1) == step:
+                    self._comm.send(payload, rank, Tag(Purpose.STATE.at(0)))
 
     async def given(self) -> bytes:
         """Wait until a view admits this member, and for the state of the run.
@@ -209,6 +224,7 @@ class Elastic:
         told, state = payload.tensors()
         found = json.loads(bytes(told.numpy()))
         self._started = self._base = found["started"]
+        self._comm.auto = dict(found["auto"])
         self.changes = [
             Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*again), t, view)
             for step, ranks, lost, joined, again, t, view in found["changes"]
@@ -300,6 +316,8 @@ class Elastic:
     def _has(self, logged: _Logged[Any], value: Any) -> None:
         """Hold an exchange whole."""
         logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
+        if self._offer is not None and logged.begun >= self._offer[0]:
+            self._offer = None  # those that have begun have the state
         while (later := self._log.get(self._base + 1)) is not None and later.kept is not None:
             self._base += 1
         for dropped in logged.drops:
@@ -339,6 +357,9 @@ class Elastic:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
             return
         self._change(before.members, view)
+        self._send_state()
+        if self._told is not None:
+            self._told(self.changes[-1].ranks)
         givers = {x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._member.name}
         missing = [one for _, one in sorted(self._log.items()) if one.kept is None]
         for logged in reversed(missing):
@@ -381,10 +402,10 @@ class Elastic:
         self.changes.append(change)
         self._begins.update(dict.fromkeys(joined, change.step))
 
-    def _among(self, logged: _Logged[Any]) -> _Within:
+    def _among(self, logged: _Logged[Any]) -> Among:
         """Return the communicator of those members that take part in an exchange, which begin at its step or before."""
         begins = self._begins
-        return _Within(
+        return Among(
             self._comm, [r for r in map(int, self._view.members) if begins.get(r, 0) <= logged.begun]
         )
 
@@ -466,7 +487,7 @@ def _plain(value: object) -> object:
 class _Channel(ExchangeChannel):
     """A channel within a view, whose bytes are counted by rank in the first view."""
 
-    def __init__(self, within: _Within, logged: _Logged[Any]) -> None:
+    def __init__(self, within: Among, logged: _Logged[Any]) -> None:
         super().__init__(cast("Communicator", within), logged.exchange, logged.part)
         self.sent = logged.channel.sent
         self._ranks = within.ranks
@@ -483,12 +504,12 @@ class _Channel(ExchangeChannel):
         )
 
 
-class _Within:
-    """The communicator among the members of a view; see :class:`farflung.types.Communicator`.
+class Among:
+    """The communicator among some of the ranks of another; see :class:`farflung.types.Communicator`.
 
     Args:
-      comm: of the first view.
-      ranks: the members' ranks there, by their rank here.
+      comm: of all ranks.
+      ranks: some of them, by their rank here.
     """
 
     lane: Any
@@ -501,6 +522,10 @@ class _Within:
     @property
     def auto(self) -> Mapping[int, str]:
         return self._comm.auto
+
+    @auto.setter
+    def auto(self, names: Mapping[int, str]) -> None:
+        self._comm.auto = names
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         return self._comm.send(payload, self.ranks[dst], tag, priority)

@@ -125,6 +125,8 @@ class Replica:
     """What had been sent when the checkpoint was written that this leg goes on from."""
     _tellers: list[Tells] = field(init=False)
     _background: BackgroundTasks = field(init=False)
+    _joined: int = field(init=False, default=-1)
+    """The step at which this replica has joined the run."""
     _views_told: int = field(init=False, default=1)
     """The changes of the members that telemetry has told of."""
     _keeping: Keeping = field(init=False)
@@ -408,24 +410,21 @@ class Replica:
         assert self.runtime.elastic is not None
         state = from_bytes(await self.runtime.elastic.given())
         self._keeping.take_over(state["shared"], state["own"], "the state of the run", self._go_on_from)
+        self._joined = self.step_done
 
     async def _let_in(self) -> None:
-        """Gives the state of the run to replicas that begin at this step."""
-        elastic = self.runtime.elastic
-        for rank in elastic.joiners(self.step_done) if elastic is not None else ():
-            exchanges = await self.runtime.launch(self._exchanges.snapshot())
-            counted: State = {
-                "samples": self._samples,
-                "sent": {},
-                "time": Leg(0, 0.0, TimeSplit()).to_json(),
-            }
-            shared, own = self._keeping.state(self.step_done, exchanges, counted)
-            del own["random"]
-            own["exchanges"] = {**own["exchanges"], "slots": {}}
-            sampler: Any = self.parts.sampler
-            own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
-            assert elastic is not None
-            await elastic.give(rank, to_bytes({"shared": shared, "own": own}))
+        """Has the state of the run ready for replicas that begin at this step."""
+        elastic, step = self.runtime.elastic, self.step_done
+        if elastic is None or step == self._joined or not elastic.joiners(step):
+            return
+        exchanges = await self.runtime.launch(self._exchanges.snapshot())
+        counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
+        shared, own = self._keeping.state(step, exchanges, counted)
+        sampler: Any = self.parts.sampler
+        del own["random"]
+        own["exchanges"] = {**own["exchanges"], "slots": {}}
+        own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
+        await elastic.give(step, to_bytes({"shared": shared, "own": own}))
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from farflung.runs.config import COMPARED, DEVICE, NETWORK, RunConfig, RunOptions, SimulatedConfig
     from farflung.runs.events import EVENTS, listener
     from farflung.runs.folder import RunFolder
+    from farflung.runs.joining import join_later
     from farflung.runs.launching import forked_ahead
     from farflung.runs.preparing import Filed, Prepared, prepared, run_folder
     from farflung.runs.replicas import make_replica, settled_collective
@@ -41,6 +42,7 @@ __all__ = [
     "compare",
     "contest",
     "forked_ahead",
+    "join_later",
     "listener",
     "make_replica",
     "prepare_training",

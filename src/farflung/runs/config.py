@@ -87,8 +87,8 @@ class RunConfig:
       partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
         labels(k=1), dirichlet(alpha=0.5), by-order. When not given, shared, or iid where a part of the recipe picks
         from each replica's own samples.
-      elastic: replicas with which the run at least goes on where others are lost, as 2; or 2:6, where others may join and
-        there are at most 6 ranks in all, those of lost replicas included; when not given, the first loss ends the run.
+      elastic: MIN, the replicas with which the run at least goes on where others are lost; or MIN:MAX, where others may
+        join, up to MAX ranks in all with those that were lost; when not given, the first loss ends the run.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
@@ -327,7 +327,7 @@ class RunConfig:
                 f"--partition {self.split_text}: the share of a lost replica would be missing: choose shared"
             )
         if not why and self.ranks > self.workers and self.recipe.parts(self.seed).schedule.late:
-            why = "results are under way between steps: replicas may join where the schedule is synchronous, local_sgd or diloco"
+            why = "replicas cannot join where results are late: leave out MAX, or choose another schedule"
         if why:
             raise ConfigError(f"--elastic {self.elastic}: {why}")
 

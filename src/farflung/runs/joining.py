@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +21,13 @@ import torch.distributed as dist
 from farflung.calibration import forward_flops
 from farflung.comm import collective_named
 from farflung.devices import device_profile
+from farflung.errors import ConfigError
 from farflung.files import write_json
-from farflung.membership import Elastic, Supervised
+from farflung.membership import Among, Elastic, Supervised
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
-from farflung.runs.config import RunConfig
+from farflung.runs.config import RunConfig, RunOptions
+from farflung.runs.folder import RunFolder
 from farflung.runs.preparing import Prepared, run_folder
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
@@ -32,12 +37,17 @@ from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.wall import LaunchEnv, Pace, WallRuntime
 from farflung.wall.stores import shared_key, told_by
 
-__all__ = ["NETWORK", "agreed_folder", "join", "meeting"]
+if TYPE_CHECKING:
+    from farflung.comm import WallCommunicator
+
+__all__ = ["MEETING", "NETWORK", "agreed_folder", "join", "join_later", "meeting"]
 
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
-_FOLDER = "farflung/folder"
+_FOLDER, _CONFIG, _MEMBERS, _ASKED = (f"farflung/{name}" for name in ("folder", "config", "members", "asked"))
+MEETING = "meeting"
+"""The file in a run's folder that names the file through which its replicas find each other."""
 _numbers = itertools.count()
 
 
@@ -60,14 +70,21 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
 
 
-def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Supervised | None = None) -> Run:
+def join(
+    run: Prepared[RunConfig],
+    show: Sink,
+    env: LaunchEnv,
+    supervised: Supervised | None = None,
+    present: Sequence[int] | None = None,
+) -> Run:
     """Trains as one replica.
 
     Args:
       run: what, where and on what; its folder has been made.
       show: gets this replica's events.
       env: its rank and size.
-      supervised: this process's end of its supervisor, in a run that outlives the loss of replicas.
+      supervised: this process's end of its supervisor, in an elastic run.
+      present: the ranks that are there, where this one comes later; ``None``: it is there from the start.
     """
     config, options, files, rank, size = run.config, run.options, run.files, env.rank, env.size
     leader = env.local_rank == 0
@@ -93,14 +110,15 @@ def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Super
         telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid(), threads=threads)
         store = run.store or meeting(env)
+        members = range(size) if present is None else [*present, rank]
         runtime = WallRuntime(
             rank,
-            size,
+            config.ranks if config.elastic else size,
             store,
             endpoint=replace(options.endpoint.on(env.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
-            members=range(size) if config.elastic else None,
+            members=members if config.elastic else None,
             kept_nbytes=math.inf if config.elastic else None,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
@@ -126,14 +144,19 @@ def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Super
             known = os.environ.get(NETWORK)
             profile = network_profile(known) if known else None
             settle = partial(runtime.settle_collective, network=profile)
-            start = checkpoints.newest() if files.resumed else 0
-            collective = settled_collective(settle, config.recipe, replica, start)
+            start = checkpoints.newest() if files.resumed and present is None else 0
+            collective = config.recipe.collective
+            if present is None:
+                with among(runtime, size):
+                    collective = settled_collective(settle, config.recipe, replica, start)
             if config.elastic:
                 runtime.elastic = elastic = Elastic(
                     runtime,
-                    supervised.key if supervised else shared_key(store, rank, JOIN_S),
+                    shared_key(store, rank, JOIN_S, supervised.key if supervised else b""),
                     page=supervised.page if supervised else None,
-                    least=config.elastic,
+                    least=config.least,
+                    members=range(size) if present is None else present,
+                    told=partial(_publish, runtime, store),
                     patience_s=config.deadline,
                     first_step=start,
                     reach=replica.parts.schedule.reach,
@@ -141,7 +164,14 @@ def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Super
                 if supervised is not None:
                     end = supervised.certificates
                     runtime.watch(end.fileno(), lambda: elastic.certified(end.recv(1 << 20)))
-            if files.resumed:
+                if config.ranks > size and store is not None:
+                    if rank == 0:
+                        store.set(_CONFIG, json.dumps(config.to_json()))
+                        store.set(_MEMBERS, json.dumps(list(range(size))))
+                    runtime.admit_all(
+                        other for other in range(config.workers, config.ranks) if other not in members
+                    )
+            if files.resumed and present is None:
                 replica.resume(start)
             ended, state = runtime.run(whole(replica))
             summary = {
@@ -167,3 +197,68 @@ def join(run: Prepared[RunConfig], show: Sink, env: LaunchEnv, supervised: Super
     if first:
         write_json(files.summary, summary)
     return run.ended(summary)
+
+
+@contextmanager
+def among(runtime: WallRuntime, size: int) -> Iterator[None]:
+    """Inside, the runtime's messages are among the ranks that are there from the start."""
+    comm = runtime.comm
+    if size < comm.size:
+        runtime.comm = cast("WallCommunicator", Among(comm, range(size)))
+    try:
+        yield
+    finally:
+        runtime.comm = comm
+
+
+def _publish(runtime: WallRuntime, store: dist.Store | None, ranks: Sequence[int]) -> None:
+    """Tells replicas that may join of the members of a new view; the most senior of these does."""
+    if store is not None and ranks[0] == runtime.comm.rank:
+        text = json.dumps(list(ranks))
+        runtime.aside(lambda: store.set(_MEMBERS, text))
+
+
+def join_later(where: str, show: Callable[[int], Sink], options: RunOptions) -> Run:
+    """Joins a run that goes on, as one more replica.
+
+    Args:
+      where: the run's folder, on its machine; or host and port of the store that its replicas have met at.
+      show: makes what gets the replica's events, from its rank.
+      options: where the run is kept that is not on this machine, and what it runs on.
+
+    Raises:
+      ConfigError: no run is there that takes others, or all its ranks are used.
+      RunLost: it has ended, or no view admits this replica.
+    """
+    folder, meeting_file = Path(where), Path(where, MEETING)
+    env = LaunchEnv(1, 2, 0, 1)
+    if folder.is_dir():
+        if not meeting_file.exists() or not (file := Path(meeting_file.read_text(encoding="utf-8"))).exists():
+            raise ConfigError(f"{where}: no run goes on there that others may join (--elastic MIN:MAX)")
+        env = replace(env, meeting=file)
+    else:
+        host, colon, port = where.rpartition(":")
+        if not colon or not host or not port.isdecimal():
+            raise ConfigError(f"{where}: neither a run's folder nor HOST:PORT, such as 192.168.1.5:29500")
+        env = replace(env, master=(host.strip("[]"), port))
+    store = meeting(env)
+    assert store is not None
+    config = RunConfig.resolve(json.loads(told_by(0, store, _CONFIG, "a run that others may join", JOIN_S)))
+    rank = config.workers + store.add(_ASKED, 1) - 1
+    if rank >= config.ranks:
+        raise ConfigError(
+            f"{where}: all {config.ranks} ranks of the run are used (--elastic {config.elastic})"
+        )
+    present = json.loads(store.get(_MEMBERS))
+    here = folder.is_dir()
+    env = replace(
+        env,
+        rank=rank,
+        size=config.ranks,
+        local_rank=rank if here else 0,
+        local_size=config.ranks if here else 1,
+    )
+    files = RunFolder(folder if here else Path(options.out or run_folder(config.title)))
+    run = Prepared(config, files, options=options, store=store)
+    with nullcontext() if here else run.begun():
+        return join(run, show(rank), env, present=present)

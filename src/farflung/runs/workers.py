@@ -33,7 +33,7 @@ from farflung.membership import Supervised, Supervisor
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import Buffered, teller
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import join
+from farflung.runs.joining import MEETING, join
 from farflung.runs.preparing import Prepared
 from farflung.telemetry import Event
 from farflung.wall import LaunchEnv
@@ -103,6 +103,8 @@ def serve(pipe: int) -> int:
     gc.freeze()
     context = multiprocessing.get_context("fork")
     supervisor = Supervisor(os.urandom(32), job.workers) if job.elastic else None
+    if supervisor is not None:
+        (job.files.path / MEETING).write_text(f"{job.scratch}/meeting", encoding="utf-8")
     ends = supervisor.processes if supervisor else [None] * job.workers
     workers = [context.Process(target=_train, args=(job, rank, end)) for rank, end in enumerate(ends)]
     for worker in workers:

@@ -406,11 +406,11 @@ class Elastic(Protocol):
         ...
 
     def joiners(self, step: int) -> list[int]:
-        """The ranks that begin at a step and are given the state by this replica."""
+        """The ranks that begin at a step, before which each other member has the state ready."""
         ...
 
-    async def give(self, rank: int, state: bytes) -> None:
-        """Sends the state before the step that is about to begin."""
+    async def give(self, step: int, state: bytes) -> None:
+        """Has the state ready before a step, for the most senior member to send to replicas that begin at it."""
         ...
 
     async def given(self) -> bytes:

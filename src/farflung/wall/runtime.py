@@ -45,6 +45,8 @@ __all__ = ["WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+_LOOK_S = 0.2
+"""How often it is looked whether a replica has come that is to be admitted."""
 EXPANSION = 8
 """How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
 a 2-byte number."""
@@ -361,6 +363,21 @@ class WallRuntime:
 
         self._aside.submit(find)
         return greeted
+
+    def admit_all(self, ranks: Iterable[int]) -> None:
+        """Admits replicas of some ranks once they have published their addresses, for as long as the store is there."""
+        self.launch(self._admit_all(set(ranks)))
+
+    async def _admit_all(self, ranks: set[int]) -> None:
+        while ranks:
+            await self.sleep_until(self.now() + _LOOK_S)
+            try:
+                come = await self.aside(lambda: [rank for rank in sorted(ranks) if self.has_come(rank)])
+            except RuntimeError:  # the store has ended, or this runtime
+                return
+            for rank in come:
+                ranks.discard(rank)
+                self.admit(rank)
 
     def has_come(self, rank: int) -> bool:
         """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""

@@ -121,13 +121,13 @@ def told_by(
     raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
 
 
-def shared_key(store: dist.Store | None, rank: int, patience_s: float) -> bytes:
-    """A secret of the run that rank 0 makes, by which members certify that they leave it."""
+def shared_key(store: dist.Store | None, rank: int, patience_s: float, key: bytes = b"") -> bytes:
+    """A secret of the run by which its members are certified: that of rank 0's supervisor, or one that rank 0 makes."""
     if store is None:
         return b"alone"
     if rank == 0:
-        store.set(_KEY, secrets.token_hex(16))
-    return told_by(0, store, _KEY, "the run's key", patience_s)
+        store.set(_KEY, (key or secrets.token_bytes(16)).hex())
+    return bytes.fromhex(told_by(0, store, _KEY, "the run's key", patience_s).decode())
 
 
 def _on_a_thread(connect: Callable[[], S], patience_s: float) -> S:

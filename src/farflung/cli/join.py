@@ -1,0 +1,44 @@
+"""``farflung join``: takes part in a run that goes on, as one more replica."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from farflung.cli.options import ENDPOINT, endpoint_of, finish, with_options
+from farflung.cli.output import OutputOptions
+from farflung.telemetry import Sink
+
+__all__ = ["Join"]
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_options(ENDPOINT)
+class Join(OutputOptions):
+    """Join a run that was started with --elastic MIN:MAX, as one more replica."""
+
+    where: tyro.conf.Positional[str]
+    """The run's folder, on the machine where farflung train has started it; or HOST:PORT of the MASTER_ADDR and
+    MASTER_PORT that torchrun has given its replicas."""
+    out: Path | None = None
+    """Where to keep the run that is on other machines; a new folder under runs/ when not given."""
+    device: str = "cpu"
+    """Train on this device of torch's: cpu, cuda, or cuda:0."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        from farflung.cli.progress import Progress
+        from farflung.runs import RunOptions, join_later
+
+        options = RunOptions(out=self.out, device=self.device, endpoint=endpoint_of(self))
+        with ExitStack() as stack:
+
+            def show(rank: int) -> Sink:
+                return stack.enter_context(Progress(quiet=self.quiet or self.json, followed=rank))
+
+            ended = join_later(self.where, show, options)
+        finish(ended, as_json=self.json)
+        return 0
