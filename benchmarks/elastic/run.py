@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import environment
 from farflung.devices import DeviceProfile
 from farflung.errors import LabError
-from farflung.faults import FaultPlan
+from farflung.faults import Fault, FaultPlan
 from farflung.network import network_profile
 from farflung.telemetry import Event, read_events
 from tests.membership.plans import check
@@ -37,53 +39,69 @@ GOODPUT = (
     "goodput under a fault plan (a member lost every 60 s, back after 20 s), 8 replicas in virtual time; in the lab 4, "
     "paced at 0.5 s a step"
 )
-NODES, AT, STEPS = 4, 40, 70
+NODES, MODEL = 4, "fashion-mnist/mlp"
 DEADLINE_S = 2.0
+AT, STEPS, FROM = 40, 70, 10
+"""The step of a fault, those of a run, and the first that counts as ordinary."""
+SHORT = 12, 16, 5
+"""The same of a quick run."""
 WIFI = "wifi-100mbps"
 
 
 # --- real processes -----------------------------------------------------------------------------------------------
 
 
-def in_lab(network: str, nodes: int, plan: str, *options: str, steps: int = STEPS) -> dict[int, list[Event]]:
-    """The events of a training of a small network in the lab, by rank.
+def trained(
+    quick: bool, network: str, nodes: int, plan: FaultPlan, steps: int, **settings: object
+) -> dict[int, list[Event]]:
+    """The events of a training of a small network in the lab, by rank; of a quick one in virtual time.
 
     Args:
+      quick: whether to simulate it.
       network: between the nodes.
       nodes: how many.
-      plan: what goes wrong, as TOML.
-      options: of ``farflung train`` beside.
+      plan: what goes wrong.
       steps: of the training.
+      settings: others of it.
 
     Raises:
       LabError: it did not begin; says what the command said.
     """
+    both: dict[str, Any] = {
+        "codec": "int8",
+        "steps": steps,
+        "evaluate_every": 10**6,
+        "checkpoint_every": 10**6,
+        **settings,
+    }
+    if quick:
+        told: list[Event] = []
+        farflung.simulate(MODEL, show=told.append, network=network, workers=nodes, faults=plan, **both)
+        return {rank: [event for event in told if event["rank"] == rank] for rank in range(nodes)}
     with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
-        (Path(folder) / "plan.toml").write_text(plan, encoding="utf-8")
+        (Path(folder) / "plan.toml").write_text("".join(map(as_toml, plan.faults)), encoding="utf-8")
         lab = [
             *(sys.executable, "-m", "farflung", "lab", "--network", network, "--nodes", str(nodes)),
             "--any-delay",
         ]
-        faults = ["--faults", "plan.toml"] if plan else []
-        train = [
+        faults = ["--faults", "plan.toml"] if plan.faults else []
+        options = [
+            word for name, value in both.items() for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        command = [
+            *lab,
+            *faults,
             "train",
             "--workload",
-            "fashion-mnist/mlp",
+            MODEL,
             "--data",
             "packaged",
-            "--codec",
-            "int8",
             "--out",
             "run",
+            *options,
         ]
-        last = ["--steps", str(steps), "--evaluate-every", "0", "--checkpoint-every", "0", *options]
         done = subprocess.run(
-            [*lab, *faults, *train, *last],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            cwd=folder,
-            check=False,
+            command, capture_output=True, text=True, env=environment(), cwd=folder, check=False
         )
         files = {rank: Path(folder, "run", "telemetry", f"rank-{rank}.jsonl") for rank in range(nodes)}
         if not all(file.exists() for file in files.values()):
@@ -93,17 +111,22 @@ def in_lab(network: str, nodes: int, plan: str, *options: str, steps: int = STEP
         return {rank: read_events(file) for rank, file in files.items()}
 
 
+def as_toml(fault: Fault) -> str:
+    """A fault as a plan's file has it."""
+    values = {name: value for name, value in asdict(fault).items() if value is not None}
+    return "[[fault]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+
+
 def durations(events: Sequence[Event]) -> dict[int, float]:
     """Seconds of each step of a replica."""
     return {int(str(e["step"])): float(str(e["duration_s"])) for e in events if e["event"] == "step"}
 
 
-def waited_s(events: Sequence[Event]) -> float:
+def waited_s(events: Sequence[Event], at: int, begin: int) -> float:
     """What the longest step after a fault took over the median of those before it."""
     took = durations(events)
-    return max(s for step, s in took.items() if step >= AT - 1) - statistics.median(
-        s for step, s in took.items() if 10 <= step < AT - 1
-    )
+    ordinary = statistics.median(seconds for step, seconds in took.items() if begin <= step < at - 1)
+    return max(seconds for step, seconds in took.items() if step >= at - 1) - ordinary
 
 
 def delay_s(network: str) -> float:
@@ -115,41 +138,37 @@ def delay_s(network: str) -> float:
 
 def stall(network: str, quick: bool) -> Mapping[str, Measured]:
     """Kills each rank in turn."""
-    found = []
+    found, (at, steps, begin) = [], SHORT if quick else (AT, STEPS, FROM)
     for turn in range(1 if quick else 8):
         lost = turn % NODES
-        events = in_lab(
-            network, NODES, f'[[fault]]\nkind = "crash"\nrank = {lost}\nat_step = {AT}\n', "--elastic", "1"
-        )
+        plan = FaultPlan().crash(lost, at_step=at)
+        events = trained(quick, network, NODES, plan, steps, elastic="1")
         left = [told for rank, told in events.items() if rank != lost]
         ended = [told for told in left if told and told[-1]["event"] == "end"]
         if len(ended) < len(left):
             raise LabError(f"{len(ended)} of {len(left)} survivors came to the end")
-        found.append(max(map(waited_s, left)) - 3 * delay_s(network))
+        found.append(max(waited_s(told, at, begin) for told in left) - 3 * delay_s(network))
     config = {"trials": found, "nodes": NODES, "one_way_s": delay_s(network)}
     return {STALL.format(network): Measured(statistics.median(found), (min(found), max(found)), config)}
 
 
 def silent_cut(quick: bool) -> Mapping[str, Measured]:
     """Cuts the most junior rank off, whose connections stay open."""
-    found = []
+    found, (at, steps, begin) = [], SHORT if quick else (AT, STEPS, FROM)
     for _ in range(1 if quick else 4):
-        plan = f'[[fault]]\nkind = "cut"\nrank = {NODES - 1}\nat_step = {AT}\nfor_s = 20\n'
-        events = in_lab(WIFI, NODES, plan, "--elastic", "1", "--deadline", str(DEADLINE_S))
-        found.append(max(waited_s(events[rank]) for rank in range(NODES - 1)))
-    return {
-        CUT: Measured(
-            statistics.median(found), (min(found), max(found)), {"trials": found, "deadline_s": DEADLINE_S}
-        )
-    }
+        plan = FaultPlan((Fault("cut", NODES - 1, at_step=at, for_s=20.0),))
+        events = trained(quick, WIFI, NODES, plan, steps, elastic="1", deadline=DEADLINE_S)
+        found.append(max(waited_s(events[rank], at, begin) for rank in range(NODES - 1)))
+    config = {"trials": found, "deadline_s": DEADLINE_S}
+    return {CUT: Measured(statistics.median(found), (min(found), max(found)), config)}
 
 
 def partial_cut(quick: bool) -> Mapping[str, Measured]:
     """Cuts two ranks of five off from each other."""
-    found = []
+    found, (at, steps, _) = [], SHORT if quick else (AT, STEPS, FROM)
     for _ in range(1 if quick else 3):
-        plan = f'[[fault]]\nkind = "cut"\nrank = 1\npeer = 2\nat_step = {AT}\nfor_s = 20\n'
-        events = in_lab(WIFI, 5, plan, "--elastic", "1", "--deadline", str(DEADLINE_S))
+        plan = FaultPlan((Fault("cut", 1, peer=2, at_step=at, for_s=20.0),))
+        events = trained(quick, WIFI, 5, plan, steps, elastic="1", deadline=DEADLINE_S)
         views = [event for event in events[0] if event["event"] == "view"]
         found.append(float(sum(len(event["lost"]) for event in views if isinstance(event["lost"], list))))
     return {PARTIAL: Measured(statistics.median(found), (min(found), max(found)), {"trials": found})}
@@ -160,10 +179,8 @@ def without_faults(quick: bool) -> Mapping[str, Measured]:
     ratios = []
     for turn in range(1 if quick else 5):
         took = {}
-        for name, options in sorted(
-            {"elastic": ("--elastic", "1"), "static": ()}.items(), reverse=turn % 2 == 1
-        ):
-            events = in_lab(WIFI, NODES, "", *options, steps=20 if quick else 120)
+        for name, least in sorted({"elastic": "1", "static": ""}.items(), reverse=turn % 2 == 1):
+            events = trained(quick, WIFI, NODES, FaultPlan(), 10 if quick else 120, elastic=least)
             took[name] = statistics.median(s for step, s in durations(events[0]).items() if step >= 5)
         ratios.append(took["elastic"] / took["static"])
     return {STATIC: Measured(statistics.median(ratios), (min(ratios), max(ratios)), {"turns": ratios})}
@@ -220,7 +237,7 @@ def agreements(quick: bool) -> Mapping[str, Measured]:
 
 def goodput(quick: bool) -> Mapping[str, Measured]:
     """Samples per second over those of the members present without faults, over five losses."""
-    size, losses, step_s, batch = (4, 1, 0.5, 32) if quick else (8, 5, 0.5, 32)
+    size, losses, step_s, batch = (3, 1, 1.0, 8) if quick else (8, 5, 0.5, 32)
     plan = FaultPlan()
     for number in range(losses):
         plan = plan.crash(size - 1 - number, at_s=60.0 * (number + 1)).join(
@@ -232,7 +249,14 @@ def goodput(quick: bool) -> Mapping[str, Measured]:
         "evaluate_every": 10**6, "checkpoint_every": 10**6, "codec": "int8",
     }  # fmt: skip
     quiet: list[Event] = []
-    farflung.simulate("fashion-mnist/mlp", show=quiet.append, workers=size, steps=20, elastic="1", **settings)
+    farflung.simulate(
+        "fashion-mnist/mlp",
+        show=quiet.append,
+        workers=size,
+        steps=5 if quick else 20,
+        elastic="1",
+        **settings,
+    )
     alone_s = statistics.median(durations([event for event in quiet if event["rank"] == 0]).values())
     events: list[Event] = []
     farflung.simulate(

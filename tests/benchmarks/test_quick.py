@@ -16,7 +16,6 @@ PARTS = {
     "coded": pytest.mark.lab,
     "compression_pays": pytest.mark.lab,
     "delayed": pytest.mark.lab,
-    "elastic": pytest.mark.lab,
     "fidelity": pytest.mark.lab,
     "kafka": pytest.mark.kafka,
     "pipe_sgd": pytest.mark.lab,
