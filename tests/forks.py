@@ -18,6 +18,7 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from threading import Timer
+from types import ModuleType
 from typing import IO, Any, Self
 
 from farflung.runs.launching import Parent
@@ -57,7 +58,12 @@ class Fork:
             self.outputs.append(self.stderr)
         where = str(cwd or Path.cwd()), {**os.environ, **(environment or {})}
         self._process = _Process(call, *where, (self._stdout.fileno(), theirs))
-        self._process.start()
+        # A process of multiprocessing's would run this one's main script anew, which may be what a test runs.
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            self._process.start()
+        finally:
+            sys.modules["__main__"] = main
         if log is None:
             os.close(theirs)
         assert self._process.pid is not None
@@ -144,15 +150,16 @@ def parent_of(log: Path, *, workers: int) -> Parent:
             for output in process.outputs:
                 output.close()
 
-    ours = os.open(pipe, os.O_WRONLY)
-    shutil.rmtree(pipe.parent)
+    ours = os.open(pipe, os.O_RDWR)  # to write alone would wait for a reader, which may end before
     return Parent(process.pid, ours, lambda: process.returncode, wait)
 
 
 def _serves(pipe: str, path: list[str]) -> int:
     os.setsid()
     sys.path[:] = path
-    return serve(os.open(pipe, os.O_RDONLY))
+    reads = os.open(pipe, os.O_RDONLY)
+    shutil.rmtree(Path(pipe).parent)
+    return serve(reads)
 
 
 def of_torchrun(rank: int, size: int, address: str, port: int, *, machines: int = 1) -> dict[str, str]:

@@ -1,0 +1,296 @@
+"""Elastic training: how long survivors wait for a lost replica, what it costs without one, and goodput under losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import farflung
+from benchmarks.common import Benchmark, Group, Measured, main
+from benchmarks.common.workers import environment
+from farflung.devices import DeviceProfile
+from farflung.errors import LabError
+from farflung.faults import Fault, FaultPlan
+from farflung.network import network_profile
+from farflung.telemetry import Event, read_events
+from tests.membership.plans import check
+
+STALL = "stall of survivors after kill -9, {}"
+CUT = "stall after a silent cut"
+PARTIAL = "two members cannot reach each other, a third reaches both: members lost"
+STATIC = "elastic over static step time, wifi-100mbps"
+TWO = "kill -9 of one of two, started by farflung train or farflung worker: runs that go on"
+AGREED = "views agreed in 2,000 seeded plans with leaders lost while they set a view, virtual time"
+HELD = "committed exchanges lost (held whole by a survivor)"
+GOODPUT = (
+    "goodput under a fault plan (a member lost every 60 s, back after 20 s), 8 replicas in virtual time; in the lab 4, "
+    "paced at 0.5 s a step"
+)
+NODES, MODEL = 4, "fashion-mnist/mlp"
+DEADLINE_S = 2.0
+AT, STEPS, FROM = 40, 70, 10
+"""The step of a fault, those of a run, and the first that counts as ordinary."""
+SHORT = 12, 16, 5
+"""The same of a quick run."""
+WIFI = "wifi-100mbps"
+
+
+# --- real processes -----------------------------------------------------------------------------------------------
+
+
+def trained(
+    quick: bool, network: str, nodes: int, plan: FaultPlan, steps: int, **settings: object
+) -> dict[int, list[Event]]:
+    """The events of a training of a small network in the lab, by rank; of a quick one in virtual time.
+
+    Args:
+      quick: whether to simulate it.
+      network: between the nodes.
+      nodes: how many.
+      plan: what goes wrong.
+      steps: of the training.
+      settings: others of it.
+
+    Raises:
+      LabError: it did not begin; says what the command said.
+    """
+    both: dict[str, Any] = {
+        "codec": "int8",
+        "steps": steps,
+        "evaluate_every": 10**6,
+        "checkpoint_every": 10**6,
+        **settings,
+    }
+    if quick:
+        told: list[Event] = []
+        farflung.simulate(MODEL, show=told.append, network=network, workers=nodes, faults=plan, **both)
+        return {rank: [event for event in told if event["rank"] == rank] for rank in range(nodes)}
+    with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
+        (Path(folder) / "plan.toml").write_text("".join(map(as_toml, plan.faults)), encoding="utf-8")
+        lab = [
+            *(sys.executable, "-m", "farflung", "lab", "--network", network, "--nodes", str(nodes)),
+            "--any-delay",
+        ]
+        faults = ["--faults", "plan.toml"] if plan.faults else []
+        options = [
+            word for name, value in both.items() for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        command = [
+            *lab,
+            *faults,
+            "train",
+            "--workload",
+            MODEL,
+            "--data",
+            "packaged",
+            "--out",
+            "run",
+            *options,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment(), cwd=folder, check=False
+        )
+        files = {rank: Path(folder, "run", "telemetry", f"rank-{rank}.jsonl") for rank in range(nodes)}
+        if not all(file.exists() for file in files.values()):
+            raise LabError(
+                f"farflung lab ended with exit code {done.returncode}: {done.stderr[-1000:].strip()}"
+            )
+        return {rank: read_events(file) for rank, file in files.items()}
+
+
+def as_toml(fault: Fault) -> str:
+    """A fault as a plan's file has it."""
+    values = {name: value for name, value in asdict(fault).items() if value is not None}
+    return "[[fault]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+
+
+def durations(events: Sequence[Event]) -> dict[int, float]:
+    """Seconds of each step of a replica."""
+    return {int(str(e["step"])): float(str(e["duration_s"])) for e in events if e["event"] == "step"}
+
+
+def waited_s(events: Sequence[Event], at: int, begin: int) -> float:
+    """What the longest step after a fault took over the median of those before it."""
+    took = durations(events)
+    ordinary = statistics.median(seconds for step, seconds in took.items() if begin <= step < at - 1)
+    return max(seconds for step, seconds in took.items() if step >= at - 1) - ordinary
+
+
+def delay_s(network: str) -> float:
+    """The longest one-way delay between two nodes."""
+    profile = network_profile(network).for_nodes(NODES)
+    sites = [profile.site_index(node) for node in range(NODES)]
+    return max(profile.link(a, b).latency_s for a in range(len(sites)) for b in range(len(sites)) if a != b)
+
+
+def stall(network: str, quick: bool) -> Mapping[str, Measured]:
+    """Kills each rank in turn."""
+    found, (at, steps, begin) = [], SHORT if quick else (AT, STEPS, FROM)
+    for turn in range(1 if quick else 8):
+        lost = turn % NODES
+        plan = FaultPlan().crash(lost, at_step=at)
+        events = trained(quick, network, NODES, plan, steps, elastic="1")
+        left = [told for rank, told in events.items() if rank != lost]
+        ended = [told for told in left if told and told[-1]["event"] == "end"]
+        if len(ended) < len(left):
+            raise LabError(f"{len(ended)} of {len(left)} survivors came to the end")
+        found.append(max(waited_s(told, at, begin) for told in left) - 3 * delay_s(network))
+    config = {"trials": found, "nodes": NODES, "one_way_s": delay_s(network)}
+    return {STALL.format(network): Measured(statistics.median(found), (min(found), max(found)), config)}
+
+
+def silent_cut(quick: bool) -> Mapping[str, Measured]:
+    """Cuts the most junior rank off, whose connections stay open."""
+    found, (at, steps, begin) = [], SHORT if quick else (AT, STEPS, FROM)
+    for _ in range(1 if quick else 4):
+        plan = FaultPlan((Fault("cut", NODES - 1, at_step=at, for_s=20.0),))
+        events = trained(quick, WIFI, NODES, plan, steps, elastic="1", deadline=DEADLINE_S)
+        found.append(max(waited_s(events[rank], at, begin) for rank in range(NODES - 1)))
+    config = {"trials": found, "deadline_s": DEADLINE_S}
+    return {CUT: Measured(statistics.median(found), (min(found), max(found)), config)}
+
+
+def partial_cut(quick: bool) -> Mapping[str, Measured]:
+    """Cuts two ranks of five off from each other."""
+    found, (at, steps, _) = [], SHORT if quick else (AT, STEPS, FROM)
+    for _ in range(1 if quick else 3):
+        plan = FaultPlan((Fault("cut", 1, peer=2, at_step=at, for_s=20.0),))
+        events = trained(quick, WIFI, 5, plan, steps, elastic="1", deadline=DEADLINE_S)
+        views = [event for event in events[0] if event["event"] == "view"]
+        found.append(float(sum(len(event["lost"]) for event in views if isinstance(event["lost"], list))))
+    return {PARTIAL: Measured(statistics.median(found), (min(found), max(found)), {"trials": found})}
+
+
+def without_faults(quick: bool) -> Mapping[str, Measured]:
+    """Median steps with and without ``--elastic``, in turns."""
+    ratios = []
+    for turn in range(1 if quick else 5):
+        took = {}
+        for name, least in sorted({"elastic": "1", "static": ""}.items(), reverse=turn % 2 == 1):
+            events = trained(quick, WIFI, NODES, FaultPlan(), 10 if quick else 120, elastic=least)
+            took[name] = statistics.median(s for step, s in durations(events[0]).items() if step >= 5)
+        ratios.append(took["elastic"] / took["static"])
+    return {STATIC: Measured(statistics.median(ratios), (min(ratios), max(ratios)), {"turns": ratios})}
+
+
+def one_of_two(quick: bool) -> Mapping[str, Measured]:
+    """Kills one of two workers of a machine, the senior or the junior."""
+    ended = []
+    count = 2 if quick else 20
+    for turn in range(count):
+        pids: dict[int, int] = {}
+
+        def show(
+            event: Event, pids: dict[int, int] = pids, lost: int = turn % 2, at: int = 10 + turn
+        ) -> None:
+            if event["event"] == "hello":
+                pids[int(str(event["rank"]))] = int(str(event["pid"]))
+            elif event["event"] == "step" and event["step"] == at and lost in pids:
+                os.kill(pids.pop(lost), signal.SIGKILL)
+
+        folder = Path(tempfile.mkdtemp(prefix="farflung-elastic-"))
+        try:
+            run = farflung.train(
+                "synthetic/quadratic",
+                show=show,
+                out=folder / "run",
+                workers=2,
+                elastic="1",
+                steps=80,
+                deadline=30.0,
+            )
+            ended.append(float(run.summary["steps"] == 80))
+        except farflung.errors.RunLost:
+            ended.append(0.0)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return {TWO: Measured(sum(ended) / count, None, {"runs": count})}
+
+
+# --- virtual time -------------------------------------------------------------------------------------------------
+
+
+def agreements(quick: bool) -> Mapping[str, Measured]:
+    """Plans of the protocol alone: each law holds at every moment, and each member ends in a view or by name."""
+    count = 50 if quick else 2_000
+    broken = [law for seed in range(count) if (law := check(seed))]
+    behind = sum("begins after" in law for law in broken)
+    config = {"plans": count, "broken": broken[:5]}
+    return {
+        AGREED: Measured(1 - len(broken) / count, None, config, simulated=True),
+        HELD: Measured(float(behind), None, {"plans": count}, simulated=True),
+    }
+
+
+def goodput(quick: bool) -> Mapping[str, Measured]:
+    """Samples per second over those of the members present without faults, over five losses."""
+    size, losses, step_s, batch = (3, 1, 1.0, 8) if quick else (8, 5, 0.5, 32)
+    plan = FaultPlan()
+    for number in range(losses):
+        plan = plan.crash(size - 1 - number, at_s=60.0 * (number + 1)).join(
+            size + number, at_s=60.0 * (number + 1) + 20
+        )
+    until_s = 60.0 * (losses + 1)
+    settings: dict[str, Any] = {
+        "network": WIFI, "device": DeviceProfile("paced", step_s / batch / 3), "batch_size": batch,
+        "evaluate_every": 10**6, "checkpoint_every": 10**6, "codec": "int8",
+    }  # fmt: skip
+    quiet: list[Event] = []
+    farflung.simulate(
+        "fashion-mnist/mlp",
+        show=quiet.append,
+        workers=size,
+        steps=5 if quick else 20,
+        elastic="1",
+        **settings,
+    )
+    alone_s = statistics.median(durations([event for event in quiet if event["rank"] == 0]).values())
+    events: list[Event] = []
+    farflung.simulate(
+        "fashion-mnist/mlp", show=events.append, workers=size, elastic=f"1:{size + losses}", faults=plan,
+        steps=int(until_s / alone_s), **settings,
+    )  # fmt: skip
+    lost = {rank: 60.0 * (number + 1) for number, rank in enumerate(range(size - 1, size - 1 - losses, -1))}
+    steps = [event for event in events if event["event"] == "step"]
+    end_s = max(float(str(event["t"])) for event in steps)
+    done = {int(str(event["step"])) for event in steps}
+    given = sum(
+        batch for event in steps if float(str(event["t"])) <= lost.get(int(str(event["rank"])), end_s)
+    )
+    present_s = sum(lost.get(rank, end_s) for rank in range(size))
+    present_s += sum(max(0.0, end_s - 60.0 * (number + 1) - 20) for number in range(losses))
+    share = given / (present_s / alone_s * batch)
+    config = {"steps": len(done), "seconds": end_s, "step_s": alone_s, "losses": losses}
+    return {GOODPUT: Measured(share, None, config, simulated=True)}
+
+
+CANARIES = ("preset synchronous",)
+BENCHMARK = Benchmark(
+    Path(__file__).parent,
+    [
+        Group((AGREED, HELD), agreements, "simulated", 2.0, CANARIES),
+        Group((GOODPUT,), goodput, "simulated", 2.0, CANARIES),
+        Group((STALL.format(WIFI),), partial(stall, WIFI), "measured", 4.0, CANARIES),
+        Group((STALL.format("four-regions"),), partial(stall, "four-regions"), "measured", 8.0, CANARIES),
+        Group((CUT,), silent_cut, "measured", 2.0, CANARIES),
+        Group((PARTIAL,), partial_cut, "measured", 2.0, CANARIES),
+        Group((STATIC,), without_faults, "measured", 6.0, CANARIES),
+        Group((TWO,), one_of_two, "measured", 3.0, CANARIES),
+    ],
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
