@@ -60,7 +60,7 @@ def says(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
         (["--devices", "4"], "--partitions: give how many partitions training begins with"),
         (["--partitions", "4"], "--devices: give how many devices training begins with"),
         (["--partitions", "0", "--devices", "2"], "partitions = 0: must be 1 or more"),
-        (["--partitions", "4", "--devices", "2"], "devices = 2: must be at least partitions = 4"),
+        (["--partitions", "4", "--devices", "2"], "devices (2) must be at least partitions (4)"),
         (["--patience", "0"], "patience_s = 0.0: must be a number above 0"),
         (["--redundancy", "-1"], "redundancy = -1: must be 0 or more"),
         (["--transposed", "rows"], "transposed = 'rows': must be 'columns' or 'repair'"),
@@ -109,10 +109,10 @@ def test_a_coordinator_that_cannot_work(
         (["--data", "good.npz", "--part", "1/500"], "part 1/500: there are 150 rows"),
         (
             ["--data", "good.npz", "--seed", "3"],
-            "--seed shuffles the rows before they are parted: give --part",
+            "--seed requires --part",
         ),
-        (["--part", "1/3"], "--part is of data: give --data too"),
-        (["--name", "mine"], "--name is of data: give --data too"),
+        (["--part", "1/3"], "--part requires --data"),
+        (["--name", "mine"], "--name requires --data"),
         (
             ["--pace", "raspberry-pi-4"],
             "--pace raspberry-pi-4: give --data too, which says how long a row is",

@@ -100,7 +100,7 @@ class Settings:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be {least} or more")
         if self.devices < self.partitions:
             raise ConfigError(
-                f"devices = {self.devices}: must be at least partitions = {self.partitions}, as each is brought by one"
+                f"devices ({self.devices}) must be at least partitions ({self.partitions})"
             )
         most = min(self.redundancy, self.devices)
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))

@@ -75,10 +75,10 @@ class Attend(OutputOptions):
         if self.data is None:
             for option in ("part", "seed", "name"):
                 if getattr(self, option) is not None:
-                    raise ConfigError(f"--{option} is of data: give --data too")
+                    raise ConfigError(f"--{option} requires --data")
             return Holding()
         if self.seed is not None and self.part is None:
-            raise ConfigError("--seed shuffles the rows before they are parted: give --part too")
+            raise ConfigError("--seed requires --part: it shuffles the rows before they are divided")
         part = None if self.part is None else Part.parse(self.part, self.seed)
         return Holding(self.name or self._name(part), *read_samples(self.data, part))
 
