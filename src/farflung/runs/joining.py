@@ -109,7 +109,7 @@ def join(
         stack.callback(decisions.write)
         telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid(), threads=threads)
-        store = run.store or meeting(env)
+        store = run.store or meeting(replace(env, size=max(size, config.ranks)))
         members = range(size) if present is None else [*present, rank]
         runtime = WallRuntime(
             rank,
