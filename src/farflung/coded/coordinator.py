@@ -99,9 +99,7 @@ class Settings:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be {least} or more")
         if self.devices < self.partitions:
-            raise ConfigError(
-                f"devices ({self.devices}) must be at least partitions ({self.partitions})"
-            )
+            raise ConfigError(f"devices ({self.devices}) must be at least partitions ({self.partitions})")
         most = min(self.redundancy, self.devices)
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
         if any(tried > MOST_SETS for tried in sets):
