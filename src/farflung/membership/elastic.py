@@ -155,7 +155,7 @@ class Elastic:
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
-        return next(change for change in reversed(self.changes) if change.step <= step)
+        return next((one for one in reversed(self.changes) if one.step <= step), self.changes[0])
 
     def counted(self, step: int) -> int:
         """Return the number of batches that a step adds to those that all members have taken, less those given back."""
