@@ -168,7 +168,7 @@ def finish(run: Run, *, as_json: bool) -> None:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return
     stdout_console().print(run.table())
-    files["telemetry"] = run.files.telemetry(0)
+    files["telemetry"] = run.files.telemetry(min(events, default=0))
     if run.files.curves.is_dir():
         files["curves"] = f"tensorboard --logdir {run.files.curves}"
     print_files(**files)
