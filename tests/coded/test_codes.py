@@ -117,9 +117,9 @@ def needed(code: Code, devices: int, partitions: int, draws: int) -> Tensor:
         matrix = generator_matrix(code, devices - partitions, partitions, seed)
         decoder = Decoder[int](partitions)
         answers = 0
-        for who in orders.permutation(devices).tolist():
+        for device in orders.permutation(devices).tolist():
             answers += 1
-            decoder.add(who, matrix[who])
+            decoder.add(device, matrix[device])
             if decoder.complete:
                 break
         counts.append(answers)

@@ -1,4 +1,4 @@
-"""Replicas in virtual time whose members are lost: who goes on, with what parameters and on which samples."""
+"""Replicas in virtual time where members are lost: which go on, with what parameters and on which samples."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ __all__ = [
     "describe",
     "kind_of",
     "start",
+    "step_of",
 ]
 
 T = TypeVar("T")
@@ -117,6 +118,11 @@ _BY_NUMBER: Mapping[int, str] = {int(purpose): kind for purpose, kind in KINDS.i
 def kind_of(exchange: int) -> str:
     """What the bytes of an exchange are counted as: one of :data:`KINDS`, or ``other`` where it has no purpose."""
     return _BY_NUMBER.get(exchange >> _STEP_BITS, "other")
+
+
+def step_of(exchange: int) -> int:
+    """The step that :meth:`Purpose.at` has numbered an exchange by."""
+    return exchange & ((1 << _STEP_BITS) - 1)
 
 
 def of_no_view(exchange: int) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
+from farflung.comm.channel import step_of
 from farflung.errors import (
     DeadlinePassed,
     FarflungError,
@@ -37,8 +38,6 @@ T = TypeVar("T")
 _TAG = Tag(Purpose.VIEWS.at(0))
 _DONE = b"done"
 """Says that its sender has every result of the run."""
-_STEP = (1 << 56) - 1
-"""The bits of an exchange's number that hold its step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +59,7 @@ class _Logged(Started[T], Generic[T]):
 
     @property
     def step(self) -> int:
-        return self.exchange & _STEP
+        return step_of(self.exchange)
 
     @property
     def begun(self) -> int:
@@ -91,7 +90,6 @@ class Elastic:
       key: a secret of the run, which signs certificates.
       page: takes the reports that a supervisor reads after this process's end; ``None``: it has no supervisor.
       least: the number of members with less of which the run ends.
-      quorum: ``"majority"`` or 1; see :class:`Member`.
       patience_s: seconds for which to wait for an agreement.
       first_step: of the run.
       reach: the most steps that a member begins after the last one whose exchanges are all there.
@@ -106,7 +104,6 @@ class Elastic:
         *,
         page: Page | None = None,
         least: int = 1,
-        quorum: Any = "majority",
         patience_s: float = 60.0,
         first_step: int = 0,
         reach: int = 1,
@@ -124,7 +121,7 @@ class Elastic:
         self.joins = comm.rank not in ranks
         """Whether this member has yet to be given the state of the run."""
         first = None if self.joins else self._view
-        self._member = Member(str(comm.rank), self, self._codec.certify, first, quorum=quorum)
+        self._member = Member(str(comm.rank), self, self._codec.certify, first)
         self._member.connected.update(set(names) - {str(comm.rank)})
         self.changes = [Change(first_step, ranks)]
         """The members that take samples, by the step from which on they do."""
@@ -146,8 +143,6 @@ class Elastic:
         """The members whose connections are gone."""
         self._last: _Logged[Any] | None = None
         self._ended: FarflungError | None = None
-        self.repeated = 0
-        """Exchanges that have been made again."""
         if comm.size > 1:
             runtime.launch(self._listen())
             runtime.launch(self._watch())
@@ -367,7 +362,6 @@ class Elastic:
                 logged.rewind()
         for logged in missing:
             giver = givers.get(logged.number)
-            self.repeated += giver is None
             self._runtime.launch(self._make(logged) if giver is None else self._adopt(logged, giver))
 
     def hand(self, view: View) -> None:

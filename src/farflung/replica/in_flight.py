@@ -195,21 +195,25 @@ class Launcher:
           ends_step: whether it is the last to start at its step.
         """
         runtime, carrier = self._runtime, self._carriers[type(exchange.transfer.merge)]
-        slot, elastic = self._slots[exchange.number], runtime.elastic is not None
+        slot = self._slots[exchange.number]
         exchange.began_s = runtime.now()
 
         def arrived(_: object) -> None:
             exchange.ended_s = runtime.now()
 
+        first = [given]
+
         def carry(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
-            return exchange.carry(carrier, channel, slot, own.clone() if elastic else given, before)
+            tensor = first.pop() if first else own.clone()
+            return exchange.carry(carrier, channel, slot, tensor, before)
 
         def rewind() -> None:
             if exchange.before is not None:
                 slot.state = exchange.before
 
-        # Other threads of the backend's may write in what was given once this returns.
-        own = given.clone() if elastic else given
+        own = (
+            given if runtime.elastic is None else given.clone()
+        )  # the first attempt may write in what is given
         number = Purpose.STEP.at(exchange.step)
         exchange.started = start(
             runtime, number, exchange.number, carry, _VALUES, rewind=rewind, ends_step=ends_step
