@@ -43,7 +43,8 @@ class InMemoryTransport:
         with _lock:
             _here[self.me.token] = self
 
-    def open(self, others: Sequence[Peer], listener: Listener) -> None:
+    def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
+        del again
         self._listener = listener
         self._peers.update({peer.rank: peer for peer in others})
         os.write(self._bell, b"!")

@@ -32,6 +32,7 @@ def test_methods_make_the_faults_of_their_names() -> None:
     assert {(fault.rank, fault.at_step, fault.at_s) for fault in plan.faults} == {(1, 3, None)}
     assert {fault.kind for fault in plan.faults if fault.for_s == 2.0} == set(PASSING)
     assert FaultPlan().cut(0, 2, at_s=1.5).faults == (Fault("cut", 0, at_s=1.5, peer=2),)
+    assert FaultPlan().reset(0, group=(1,), at_s=1.5).faults == (Fault("reset", 0, at_s=1.5, group=(1,)),)
     assert FaultPlan().restore(0, 2, at_s=1.5).faults == (Fault("restore", 0, at_s=1.5, peer=2),)
 
 
@@ -61,8 +62,11 @@ def test_methods_make_the_faults_of_their_names() -> None:
         ({"loss": 0.1}, "loss = 0.1: lose needs one, and nothing else has one"),
         ({"kind": "lose"}, "loss = None: lose needs one"),
         ({"kind": "lose", "loss": 1.0}, "loss = 1.0: must be a share of packets"),
-        ({"peer": 2}, "peer = 2: only cut, throttle, lose, restore have one"),
+        ({"peer": 2}, "peer = 2: only cut, reset, throttle, lose, restore have one"),
         ({"kind": "cut", "peer": 1}, "peer = 1: must be another rank"),
+        ({"group": (2,)}, "group, one_way: only cut, reset, throttle, lose, restore have them"),
+        ({"kind": "cut", "group": (1,)}, "group = [1]: must be other ranks than rank and peer"),
+        ({"kind": "reset", "one_way": True}, "one_way: a connection is closed at both ends"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -94,6 +98,9 @@ def test_who_joins_before_anything_else_is_not_there_at_the_start() -> None:
 def test_faults_of_a_connection_concern_both_ways() -> None:
     assert set(FaultPlan().cut(1, at_s=0.0).faults[0].ways(3)) == {(1, 0), (0, 1), (1, 2), (2, 1)}
     assert set(FaultPlan().lose(1, 2, loss=0.1, at_s=0.0).faults[0].ways(3)) == {(1, 2), (2, 1)}
+    halves = FaultPlan().cut(0, group=(1,), one_way=True, at_s=0.0).faults[0]
+    assert set(halves.ways(4)) == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert str(halves) == "cut of rank 0 and 1 one way at 0 s"
 
 
 def test_faults_add_up_until_they_are_restored() -> None:

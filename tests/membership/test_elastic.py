@@ -140,11 +140,31 @@ JOINED = ("synchronous", "local_sgd(sync_every=3)", "diloco(sync_every=4)")
 """Schedules under which replicas may join."""
 
 
-def plan_of(draw: random.Random, joins: bool) -> tuple[int, FaultPlan]:
+def partitions(draw: random.Random, size: int) -> list[Fault]:
+    """Connections that are reset, and links that are cut between two replicas or parts, perhaps one way."""
+    faults = []
+    for _ in range(draw.randint(1, 3)):
+        rank, *others = draw.sample(range(size), size)
+        group = tuple(others[: draw.randrange(size - 1)]) if draw.random() < 0.5 else ()
+        of: dict[str, Any] = {
+            "rank": rank,
+            "peer": None if group else others[0],
+            "group": group,
+            "at_s": draw.uniform(0.0, 0.5),
+        }
+        if draw.random() < 0.6:
+            faults.append(Fault("reset", **of))
+        else:
+            lasts = draw.choice([0.3, 5.0, 30.0])
+            faults.append(Fault("cut", **of, for_s=lasts, one_way=draw.random() < 0.3))
+    return faults
+
+
+def plan_of(draw: random.Random, joins: bool, between: bool) -> tuple[int, FaultPlan]:
     """Crashes, replicas that hang and links that are cut, of up to all but one of two to six replicas; others join."""
     size = draw.choice([2, 3, 3, 4, 4, 5, 6])
-    faults = []
-    for rank in draw.sample(range(size), draw.randint(1, size - 1)):
+    faults = partitions(draw, size) if between else []
+    for rank in draw.sample(range(size), draw.randint(0 if between else 1, size - 1)):
         kind = draw.choice(["crash", "crash", "crash", "hang", "cut"])
         at: dict[str, Any] = (
             {"at_step": draw.randrange(1, STEPS)} if draw.random() < 0.3 else {"at_s": draw.uniform(0.0, 0.5)}
@@ -162,7 +182,7 @@ def plan_of(draw: random.Random, joins: bool) -> tuple[int, FaultPlan]:
 def plan(seed: int) -> tuple[int, FaultPlan, str]:
     draw, schedule = random.Random(seed), SCHEDULES[seed % len(SCHEDULES)]
     return *plan_of(
-        draw, schedule in JOINED
+        draw, schedule in JOINED, seed % 2 == 1
     ), f"synchronous(schedule='{schedule}', codec='{draw.choice(CODECS)}')"
 
 
@@ -211,4 +231,37 @@ def test_a_replica_joins(schedule: str) -> None:
     (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
     assert change.ranks == (0, 1, 2)
     assert change.joined == (2,)
+    check(ended)
+
+
+@pytest.mark.parametrize(
+    ("faults", "survivors", "views"),
+    [
+        (FaultPlan().reset(1, 2, at_s=0.2), {0, 1, 2, 3, 4}, 2),
+        (FaultPlan().reset(0, group=(1,), at_s=0.2), {0, 1, 2, 3, 4}, 2),
+        (FaultPlan().reset(0, at_step=2).reset(1, at_step=8), {0, 1, 2, 3, 4}, 3),
+        (FaultPlan().cut(1, 2, at_s=0.2), {0, 1, 2, 3, 4}, 2),
+        (FaultPlan().cut(1, 2, at_s=0.2, one_way=True), {0, 1, 2, 3, 4}, 2),
+        (FaultPlan().cut(0, group=(1,), at_s=0.2), {2, 3, 4}, 2),
+        (FaultPlan().cut(0, group=(1,), at_s=0.2, for_s=0.5), {0, 1, 2, 3, 4}, 1),
+        (FaultPlan().cut(1, 2, at_step=2).crash(0, at_step=8), {1, 2, 3, 4}, 3),
+        (FaultPlan().cut(1, 2, at_step=2).cut(1, 0, at_step=8), {0, 1, 2, 3, 4}, 3),
+    ],
+    ids=[
+        "a pair is reset",
+        "parts are reset",
+        "two resets",
+        "a pair is cut",
+        "a pair is cut one way",
+        "parts are cut",
+        "a short cut",
+        "the relay crashes",
+        "the relay is cut off",
+    ],
+)
+def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int], views: int) -> None:
+    ended = run(5, faults, "synchronous(codec='int8')")
+    assert {replica.runtime.comm.rank for replica in ended.survivors} == survivors
+    first: Any = ended.survivors[0].runtime.elastic
+    assert first._view.number == views
     check(ended)

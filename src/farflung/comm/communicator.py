@@ -71,6 +71,12 @@ class WallCommunicator(Receiving):
         """Goes on as a newer view."""
         self.view.advance(view)
 
+    def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
+        return self.view.reconnect(rank, relay)
+
+    def relay(self, one: int, other: int) -> None:
+        self.view.relay.serve(one, other)
+
     def collective(self, name: str) -> AllReduce:
         return collective_named(name).run
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 
+from typing_extensions import override
+
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.routes import Routes
 from farflung.comm.transport import Listener, Transport
 from farflung.comm.wire import Unauthorized, WireError
-from farflung.errors import ProtocolError
+from farflung.errors import PeerLost, ProtocolError
 from farflung.tasks import Pending
 from farflung.types import Json
 
@@ -59,6 +61,10 @@ class Meeting(Listener):
         """Sends a member this rank's greeting: its rank and settings."""
 
     @abstractmethod
+    def _give_up(self, rank: int) -> None:
+        """Ends the connection to a member, which is lost."""
+
+    @abstractmethod
     def _reset(self, rank: int) -> None:
         """Clears the state of earlier holders of a rank, before another is admitted."""
 
@@ -105,6 +111,28 @@ class Meeting(Listener):
             )
         check_peers(self.transport.me, [peer], self.transport.keys)
         self._routes.meet([peer], self._left - {peer.rank})
+        return self._let_in(peer)
+
+    def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
+        """Connects to a member again, whose connection is broken; both ends have to.
+
+        Args:
+          rank: the member.
+          relay: a member that both can reach, which calls :meth:`Relay.serve`; ``None``: the route is as it was.
+
+        Returns:
+          Done once it has greeted again; fails with :class:`PeerLost` where its process has ended.
+        """
+        if rank in self.present():
+            self._give_up(rank)
+        self._routes.detour(self.rank, rank, relay)
+        return self._let_in(self._routes.peer(rank), again=True)
+
+    @override
+    def ended(self, rank: int) -> None:
+        self.dismiss(rank, PeerLost(rank, "no process listens at its address any more"))
+
+    def _let_in(self, peer: Peer, *, again: bool = False) -> Pending[None]:
         self._reset(peer.rank)
         self._greeted.discard(peer.rank)
         self._left.discard(peer.rank)
@@ -113,7 +141,7 @@ class Meeting(Listener):
         self._addresses[peer.rank] = peer.address
         relay = self._routes.relay(peer.rank)
         if relay is None:
-            self.transport.open([peer], self)
+            self.transport.open([peer], self, again=again)
         else:
             self.transport.dismiss(peer.rank)
         self._expect()

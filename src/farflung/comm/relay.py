@@ -27,10 +27,11 @@ class Relay:
       transport: carries the messages.
       routes: the view's routes.
       size: the world size.
+      detours: whether :meth:`serve` may follow a greeting.
     """
 
-    def __init__(self, transport: Transport, routes: Routes, size: int) -> None:
-        self._transport, self._routes, self._size = transport, routes, size
+    def __init__(self, transport: Transport, routes: Routes, size: int, *, detours: bool = False) -> None:
+        self._transport, self._routes, self._size, self._detours = transport, routes, size, detours
         self.passed: Callable[[int, int], object] = lambda *_: None
         """Called with the payload bytes and the destination of each relayed message."""
         self._held: dict[tuple[int, int], tuple[Message, object]] = {}
@@ -58,6 +59,15 @@ class Relay:
         elif not self._parted[pair]:
             self._pass_on(message)
 
+    def serve(self, one: int, other: int) -> None:
+        """Becomes the relay of a pair whose connection is broken; relays the greetings that it holds."""
+        self._routes.detour(one, other, self._transport.me.rank)
+        self._introduce(one, other)
+
+    def settle(self) -> None:
+        """Drops held greetings of pairs that can connect, once a new view has settled their routes."""
+        self._held = {ends: held for ends, held in self._held.items() if not self._routes.connect(*ends)}
+
     def lost(self, rank: int) -> None:
         """Stops relaying to and from a lost member, until it greets again."""
         self._held = {ends: greeting for ends, greeting in self._held.items() if ends[0] != rank}
@@ -75,16 +85,24 @@ class Relay:
             greeting is too large.
         """
         source, destination, _ = message.route
-        known = destination in self._routes
-        if known and self._routes.between(source, destination) != self._transport.me.rank:
+        known, mine = destination in self._routes, self._serves(source, destination)
+        if known and not mine and not self._detours:
             raise Unauthorized("a greeting between two ranks that this one does not relay for")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
             raise Unauthorized(
                 "a greeting to a rank that is not of this run, or a greeting that is too large"
             )
         self._held[source, destination] = message, json_of(message.payload).get("to")
-        both = ((destination, source), (source, destination))
-        if known and all(map(self._is_current, both)):
+        if known and mine:
+            self._introduce(source, destination)
+
+    def _serves(self, one: int, other: int) -> bool:
+        return self._routes.between(one, other) == self._transport.me.rank
+
+    def _introduce(self, one: int, other: int) -> None:
+        """Relays the greetings of two ranks to each other, where both are held and current."""
+        both = ((other, one), (one, other))
+        if all(map(self._is_current, both)):
             self._parted[frozenset(both[0])] = False
             for greeting, _ in [self._held.pop(ends) for ends in both]:
                 self._pass_on(greeting)

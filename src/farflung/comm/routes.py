@@ -14,7 +14,8 @@ class Routes:
     """Routes between the members of a view; all members compute equal ones.
 
     Between two ranks that accept no connections, the lowest rank that accepts them relays. The relay of a pair is fixed
-    at the meeting at which the second of them joins, so later members do not change it.
+    at the meeting at which the second of them joins, so later members do not change it. Where the connection of a pair
+    breaks, another member may become its relay; see :meth:`detour`.
 
     Args:
       me: this rank's peer.
@@ -27,6 +28,8 @@ class Routes:
         """The number of the meeting at which each rank joined."""
         self._relays: list[int | None] = []
         """The relay, by meeting."""
+        self._detours: dict[frozenset[int], int] = {}
+        """The relays of pairs whose connection is broken."""
         self._hops: dict[int, int] = {}
         """The next hop to each rank, looked up for every message."""
 
@@ -52,12 +55,27 @@ class Routes:
         self._met.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
         self._peers = known
-        for rank in known:
+        self._find_hops()
+
+    def detour(self, one: int, other: int, relay: int | None) -> None:
+        """Sets the relay of two ranks whose connection is broken; ``None``: their route is as it was at first."""
+        if relay is None:
+            self._detours.pop(frozenset((one, other)), None)
+        else:
+            self._detours[frozenset((one, other))] = relay
+        self._find_hops()
+
+    def _find_hops(self) -> None:
+        for rank in self._peers:
             relay = self.relay(rank)
             self._hops[rank] = rank if relay is None else relay
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
+
+    def peer(self, rank: int) -> Peer:
+        """Returns a rank's peer."""
+        return self._peers[rank]
 
     def token(self, rank: int) -> str:
         """Returns the hex token that distinguishes a rank's peer from earlier ones of the same rank."""
@@ -75,9 +93,15 @@ class Routes:
         """Finds the relay between two ranks; ``None``: they need none, or one is not known."""
         if one == other or not {one, other} <= self._peers.keys():
             return None
-        if any(self._peers[rank].address is not None for rank in (one, other)):
+        if (detour := self._detours.get(frozenset((one, other)))) is not None:
+            return detour
+        if self.connect(one, other):
             return None
         return self._relays[max(self._met[one], self._met[other])]
+
+    def connect(self, one: int, other: int) -> bool:
+        """Whether one of two ranks can connect to the other."""
+        return any(rank in self._peers and self._peers[rank].address is not None for rank in (one, other))
 
     def relay(self, rank: int) -> int | None:
         """Finds the relay between this rank and ``rank``; ``None``: they need none, or ``rank`` is not known."""

@@ -107,6 +107,8 @@ class _Member:
     """How many there are to be."""
     ended: bool = False
     """Whether its connections have ended."""
+    again: bool = False
+    """Whether it was connected before."""
     failed: bool = False
     """Whether a process was reached at its address that did not prove to be it."""
     settled: bool = False
@@ -190,15 +192,15 @@ class TcpTransport:
 
     # --- members ----------------------------------------------------------------------------------------------------
 
-    def open(self, others: Sequence[Peer], listener: Listener) -> None:
+    def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
         self._listener = listener
         for peer in others:
             self.dismiss(peer.rank)
             landings = Landings(partial(self._memory, peer.rank), lambda: self.max_nbytes)
-            self._members[peer.rank] = _Member(peer, landings, wanted=self._connections or 1)
+            self._members[peer.rank] = _Member(peer, landings, wanted=self._connections or 1, again=again)
         self._tls = None
         for peer in others:
-            if connects(self.me, peer):
+            if connects(self.me, peer) or (again and peer.address is not None):
                 self._dial(self._members[peer.rank], 0, RETRY_S)
         self._mind()
 
@@ -333,8 +335,9 @@ class TcpTransport:
         context = None if self.keys is None else tls_context(self.keys, [peer.key or ""], server=False)
         link = Link(self._loop, self, sock, peer.rank, context)
         link.index = index
-        again = partial(self._dial, member, index, min(2 * again_s, RETRY_MOST_S))
-        link.retry = partial(self._loop.after, again_s, again)
+        if connects(self.me, peer):  # and no probe
+            again = partial(self._dial, member, index, min(2 * again_s, RETRY_MOST_S))
+            link.retry = partial(self._loop.after, again_s, again)
         self._await(link, HANDSHAKE_S)
         link.connect((host, port))
 
@@ -440,13 +443,16 @@ class TcpTransport:
         mine = self.me.token
         if (
             member is None
-            or member.ended
-            or not connects(member.peer, self.me)
-            or index in member.links
-            or index >= (member.wanted if member.links else 1)
             or not hmac.compare_digest(proof, _proof(link.nonce, member.peer.token, mine, rank, index))
             or not self._is_of(link, member.peer)
         ):
+            link.end(ConnectionError("no member"))
+            return
+        if member.ended or not connects(member.peer, self.me):
+            self._early.discard(link)  # no stranger: it comes too early, or is a probe
+            link.end(None)
+            return
+        if index in member.links or index >= (member.wanted if member.links else 1):
             link.end(ConnectionError("no member"))
             return
         link.index = index
@@ -530,6 +536,10 @@ class TcpTransport:
 
     def _missed(self, member: _Member, link: Link, was: State, error: Exception | None) -> None:
         """A connection that this rank has made has not come to be a member's."""
+        if member.again and isinstance(error, ConnectionRefusedError):
+            assert self._listener is not None
+            self._listener.ended(member.peer.rank)
+            return
         if was is not State.CONNECTING and not isinstance(error, TimeoutError):
             member.failed = True
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "") and not self._later:

@@ -49,6 +49,10 @@ class Listener(Protocol):
         """Handles a member's refusal of this process's connection."""
         ...
 
+    def ended(self, rank: int) -> None:
+        """Handles that no process listens any more at the address of a member which is connected to again."""
+        ...
+
 
 class Transport(Protocol):
     """Authenticated connections to the other processes of a run; refuses messages that are too large.
@@ -84,13 +88,15 @@ class Transport(Protocol):
         """Queued bytes, which can still be overtaken or withdrawn."""
         ...
 
-    def open(self, others: Sequence[Peer], listener: Listener) -> None:
+    def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
         """Accepts the connections of some peers and connects to the others; may be called again with more peers.
 
         Args:
           others: the peers; of each pair of this process and a peer, one has an address, see
             :func:`farflung.comm.peer.connects`.
           listener: the receiver of events.
+          again: whether they were connected before, so that a refused connection means that a peer has ended
+            (:meth:`Listener.ended`). Peers whose connections this process accepts are probed for that too.
         """
         ...
 

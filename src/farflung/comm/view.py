@@ -87,7 +87,7 @@ class View(Meeting):
         """The detail of a wait's error where the sender has left."""
         transport.max_nbytes = max_nbytes
         self._now = now
-        self.relay = Relay(transport, self._routes, size)
+        self.relay = Relay(transport, self._routes, size, detours=not whole)
         self._early: dict[int, list[Message]] = {}
         """Relayed messages that arrived before their sender's greeting, by sender."""
         self._sent: Counter[int] = Counter()
@@ -121,6 +121,7 @@ class View(Meeting):
         older = self.number
         self.mailbox.advance(number)
         self.transport.withdraw(older)
+        self.relay.settle()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class View(Meeting):
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
             raise Unauthorized("a greeting with another rank as its source")
-        if self._routes.comes_from(rank):
+        if self._routes.comes_from(rank) and self._routes.relay(rank) is None:
             self._greet(rank)
         if self._parting is not None:
             self._part(rank, *self._parting)
@@ -307,10 +308,18 @@ class View(Meeting):
     def _hear_lost(self, relay: int, body: Mapping[str, Any]) -> None:
         """Handles a relay's report that a rank behind it is lost."""
         rank = body.get("rank")
+        if not self._whole and isinstance(rank, int) and self._routes.relay(rank) != relay:
+            return  # it has another route since
         if not isinstance(rank, int) or self._routes.relay(rank) != relay:
             raise Unauthorized("a loss told by a member that does not relay")
         if body.get("token") == self._routes.token(rank):
             self._is_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
+
+    @override
+    def _give_up(self, rank: int) -> None:
+        self._lose(rank, PeerLost(rank, "its connection was given up"))
+        self._tell_gone(rank, "its connection was given up")
+        self.transport.dismiss(rank)
 
     @override
     def _reset(self, rank: int) -> None:

@@ -22,6 +22,7 @@ FAULTS: dict[str, str] = {
     "join": "a replica of this rank comes in; nothing where there is one",
     "slow": "all that the replica computes takes a factor longer",
     "cut": "nothing passes between the replica and its peer, or all others; what is on its way waits",
+    "reset": "the connections between the replica and its peer, or all others, are closed; both ends are alive",
     "throttle": "between the replica and its peer, or each other replica, no more bandwidth each way",
     "lose": "of the packets between the replica and its peer, or all others, this share is lost",
     "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
@@ -31,7 +32,7 @@ PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
 """What a kind needs, and no other kind has."""
 MEMBERSHIP = ("join", "leave")
 """The kinds that change the membership."""
-BETWEEN_TWO = ("cut", "throttle", "lose", "restore")
+BETWEEN_TWO = ("cut", "reset", "throttle", "lose", "restore")
 """The kinds that may have a peer."""
 PASSING = ("cut", "hang", "lose", "slow", "throttle")
 """The kinds that may last for a time."""
@@ -47,7 +48,9 @@ class Fault:
       at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
       at_s: at this time instead, in seconds since the first step: since it began on the first replica to begin.
       factor: of ``slow``: how many times as long computations take.
-      peer: of ``cut``, ``throttle``, ``lose`` and ``restore``: the other end; ``None``: all others.
+      peer: of ``cut``, ``reset``, ``throttle``, ``lose`` and ``restore``: the other end; ``None``: all others.
+      group: of the same: other replicas on the side of this one, as of a partition into two parts.
+      one_way: of the same, but ``reset``: only from this side to the other.
       bandwidth_bps: of ``throttle``: bits per second.
       loss: of ``lose``: share of packets, besides what the network itself loses.
       for_s: of ``cut``, ``hang``, ``lose``, ``slow`` and ``throttle``: after so many seconds it is undone by itself;
@@ -67,6 +70,8 @@ class Fault:
     bandwidth_bps: float | None = None
     loss: float | None = None
     for_s: float | None = None
+    group: tuple[int, ...] = ()
+    one_way: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
@@ -98,6 +103,12 @@ class Fault:
             raise ConfigError(f"peer = {self.peer}: only {', '.join(BETWEEN_TWO)} have one")
         if self.peer is not None and (self.peer < 0 or self.peer == self.rank):
             raise ConfigError(f"peer = {self.peer}: must be another rank")
+        if (self.group or self.one_way) and self.kind not in BETWEEN_TWO:
+            raise ConfigError(f"group, one_way: only {', '.join(BETWEEN_TWO)} have them")
+        if self.one_way and self.kind == "reset":
+            raise ConfigError("one_way: a connection is closed at both ends")
+        if any(rank < 0 or rank in (self.rank, self.peer) for rank in self.group):
+            raise ConfigError(f"group = {list(self.group)}: must be other ranks than rank and peer")
         if self.for_s is not None and self.kind not in PASSING:
             raise ConfigError(f"for_s = {self.for_s}: only {', '.join(PASSING)} last for a time")
         if self.for_s is not None and not (self.for_s > 0 and math.isfinite(self.for_s)):
@@ -107,9 +118,11 @@ class Fault:
 
     def ways(self, size: int) -> Iterator[tuple[int, int]]:
         """The ways of messages that it concerns among so many replicas, as pairs of sender and receiver."""
-        for peer in range(size) if self.peer is None else (self.peer,):
-            if peer != self.rank:
-                yield from ((self.rank, peer), (peer, self.rank))
+        side = (self.rank, *self.group)
+        for rank in side:
+            for peer in range(size) if self.peer is None else (self.peer,):
+                if peer not in side:
+                    yield from ((rank, peer),) if self.one_way else ((rank, peer), (peer, rank))
 
     @override
     def __str__(self) -> str:
@@ -119,6 +132,7 @@ class Fault:
         'cut of rank 2 from rank 0 at step 10 for 3 s'
         """
         other = f" from rank {self.peer}" if self.peer is not None else ""
+        other = "".join(f" and {rank}" for rank in self.group) + (" one way" if self.one_way else "") + other
         when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
         long = "" if self.for_s is None else f" for {self.for_s:g} s"
         return f"{self.kind} of rank {self.rank}{other} at {when}{long}"
@@ -176,9 +190,25 @@ class FaultPlan:
         at_step: int | None = None,
         at_s: float | None = None,
         for_s: float | None = None,
+        group: tuple[int, ...] = (),
+        one_way: bool = False,
     ) -> FaultPlan:
-        """Nothing passes between the replica and its peer, or all others."""
-        return self._with(Fault("cut", rank, at_step, at_s, peer=peer, for_s=for_s))
+        """Nothing passes between the replica and its peer, or all others; a partition where it has a group."""
+        return self._with(
+            Fault("cut", rank, at_step, at_s, peer=peer, for_s=for_s, group=group, one_way=one_way)
+        )
+
+    def reset(
+        self,
+        rank: int,
+        peer: int | None = None,
+        *,
+        at_step: int | None = None,
+        at_s: float | None = None,
+        group: tuple[int, ...] = (),
+    ) -> FaultPlan:
+        """The connections between the replica and its peer, or all others, are closed."""
+        return self._with(Fault("reset", rank, at_step, at_s, peer=peer, group=group))
 
     def throttle(
         self,
@@ -229,7 +259,7 @@ class FaultPlan:
         for fault in self.faults:
             if fault.kind not in carried:
                 raise Unsupported(f"{fault}: {world} carries {', '.join(sorted(carried))} alone")
-            for rank in (fault.rank, fault.peer):
+            for rank in (fault.rank, fault.peer, *fault.group):
                 if rank is not None and rank >= size:
                     raise ConfigError(f"{fault}: there are ranks 0 to {size - 1} alone")
 
@@ -283,4 +313,7 @@ def _fault(table: Table) -> Fault:
         table.number(key) if key in table else None
         for key in ("at_s", "factor", "bandwidth_bps", "loss", "for_s")
     )
-    return table.make(lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss, for_s))
+    group, one_way = table.wholes("group") if "group" in table else (), table.flag("one_way")
+    return table.make(
+        lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss, for_s, group, one_way)
+    )

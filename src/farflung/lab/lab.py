@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import statistics
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -221,6 +222,18 @@ class Lab:
         """What happens to the way from one node to another from here on."""
         self._queues.change(src, dst, condition)
         self._tell({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
+
+    def reset(self, src: int, dst: int) -> None:
+        """Closes the TCP connections of one node to another at its end, by ``ss -K``.
+
+        Raises:
+          LabError: this machine has no ``ss``, of iproute2.
+        """
+        with inside(self._namespaces[src]):
+            try:
+                subprocess.run(["ss", "-K", "dst", address_of(dst)], capture_output=True, check=False)
+            except OSError as error:
+                raise LabError(f"connections cannot be reset: ss of iproute2 is missing ({error})") from None
 
     def condition(self, src: int, dst: int) -> Condition:
         """What has happened to a way."""

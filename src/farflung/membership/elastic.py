@@ -38,6 +38,13 @@ T = TypeVar("T")
 _TAG = Tag(Purpose.VIEWS.at(0))
 _DONE = b"done"
 """Says that its sender has every result of the run."""
+_PROBE, _ANSWER = b"?", b"!"
+_PROBE_S = 2.0
+"""Seconds for which a member may take to answer, once an exchange has passed its deadline, at most."""
+_DIAL_S, _REPAIR_S = 1.5, 3.0
+"""Seconds for which votes wait for a broken connection to be made again directly, and through a relay, at most."""
+_FLAPS, _FLAPS_S = 5, 60.0
+"""How often a member's connection may break within so many seconds before it is not made again directly."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +148,17 @@ class Elastic:
         self._frozen = self._settling = self._over = False
         self._closed = set[str]()
         """The members whose connections are gone."""
+        self._cuts: dict[frozenset[str], float] = {}
+        """The pairs of members without a connection, and since when that is known here."""
+        self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
+        """Connections that are being made again, by member: the relay and when the connection is made."""
+        self._breaks: dict[str, list[float]] = {}
+        """When connections to each member were found broken; a silent member's are not made again directly."""
+        self._silent = set[str]()
+        self._heard: dict[str, float] = {}
+        """When each process was heard last by this driver."""
+        self._known = set(names)
+        """All that have been members."""
         self._last: _Logged[Any] | None = None
         self._ended: FarflungError | None = None
         if comm.size > 1:
@@ -271,7 +289,7 @@ class Elastic:
 
     async def _end(self) -> None:
         self._over = True
-        for name in self._member.connected:
+        for name in sorted(self._member.connected):
             self._comm.send(_payload(_DONE), int(name), _TAG, -1)
 
     async def _enter(self, logged: _Logged[Any]) -> None:
@@ -291,13 +309,32 @@ class Elastic:
         except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded) as error:
             rank = getattr(error, "rank", None)
             if view is self._view and isinstance(rank, int) and not isinstance(error, WaitEnded):
-                self._member.lost(str(rank))
-                self._settle_soon()
+                if isinstance(error, DeadlinePassed):
+                    await self._probe(view, min(_PROBE_S, self._patience_s / 4), str(rank))
+                else:
+                    self._member.lost(str(rank))
+                    self._settle_soon()
         except Exception as error:
             logged.result.fail(error)
         else:
             if view is self._view and not self._frozen:
                 self._has(logged, value)
+
+    async def _probe(self, view: View, seconds: float, slow: str | None = None) -> None:
+        """Take members for lost that do not answer in time; where all answer and none is lost, the slow one."""
+        asked, began_s = self._member.connected.intersection(view.members), self._runtime.now()
+        for name in sorted(asked):
+            self._comm.send(_payload(_PROBE), int(name), _TAG, -1)
+        await self._runtime.sleep_until(began_s + seconds)
+        silent = [name for name in asked if self._heard.get(name, -math.inf) < began_s]
+        if slow is not None and not silent:
+            await self._runtime.sleep_until(began_s + 2 * seconds)  # another may have found the cause
+            silent = [] if self._frozen else [slow]
+        if view is self._view and not self._over:
+            for name in sorted(self._member.connected.intersection(silent)):
+                self._silent.add(name)
+                self._member.lost(name)
+            self._settle_soon()
 
     async def _adopt(self, logged: _Logged[Any], giver: int) -> None:
         view = self._view
@@ -336,6 +373,7 @@ class Elastic:
         if self.joins:
             return ()
         self._runtime.launch(self._lose_patience(self._view))
+        self._runtime.launch(self._probe(self._view, self._patience_s / 2))
         return (
             self._base,
             *sorted(n for n, one in self._log.items() if n > self._base and one.kept is not None),
@@ -343,6 +381,7 @@ class Elastic:
 
     def install(self, view: View) -> None:
         before, self._view, self._frozen = self._view, view, False
+        self._known.update(view.members)
         self._comm.advance(view.number)
         if self.joins:
             self._unseen.append(view)
@@ -412,8 +451,15 @@ class Elastic:
             self._hear(str(source), bytes(text.numpy()))
 
     def _hear(self, source: str, text: bytes) -> None:
+        self._heard[source] = self._runtime.now()
         if source not in self._member.connected and source not in self._closed:
+            self._silent.discard(source)
             self._member.back(source)  # it was silent, or joins too
+        if text == _PROBE:
+            self._comm.send(_payload(_ANSWER), int(source), _TAG, -1)
+        if text in (_PROBE, _ANSWER):
+            self._settle_soon()
+            return
         if text == _DONE:
             self._over = True
             if self._last is not None:
@@ -436,17 +482,34 @@ class Elastic:
 
     async def _welcome(self) -> None:
         while True:
-            self._member.guest(str(await self._comm.arrival()))
+            name = str(await self._comm.arrival())
+            if name in self._known:
+                self._closed.discard(name)
+                self._silent.discard(name)
+                self._member.back(name)
+            else:
+                self._member.guest(name)
             self._settle_soon()
 
     async def _watch(self) -> None:
         while True:
             name = str(await self._comm.departure())
+            if name in self._closed:
+                continue  # its connection was given up here
             self._closed.add(name)
+            self._dials.pop(name, None)
+            self._breaks.setdefault(name, []).append(self._runtime.now())
             self._member.lost(name)
-            if self.joins and not self._member.connected.intersection(self._view.holders[0]):
-                self.stop("all members that have the state of the run are lost")
+            if self.joins:
+                self._runtime.launch(self._miss())
             self._settle_soon()
+
+    async def _miss(self) -> None:
+        """End a member that joins where no member that has the state is connected, or is again in time."""
+        if not self._member.connected.intersection(self._view.holders[0]):
+            await self._runtime.sleep_until(self._runtime.now() + min(_REPAIR_S, self._patience_s / 2))
+        if self.joins and not self._member.connected.intersection(self._view.holders[0]):
+            self.stop("all members that have the state of the run are lost")
 
     def _settle_soon(self) -> None:
         """Let the member act once all that has arrived is heard."""
@@ -457,7 +520,76 @@ class Elastic:
     async def _settle(self) -> None:
         self._settling = False
         if not self._over and self._ended is None:
-            self._member.settle()
+            self._member.settle(ready=not self._repair())
+            if self._member.cuts().difference(self._cuts):
+                self._settle_soon()
+
+    # --- broken connections -----------------------------------------------------------------------------------------
+
+    def _repair(self) -> bool:
+        """Connect to members again whose connections are broken, directly at first and then through a relay.
+
+        Returns:
+          Whether votes wait for a connection.
+        """
+        now, cuts = self._runtime.now(), self._member.cuts()
+        dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(_REPAIR_S, self._patience_s / 2)
+        for _ in cuts.difference(self._cuts):
+            for seconds in (dial_s, repair_s):
+                self._runtime.launch(self._settle_in(seconds))
+        self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
+        self._dials = {name: dial for name, dial in self._dials.items() if self._pair(name) in cuts}
+        waits = False
+        for pair, since in self._cuts.items():
+            relay = self._relay(pair)
+            if self._member.name in pair:
+                (name,) = pair - {self._member.name}
+                through, made = self._dials.get(name, (None, None))
+                ended = made is not None and through is None and made.error is not None
+                if made is None and now < since + dial_s and not self._flaps(name):
+                    made = self._reconnect(name, None)
+                dials = made is not None and through is None and not made.done and now < since + dial_s
+                connected = (
+                    made is not None and made.done and made.error is None
+                )  # the other end has yet to tell
+                if (
+                    relay not in (None, through)
+                    and now < since + repair_s
+                    and not (ended or dials or connected)
+                ):
+                    self._reconnect(name, relay)
+                waits |= dials or (connected and now < since + repair_s)
+                if ended:
+                    continue
+            elif relay == self._member.name:
+                self._comm.relay(*sorted(map(int, pair)))
+            waits |= relay is not None and now < since + repair_s
+        return waits
+
+    def _reconnect(self, name: str, relay: str | None) -> Pending[None]:
+        self._closed.add(name)
+        self._member.lost(name)
+        made = self._comm.reconnect(int(name), None if relay is None else int(relay))
+        self._dials[name] = relay, made
+        made.on_done(lambda _: self._settle_soon())
+        return made
+
+    def _flaps(self, name: str) -> bool:
+        """Return whether a member is silent, or its connection breaks again and again."""
+        since = self._runtime.now() - _FLAPS_S
+        return name in self._silent or sum(t > since for t in self._breaks.get(name, ())) > _FLAPS
+
+    def _relay(self, pair: frozenset[str]) -> str | None:
+        """Return the most senior member that is connected to both of a pair."""
+        cut = {name for other in self._cuts if other & pair for name in other}
+        return next((name for name in self._view.members if name not in pair and name not in cut), None)
+
+    def _pair(self, name: str) -> frozenset[str]:
+        return frozenset((self._member.name, name))
+
+    async def _settle_in(self, seconds: float) -> None:
+        await self._runtime.sleep_until(self._runtime.now() + seconds)
+        self._settle_soon()
 
     async def _lose_patience(self, view: View) -> None:
         await self._runtime.sleep_until(self._runtime.now() + self._patience_s)

@@ -166,8 +166,12 @@ class Member:
             if source in self.view.members:
                 self._count(source, message)
 
-    def settle(self) -> None:
-        """Report what has changed, and vote where all that take part know the same."""
+    def settle(self, *, ready: bool = True) -> None:
+        """Report what has changed, and vote where all that take part know the same.
+
+        Args:
+          ready: whether to vote now; a driver may wait for connections that are being made again.
+        """
         view = None
         while view != self.view and not self.stopped:  # again after each view that is installed here
             view = self.view
@@ -179,8 +183,14 @@ class Member:
             if due := self._due & self.connected:
                 self._due = set()
                 self._tell(due, self._report())
-            if self.frozen:
+            if self.frozen and ready:
                 self._cast()
+
+    def cuts(self) -> set[frozenset[str]]:
+        """Return the pairs of members, not certified dead, between which a connection is known to be broken."""
+        alive = {x for x in self.view.members if x not in self._wills} if self.view is not None else set()
+        pairs = (frozenset((fact.member, fact.other)) for fact, count in self._know.items() if count % 2)
+        return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
     def give_up(self) -> None:
         """Stop without an agreement, and tell so (R9): for a driver whose patience is over while the view ends."""

@@ -122,22 +122,37 @@ class VirtualNetwork:
         return left
 
     def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:
-        mailbox, view = self.mailboxes[dst], self.mailboxes[src].view
+        mailbox, view, members = self.mailboxes[dst], self.mailboxes[src].view, self.membership
+        connection = None if members is None else members.connection(src, dst)
 
         def arrived(_: float) -> None:
-            mailbox.deliver(src, tag, payload, view)
+            if members is None or members.connection(src, dst) is connection:
+                mailbox.deliver(src, tag, payload, view)
 
         if not self._charged:
-            return self._move(src, dst, payload.nbytes, priority, arrived)
+            return self._route(src, dst, payload.nbytes, priority, arrived)
         left: Pending[None] = Pending()
         link = self.profile.link(src, dst)
 
         def move(came: Callable[[float], None]) -> None:
-            self._move(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
+            self._route(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
 
         ends = Ends(self.lanes[src], self.lanes[dst])
         ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
         return left
+
+    def _route(
+        self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
+    ) -> Pending[None]:
+        """Bytes from one device to another, through a relay where there is one."""
+        relay = None if self.membership is None else self.membership.relay(src, dst)
+        if relay is None:
+            return self._move(src, dst, nbytes, priority, arrived)
+
+        def passes(_: float) -> None:
+            self._move(relay, dst, nbytes, priority, arrived)
+
+        return self._move(src, relay, nbytes, priority, passes)
 
     def _move(
         self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
@@ -243,6 +258,14 @@ class VirtualCommunicator(Receiving):
     def advance(self, view: int) -> None:
         """Goes on as a newer view."""
         self._mailbox.advance(view)
+
+    def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
+        assert self._network.membership is not None
+        return self._network.membership.reconnect(self.rank, rank, relay)
+
+    def relay(self, one: int, other: int) -> None:
+        assert self._network.membership is not None
+        self._network.membership.serve(self.rank, one, other)
 
     def collective(self, name: str) -> AllReduce:
         """As a whole where that is exact."""

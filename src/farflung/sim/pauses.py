@@ -7,16 +7,11 @@ from functools import partial
 
 from farflung.sim.clock import Clock
 
-__all__ = ["Pauses", "pair"]
-
-
-def pair(one: int, other: int) -> Hashable:
-    """The key of the links between two ranks, in both directions; a rank's own key is its number."""
-    return frozenset((one, other))
+__all__ = ["Pauses"]
 
 
 class Pauses:
-    """Holds up what happens to something while it is stopped.
+    """Holds up what happens to a rank, or on the way from one rank to another, while it is stopped.
 
     What was half-way when it was stopped is half-way when it goes on: events are due in *running* seconds, those for
     which their key was not stopped.
@@ -69,7 +64,7 @@ class Pauses:
         A message needs as much time without a cut as it would have taken, and never overtakes one sent before. What it
         takes meanwhile from capacities that others share is not given back.
         """
-        key = pair(src, dst)
+        key = (src, dst)
         lost_then = self.lost_s(key)
 
         def came(t: float) -> None:

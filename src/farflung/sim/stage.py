@@ -12,7 +12,7 @@ from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
 from farflung.sim.clock import VirtualClock
 from farflung.sim.membership import Membership
 from farflung.sim.network import VirtualNetwork
-from farflung.sim.pauses import Pauses, pair
+from farflung.sim.pauses import Pauses
 from farflung.tasks import Pending, Task
 
 __all__ = ["CARRIED", "VirtualStage", "check_plan"]
@@ -118,6 +118,10 @@ class VirtualStage:
         if fault.kind == "join":
             self._join(rank)
             return
+        if fault.kind == "reset":
+            for src, dst in fault.ways(len(self._network.mailboxes)):
+                self._reset(src, dst)
+            return
         if fault.kind == "hang":
             self._excuse(fault.rank)
         self._change(fault, self._standing.begin)
@@ -134,7 +138,7 @@ class VirtualStage:
         for way, was in zip(ways, before, strict=True):
             now = standing.condition(*way)
             if now.cut != was.cut:
-                (self._pauses.stop if now.cut else self._pauses.go_on)(pair(*way))
+                (self._pauses.stop if now.cut else self._pauses.go_on)(way)
             if (now.bandwidth_bps, now.loss) != (was.bandwidth_bps, was.loss):
                 self._network.limit(*way, bandwidth_bps=now.bandwidth_bps, loss=now.loss)
         if standing.hangs(rank) != hung:
@@ -151,6 +155,12 @@ class VirtualStage:
                     self._network.notice(rank, peer, partial(mailbox.end, lost))
         if rank in self.running:
             self.crashed.add(rank)
+
+    def _reset(self, rank: int, peer: int) -> None:
+        if self._members is not None:
+            self._members.reset(rank, peer)
+        else:
+            self._network.mailboxes[rank].end(PeerLost(peer, "its connection was closed from its end"))
 
     def _leave(self, rank: int) -> None:
         assert self._members is not None

@@ -210,6 +210,24 @@ class Communicator(Protocol):
         """The rank of the next member that comes in after the first meeting, each told once; one wait at a time."""
         ...
 
+    def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
+        """Connects to a lost member again, or ends its connection first; both ends have to call it.
+
+        Args:
+          rank: the member.
+          relay: a member that passes the messages of the two on, see :meth:`relay`; ``None``: the route is as it was at
+            first.
+
+        Returns:
+          Done once the other end has connected too, as :meth:`arrival` tells; fails with :class:`PeerLost` where its
+          process has ended. What was under way over the old connection is lost.
+        """
+        ...
+
+    def relay(self, one: int, other: int) -> None:
+        """Passes the messages of two other members on that reconnect through this one."""
+        ...
+
     def collective(self, name: str) -> AllReduce:
         """A collective by its name. Virtual time may compute it as a whole: same times, bytes and bits."""
         ...
