@@ -253,13 +253,14 @@ def attach(
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
         handle.start()
-        if elastic and store is not None:
-            from farflung.membership import Elastic
-            from farflung.wall.stores import shared_key
+        if elastic and size > 1:
+            from farflung.membership import Page
+            from farflung.wall.visits import elastic_on
 
-            runtime.elastic = Elastic(
+            runtime.elastic = elastic_on(
                 runtime,
-                shared_key(store, rank, _JOIN_S),
+                range(size),
+                page=Page.inherited(),
                 least=elastic,
                 patience_s=deadline_s,
                 reach=parts.schedule.reach,

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 import pytest
 
-from farflung.membership import Certificate, Codec, Page, Report, Supervisor, View
+from farflung.comm.visits import Access
+from farflung.membership import Certificate, Codec, Page, Report, View, certify
+from farflung.membership.supervision import SUPERVISOR
+from tests.comm.test_visits import KEY, Member
 
-KEY = b"key"
 VIEW = View(1, ("0", "1", "2"), (0,), (("0", "1", "2"),))
+ACCESS = Access(KEY, False, ["127.0.0.1:1"])
 
 
 def test_a_page_has_the_latest_text_after_a_kill_at_any_moment() -> None:
     """The child says by a pipe what it has written wholly; what is read is that or the text after it."""
     page = Page()
+    page.tell("0", ACCESS)
     for delay in range(12):
         reads, writes = os.pipe()
         child = os.fork()
         if not child:
             try:
                 for number in range(1 << 30):
-                    page.write(b"%d " % number * (1 + number % 3000))
+                    page.keep(b"%d " % number * (1 + number % 3000))
                     os.write(writes, b".")
             finally:
                 os._exit(1)
@@ -36,28 +42,61 @@ def test_a_page_has_the_latest_text_after_a_kill_at_any_moment() -> None:
         while more := os.read(reads, 1 << 16):
             count += len(more)
         os.close(reads)
-        number = int(page.read().split()[0])
-        assert page.read() == b"%d " % number * (1 + number % 3000)
+        found = page.read()
+        assert found is not None
+        name, access, text = found
+        assert (name, access) == ("0", ACCESS)
+        number = int(text.split()[0])
+        assert text == b"%d " % number * (1 + number % 3000)
         assert number >= count - 1
 
 
-def test_a_page_that_was_never_written_is_empty() -> None:
-    assert Page().read() == b""
+def test_a_page_that_was_never_written_certifies_nothing() -> None:
+    assert Page().read() is None
+    assert certify(Page(), -9) == []
 
 
 def test_what_is_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match="a report of 2,097,152 bytes"):
-        Page().write(bytes(1 << 21))
+    with pytest.raises(ValueError, match=r"a report of 2,097,\d+ bytes"):
+        Page().keep(bytes(1 << 21))
+
+
+def test_a_page_is_inherited_from_the_parent_alone() -> None:
+    fd = Page.to_inherit()
+    ours = Page(fd)
+    own = {SUPERVISOR: f"{os.getppid()}:{fd}"}
+    assert Page.inherited({}) is None
+    assert Page.inherited({SUPERVISOR: f"{os.getpid()}:{fd}"}) is None
+    for name in "12":  # the later run of a process takes the place of the earlier
+        page = Page.inherited(own)
+        assert page is not None
+        page.tell(name, ACCESS)
+        page.keep(name.encode())
+        page.keep(name.encode())
+        assert ours.read() == (name, ACCESS, name.encode())
+    os.close(fd)
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    made = [Member(), Member()]
+    yield made
+    for member in made:
+        member.close()
 
 
 @pytest.mark.parametrize("will", [None, Report(VIEW, {}, {}, (3,), None)])
-def test_those_that_run_get_a_certificate_with_the_will(will: Report | None) -> None:
-    supervisor, codec = Supervisor(KEY, 3), Codec(KEY)
+def test_the_others_get_a_certificate_with_the_will(will: Report | None, members: list[Member]) -> None:
+    page, codec = Page(), Codec(KEY)
+    gone = Member()
+    gone.close()
+    page.tell("1", Access(KEY, False, [members[0].place, gone.place, members[1].place]))
     if will is not None:
-        supervisor.processes[1].page.write(codec.encode(will))
-    supervisor.ended(1, -9, [0, 2])
-    for rank in (0, 2):
-        message = codec.decode(supervisor.processes[rank].certificates.recv(1 << 20))
+        page.keep(codec.encode(will))
+    for thread in certify(page, -9):
+        thread.join()
+    for member in members:
+        (question,) = member.asked
+        message = codec.decode(json.loads(question)["certificate"].encode())
         assert isinstance(message, Certificate)
         assert message[:3] == ("1", -9, will)
-    supervisor.close()

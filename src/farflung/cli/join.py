@@ -21,8 +21,10 @@ class Join(OutputOptions):
     """Join a run that was started with --elastic MIN:MAX, as one more replica."""
 
     where: tyro.conf.Positional[str]
-    """The run's folder, on the machine where farflung train has started it; or HOST:PORT of the MASTER_ADDR and
-    MASTER_PORT that torchrun has given its replicas."""
+    """The run's folder, on a machine where it goes on; or HOST:PORT of any of its replicas, and --key."""
+    key: Path | None = None
+    """The file run.key of the run's folder, or a copy of it: the run's key, and the addresses of its replicas. Keep it
+    as you would a password."""
     out: Path | None = None
     """Where to keep the run that is on other machines; a new folder under runs/ when not given."""
     device: str = "cpu"
@@ -39,6 +41,6 @@ class Join(OutputOptions):
             def show(rank: int) -> Sink:
                 return stack.enter_context(Progress(quiet=self.quiet or self.json, followed=rank))
 
-            ended = join_later(self.where, show, options)
+            ended = join_later(self.where, show, options, self.key)
         finish(ended, as_json=self.json)
         return 0

@@ -37,6 +37,7 @@ class Command(Protocol):
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("farflung.cli.train", "Train"),
     "join": ("farflung.cli.join", "Join"),
+    "worker": ("farflung.cli.worker", "Worker"),
     "simulate": ("farflung.cli.simulate", "Simulate"),
     "compare": ("farflung.cli.compare", "Compare"),
     "retime": ("farflung.cli.stored", "Retime"),

@@ -90,6 +90,8 @@ class Link:
         """Of the peer, as far as it is known, and of this connection among those to it."""
         self.nonce = b""
         """What this end has challenged the other with."""
+        self.hears: Callable[[bytes], None] | None = None
+        """Takes what a visitor says, in the place of the owner."""
         self.retry: Callable[[], None] = lambda: None
         """Makes the connection again, later."""
         self.state = State.CONNECTING
@@ -359,6 +361,12 @@ class Link:
                 link.resume()
 
     # --- the end ----------------------------------------------------------------------------------------------------
+
+    def see_off(self, said: bytes) -> None:
+        """Sends a visitor's answer, and closes once it has left."""
+        self.state = State.MEMBER
+        self._out.append(memoryview(said))
+        self.close_soon()
 
     def close_soon(self) -> None:
         """Closes once what is queued has left; what arrives until then is dropped."""

@@ -43,6 +43,7 @@ from farflung.comm.peer import Peer, connects
 from farflung.comm.pool import Pool
 from farflung.comm.records import CONTROL, FIRST, LAST, Landings, Receiver, Sender
 from farflung.comm.transport import Listener
+from farflung.comm.visits import CHALLENGE, HELLO, LENGTH, MOST_NBYTES, PROOF_NBYTES, VISITOR, visit_proof
 from farflung.comm.wire import MAGIC, VERSION, Frame, Head, Message, WireError
 from farflung.errors import ConfigError, PeerLost
 from farflung.network.tcp import LARGEST_WINDOW_BITS, CongestionControl, window_share_bps
@@ -77,11 +78,6 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ENOUGH_DESCRIPTORS = 1 << 16
 _RESERVE = 256
 """Descriptors for all but members' connections: files, threads' own, strangers."""
-
-_CHALLENGE = struct.Struct("<2sBx16s")
-_HELLO = struct.Struct("<IB3x16s32s")
-"""Rank, number of the connection, a nonce, the proof."""
-_PROOF_NBYTES = 32
 
 
 def _proof(nonce: bytes, of: bytes, to: bytes, *said: int) -> bytes:
@@ -172,6 +168,7 @@ class TcpTransport:
         self._busy: set[int] = set()
         """Ranks for which something may wait since the last :meth:`poll`."""
         self._due = size - 1
+        self._visits: tuple[bytes, Callable[[bytes], bytes]] | None = None
         self._rests = self._closes = False
         self._pool = Pool()
         self._tls: ssl.SSLContext | None = None
@@ -228,6 +225,10 @@ class TcpTransport:
 
     def expects(self, count: int) -> None:
         self._due = count
+        self._mind()
+
+    def receive(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
+        self._visits, self._tls = (key, answer), None
         self._mind()
 
     def failed_at(self, rank: int) -> bool:
@@ -389,7 +390,7 @@ class TcpTransport:
         )
         due = self._due + more
         strangers = sum(link.dialled is None for link in self._early)
-        reads = due > 0 and strangers < CROWD + due and not self._rests
+        reads = (due > 0 or self._visits is not None) and strangers < CROWD + due and not self._rests
         if reads != self._reads_door:
             self._reads_door = reads
             self._loop.watch(self._door.fileno(), readable=self._accept if reads else None)
@@ -399,16 +400,18 @@ class TcpTransport:
         if self.keys is not None and self._tls is None:
             peers = [member.peer.key or "" for member in self._members.values()]
             self._tls = tls_context(self.keys, peers, server=True)
+            if self._visits is not None:
+                self._tls.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member has to
         return self._tls
 
     def connected(self, link: Link) -> None:
         """A connection is there, and TLS where there is any: the introduction begins."""
         if link.dialled is None:
             link.nonce = secrets.token_bytes(16)
-            link.expect(_HELLO.size)
-            link.say(_CHALLENGE.pack(MAGIC, VERSION, link.nonce))
+            link.expect(HELLO.size)
+            link.say(CHALLENGE.pack(MAGIC, VERSION, link.nonce))
         elif self._is_of(link, self._members[link.dialled].peer):
-            link.expect(_CHALLENGE.size)
+            link.expect(CHALLENGE.size)
         else:
             link.end(ConnectionError("another certificate"))
 
@@ -417,8 +420,11 @@ class TcpTransport:
 
     def heard(self, link: Link, said: bytes) -> None:
         """A part of the introduction has been heard."""
+        if link.hears is not None:
+            link.hears(said)
+            return
         if link.dialled is None:
-            self._introduced(link, *_HELLO.unpack(said))
+            self._introduced(link, *HELLO.unpack(said))
             return
         member = self._members[link.dialled]
         mine, theirs = self.me.token, member.peer.token
@@ -428,17 +434,20 @@ class TcpTransport:
             else:
                 link.end(ConnectionError("another rank"))
             return
-        magic, version, nonce = _CHALLENGE.unpack(said)
+        magic, version, nonce = CHALLENGE.unpack(said)
         if (magic, version) != (MAGIC, VERSION):
             link.end(ConnectionError("another protocol or version"))
             return
         link.nonce = secrets.token_bytes(16)
-        link.expect(_PROOF_NBYTES)
+        link.expect(PROOF_NBYTES)
         proof = _proof(nonce, mine, theirs, self.me.rank, link.index)
-        link.say(_HELLO.pack(self.me.rank, link.index, link.nonce, proof))
+        link.say(HELLO.pack(self.me.rank, link.index, link.nonce, proof))
 
     def _introduced(self, link: Link, rank: int, index: int, nonce: bytes, proof: bytes) -> None:
         """A connection says that it is of a rank."""
+        if rank == VISITOR and self._visits is not None:
+            self._visited(link, self._visits, nonce, proof)
+            return
         member = self._members.get(rank)
         mine = self.me.token
         if (
@@ -459,6 +468,35 @@ class TcpTransport:
         link.say(_proof(nonce, mine, member.peer.token))
         if link.state is not State.GONE:
             self._promote(member, link)
+
+    def _visited(
+        self, link: Link, visits: tuple[bytes, Callable[[bytes], bytes]], nonce: bytes, proof: bytes
+    ) -> None:
+        """A connection says that it is a visitor's; see :mod:`farflung.comm.visits`."""
+        (key, answer), nonces = visits, link.nonce + nonce
+        if not hmac.compare_digest(proof, visit_proof(key, "visitor", nonces, self.me.key)):
+            link.end(ConnectionError("no visitor"))
+            return
+
+        def asks(said: bytes) -> None:
+            self._early.discard(link)
+            self._leaving.add(link)
+            text = answer(said)
+            link.see_off(LENGTH.pack(len(text)) + text)
+            self._loop.after(LINGER_S, partial(link.end, None))
+            self._mind()
+
+        def begins(said: bytes) -> None:
+            (nbytes,) = LENGTH.unpack(said)
+            link.hears = asks
+            if 0 < nbytes <= MOST_NBYTES:
+                link.expect(nbytes)
+            else:
+                link.end(ConnectionError("no question"))
+
+        link.hears = begins
+        link.expect(LENGTH.size)
+        link.say(visit_proof(key, "member", nonces, self.me.key))
 
     def _promote(self, member: _Member, link: Link) -> None:
         self._early.discard(link)

@@ -108,6 +108,15 @@ class Transport(Protocol):
         """Sets the number of connections still to be accepted; at 0, all further ones are refused."""
         ...
 
+    def receive(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
+        """Answers from now on the questions of processes that are no members; see :mod:`farflung.comm.visits`.
+
+        Args:
+          key: the run's key, which visitors prove that they know.
+          answer: answers a question; what it is asked comes from a process that knows the key.
+        """
+        ...
+
     def failed_at(self, rank: int) -> bool:
         """Whether a process at a member's address failed to authenticate as that member."""
         ...

@@ -4,14 +4,29 @@
 alike on real machines and in virtual time. See ``docs/membership.md``.
 """
 
-from farflung.membership.elastic import Among, Elastic
-from farflung.membership.member import Certify, Driver, Member
-from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
-from farflung.membership.supervision import Page, Supervised, Supervisor
-from farflung.membership.views import EXACT_MEMBERS, Transfer, View, is_majority, largest_connected, reachable
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.membership.elastic import Among, Elastic
+    from farflung.membership.member import Certify, Driver, Member
+    from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
+    from farflung.membership.supervision import SUPERVISOR, Page, certify
+    from farflung.membership.views import (
+        EXACT_MEMBERS,
+        Transfer,
+        View,
+        is_majority,
+        largest_connected,
+        reachable,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "EXACT_MEMBERS",
+    "SUPERVISOR",
     "Among",
     "Certificate",
     "Certify",
@@ -24,11 +39,10 @@ __all__ = [
     "Message",
     "Page",
     "Report",
-    "Supervised",
-    "Supervisor",
     "Transfer",
     "View",
     "Vote",
+    "certify",
     "is_majority",
     "largest_connected",
     "reachable",

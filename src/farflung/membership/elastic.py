@@ -366,7 +366,7 @@ class Elastic:
 
     def keep(self, report: Report) -> None:
         if self._page is not None:
-            self._page.write(self._codec.encode(report))
+            self._page.keep(self._codec.encode(report))
 
     def freeze(self) -> tuple[int, ...]:
         self._frozen = True

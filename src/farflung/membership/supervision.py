@@ -1,36 +1,87 @@
-"""What a supervisor and the process that it has started share: the process's last report, and certificates."""
+"""What a supervisor and the process that it has started share, and how it certifies the end of that process.
+
+The supervisor knows nothing of the run while its process lives. After the end it reads the key of the run, the
+addresses of the other members and the last report from memory that both share, and visits these members.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import mmap
-import socket
+import os
 import struct
+import tempfile
+import threading
+import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from farflung.comm.visits import Access
 from farflung.membership.messages import Codec, Malformed, Report
 
-__all__ = ["Page", "Supervised", "Supervisor"]
+__all__ = ["SUPERVISOR", "Page", "certify"]
 
+SUPERVISOR = "FARFLUNG_SUPERVISOR"
+"""Names to a process its supervisor's process id and the descriptor of their page, with a colon in between."""
+DELIVERY_S = 10.0
+"""For how long a supervisor tries to reach a member."""
+_RETRY_S = 0.5
 _SLOT = 1 << 20
 _HEAD = struct.Struct("<QII")
-"""The number of a report from 1 on, its bytes, and their CRC-32."""
+"""The number of a text from 1 on, its bytes, and their CRC-32."""
 
 
 class Page:
-    """Memory that a process and its parent share, with the latest two texts that were written.
+    """Memory that a process and its supervisor share, with the latest two texts that were written.
 
     A process that is killed while it writes leaves the text before whole; see rule R8 of the protocol.
+
+    Args:
+      fd: of the memory, to inherit; -1: forks inherit it.
     """
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 2 * _SLOT)
-        self._count = 0
+    def __init__(self, fd: int = -1) -> None:
+        self._memory = mmap.mmap(fd, 2 * _SLOT)
+        self._count, _ = self._latest()
+        self._access, self._report = b"", b""
 
-    def write(self, text: bytes) -> None:
-        """Write a text; raises ``ValueError`` where it is too long."""
+    @staticmethod
+    def to_inherit() -> int:
+        """Make memory for a page, and return its descriptor."""
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("farflung")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, 2 * _SLOT)
+        return fd
+
+    @staticmethod
+    def inherited(environment: Mapping[str, str] = os.environ) -> Page | None:
+        """Return the page of this process and its supervisor; ``None`` where it has none."""
+        pid, _, fd = environment.get(SUPERVISOR, "").partition(":")
+        if not pid:
+            return None
+        if int(pid) != os.getppid():  # this process may outlive the one whose end the supervisor sees
+            logging.getLogger("farflung").warning(
+                "farflung worker has started another process, which has started this one: its end is not certified"
+            )
+            return None
+        return Page(int(fd))
+
+    def tell(self, name: str, access: Access) -> None:
+        """Write the name of the process and how its supervisor reaches the other members."""
+        self._access = json.dumps([name, access.to_json()]).encode()
+        self._write()
+
+    def keep(self, report: bytes) -> None:
+        """Write the latest report; raises ``ValueError`` where it is too long."""
+        self._report = report
+        self._write()
+
+    def _write(self) -> None:
+        text = self._access + b"\n" + self._report
         if len(text) > _SLOT - _HEAD.size:
             raise ValueError(f"a report of {len(text):,} bytes")
         self._count += 1
@@ -39,61 +90,59 @@ class Page:
         self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._memory[at : at + _HEAD.size] = _HEAD.pack(self._count, len(text), zlib.crc32(text))
 
-    def read(self) -> bytes:
-        """Return the latest whole text; empty where there is none."""
+    def _latest(self) -> tuple[int, bytes]:
         found = (0, b"")
         for at in (0, _SLOT):
             number, length, checksum = _HEAD.unpack_from(self._memory, at)
             text = self._memory[at + _HEAD.size : at + _HEAD.size + length]
             if number and len(text) == length and zlib.crc32(text) == checksum:
                 found = max(found, (number, text))
-        return found[1]
+        return found
+
+    def read(self) -> tuple[str, Access, bytes] | None:
+        """Return name, access and latest report, which is empty before the first; ``None``: it was no member yet."""
+        _, text = self._latest()
+        told, _, report = text.partition(b"\n")
+        if not told:
+            return None
+        name, access = json.loads(told)
+        return name, Access.from_json(access), report
 
 
-@dataclass(frozen=True)
-class Supervised:
-    """A process's end.
+def certify(page: Page, exit_code: int) -> list[threading.Thread]:
+    """Certify to all other members that a process has ended; after ``waitpid`` has returned for it.
 
-    Args:
-      key: signs certificates.
-      page: takes its reports.
-      certificates: a datagram socket on which certificates of other processes come.
+    Returns:
+      The threads that do so, which end by :data:`DELIVERY_S`.
     """
+    found = page.read()
+    if found is None:
+        return []
+    name, access, text = found
+    codec, will = Codec(access.key), None
+    if text:
+        message = codec.decode(text)
+        if not isinstance(message, Report):
+            raise Malformed("a will that is no report")
+        will = message
+    signed = codec.encode(codec.certify(name, exit_code, will)).decode()
+    threads = [
+        threading.Thread(target=_deliver, args=(access, address, signed), daemon=True)
+        for address in access.addresses
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
-    key: bytes
-    page: Page
-    certificates: socket.socket
 
-
-class Supervisor:
-    """The end of the process that has started others, which are named by their numbers.
-
-    Args:
-      key: signs certificates.
-      count: how many processes there are.
-    """
-
-    def __init__(self, key: bytes, count: int) -> None:
-        self._codec = Codec(key)
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
-        self._ends = [ours for ours, _ in pairs]
-        self.processes = [Supervised(key, Page(), theirs) for _, theirs in pairs]
-        """The ends of the processes, to be inherited by a fork."""
-
-    def ended(self, number: int, exit_code: int, running: Sequence[int]) -> None:
-        """Certify to those that run that a process has ended; after ``waitpid`` has returned for it."""
-        will: Report | None = None
-        if text := self.processes[number].page.read():
-            message = self._codec.decode(text)
-            if not isinstance(message, Report):
-                raise Malformed("a will that is no report")
-            will = message
-        signed = self._codec.encode(self._codec.certify(str(number), exit_code, will))
-        for other in running:
-            with suppress(ConnectionError):  # it has just ended too
-                self._ends[other].send(signed)
-
-    def close(self) -> None:
-        """Close all sockets."""
-        for end in (*self._ends, *(process.certificates for process in self.processes)):
-            end.close()
+def _deliver(access: Access, address: str, certificate: str) -> None:
+    until = time.monotonic() + DELIVERY_S
+    while (left_s := until - time.monotonic()) > 0:
+        try:
+            access.ask(address, {"certificate": certificate}, left_s)
+        except ConnectionRefusedError:  # that member has ended too
+            return
+        except (OSError, ValueError):
+            time.sleep(min(_RETRY_S, left_s))
+        else:
+            return

@@ -6,9 +6,10 @@ import itertools
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,10 +21,11 @@ import torch.distributed as dist
 
 from farflung.calibration import forward_flops
 from farflung.comm import collective_named
+from farflung.comm.visits import Access
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
-from farflung.files import write_json
-from farflung.membership import Among, Elastic, Supervised
+from farflung.files import read_text, reading, write_json, write_whole
+from farflung.membership import Among, Page
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig, RunOptions
@@ -35,19 +37,20 @@ from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.wall import LaunchEnv, Pace, WallRuntime
-from farflung.wall.stores import shared_key, told_by
+from farflung.wall.stores import told_by
+from farflung.wall.visits import Guest, Takes, elastic_on
 
 if TYPE_CHECKING:
     from farflung.comm import WallCommunicator
 
-__all__ = ["MEETING", "NETWORK", "agreed_folder", "join", "join_later", "meeting"]
+__all__ = ["KEY", "NETWORK", "agreed_folder", "join", "join_later", "meeting"]
 
+KEY = "run.key"
+"""The file in a run's folder that has the run's key and the addresses of its members, for replicas that join."""
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
-_FOLDER, _CONFIG, _MEMBERS, _ASKED = (f"farflung/{name}" for name in ("folder", "config", "members", "asked"))
-MEETING = "meeting"
-"""The file in a run's folder that names the file through which its replicas find each other."""
+_FOLDER = "farflung/folder"
 _numbers = itertools.count()
 
 
@@ -74,8 +77,8 @@ def join(
     run: Prepared[RunConfig],
     show: Sink,
     env: LaunchEnv,
-    supervised: Supervised | None = None,
-    present: Sequence[int] | None = None,
+    page: Page | None = None,
+    guest: Guest | None = None,
 ) -> Run:
     """Trains as one replica.
 
@@ -83,8 +86,8 @@ def join(
       run: what, where and on what; its folder has been made.
       show: gets this replica's events.
       env: its rank and size.
-      supervised: this process's end of its supervisor, in an elastic run.
-      present: the ranks that are there, where this one comes later; ``None``: it is there from the start.
+      page: takes what this process's supervisor reads after its end; ``None``: it has none.
+      guest: has asked to join the run, where this replica comes later; ``None``: it is there from the start.
     """
     config, options, files, rank, size = run.config, run.options, run.files, env.rank, env.size
     leader = env.local_rank == 0
@@ -109,8 +112,8 @@ def join(
         stack.callback(decisions.write)
         telemetry = Telemetry(rank, file, show, decisions.write)
         telemetry.emit("hello", pid=os.getpid(), threads=threads)
-        store = run.store or meeting(replace(env, size=max(size, config.ranks)))
-        members = range(size) if present is None else [*present, rank]
+        store = None if guest else run.store or meeting(replace(env, size=max(size, config.ranks)))
+        members = list(range(size)) if guest is None else guest.members
         runtime = WallRuntime(
             rank,
             config.ranks if config.elastic else size,
@@ -118,7 +121,8 @@ def join(
             endpoint=replace(options.endpoint.on(env.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
-            members=members if config.elastic else None,
+            members={*members, rank} if config.elastic else None,
+            come=guest.come if guest else None,
             kept_nbytes=math.inf if config.elastic else None,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
@@ -144,34 +148,27 @@ def join(
             known = os.environ.get(NETWORK)
             profile = network_profile(known) if known else None
             settle = partial(runtime.settle_collective, network=profile)
-            start = checkpoints.newest() if files.resumed and present is None else 0
+            start = checkpoints.newest() if files.resumed and guest is None else 0
             collective = config.recipe.collective
-            if present is None:
+            if guest is None:
                 with among(runtime, size):
                     collective = settled_collective(settle, config.recipe, replica, start)
             if config.elastic:
-                runtime.elastic = elastic = Elastic(
+                takes = None
+                if config.ranks > config.workers:
+                    takes = Takes(config.to_json(), config.ranks, partial(_publish, files.path / KEY))
+                runtime.elastic = elastic_on(
                     runtime,
-                    shared_key(store, rank, JOIN_S, supervised.key if supervised else b""),
-                    page=supervised.page if supervised else None,
+                    members,
+                    page=page,
+                    takes=takes,
+                    guest=guest,
                     least=config.least,
-                    members=range(size) if present is None else present,
-                    told=partial(_publish, runtime, store),
                     patience_s=config.deadline,
                     first_step=start,
                     reach=replica.parts.schedule.reach,
                 )
-                if supervised is not None:
-                    end = supervised.certificates
-                    runtime.watch(end.fileno(), lambda: elastic.certified(end.recv(1 << 20)))
-                if config.ranks > size and store is not None:
-                    if rank == 0:
-                        store.set(_CONFIG, json.dumps(config.to_json()))
-                        store.set(_MEMBERS, json.dumps(list(range(size))))
-                    runtime.admit_all(
-                        other for other in range(config.workers, config.ranks) if other not in members
-                    )
-            if files.resumed and present is None:
+            if files.resumed and guest is None:
                 replica.resume(start)
             ended, state = runtime.run(whole(replica))
             summary = {
@@ -211,54 +208,60 @@ def among(runtime: WallRuntime, size: int) -> Iterator[None]:
         runtime.comm = comm
 
 
-def _publish(runtime: WallRuntime, store: dist.Store | None, ranks: Sequence[int]) -> None:
-    """Tells replicas that may join of the members of a new view; the most senior of these does."""
-    if store is not None and ranks[0] == runtime.comm.rank:
-        text = json.dumps(list(ranks))
-        runtime.aside(lambda: store.set(_MEMBERS, text))
+def _publish(file: Path, access: Access) -> None:
+    """Writes how the run is reached, for its owner alone to read."""
+
+    def write(partial: Path) -> None:
+        with open(
+            partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
+        ) as text:
+            json.dump(access.to_json(), text)
+
+    write_whole(file, write)
 
 
-def join_later(where: str, show: Callable[[int], Sink], options: RunOptions) -> Run:
+def join_later(where: str, show: Callable[[int], Sink], options: RunOptions, key: Path | None = None) -> Run:
     """Joins a run that goes on, as one more replica.
 
     Args:
-      where: the run's folder, on its machine; or host and port of the store that its replicas have met at.
+      where: the run's folder, on one of its machines; or host and port of any of its replicas.
       show: makes what gets the replica's events, from its rank.
       options: where the run is kept that is not on this machine, and what it runs on.
+      key: the file :data:`KEY` of the run's folder, or a copy of it; needed beside host and port.
 
     Raises:
       ConfigError: no run is there that takes others, or all its ranks are used.
       RunLost: it has ended, or no view admits this replica.
     """
-    folder, meeting_file = Path(where), Path(where, MEETING)
-    env = LaunchEnv(1, 2, 0, 1)
-    if folder.is_dir():
-        if not meeting_file.exists() or not (file := Path(meeting_file.read_text(encoding="utf-8"))).exists():
-            raise ConfigError(f"{where}: no run goes on there that others may join (--elastic MIN:MAX)")
-        env = replace(env, meeting=file)
-    else:
-        host, colon, port = where.rpartition(":")
-        if not colon or not host or not port.isdecimal():
-            raise ConfigError(f"{where}: neither a run's folder nor HOST:PORT, such as 192.168.1.5:29500")
-        env = replace(env, master=(host.strip("[]"), port))
-    store = meeting(env)
-    assert store is not None
-    config = RunConfig.resolve(json.loads(told_by(0, store, _CONFIG, "a run that others may join", JOIN_S)))
-    rank = config.workers + store.add(_ASKED, 1) - 1
-    if rank >= config.ranks:
-        raise ConfigError(
-            f"{where}: all {config.ranks} ranks of the run are used (--elastic {config.elastic})"
-        )
-    present = json.loads(store.get(_MEMBERS))
+    folder = Path(where)
     here = folder.is_dir()
-    env = replace(
-        env,
-        rank=rank,
-        size=config.ranks,
-        local_rank=rank if here else 0,
-        local_size=config.ranks if here else 1,
+    if not here and not re.fullmatch(r"[^\s]+:[0-9]{1,5}", where):
+        raise ConfigError(f"{where}: neither a run's folder nor HOST:PORT, such as 192.168.1.5:7000")
+    if not here and key is None:
+        raise ConfigError(f"{where}: --key FILE is missing, a copy of {KEY} in the run's folder")
+    file = key or folder / KEY
+    if here and not file.exists():
+        raise ConfigError(f"{where}: no run goes on there that others may join (--elastic MIN:MAX)")
+    with reading(file, "not the key of a run"):
+        access = Access.from_json(json.loads(read_text(file)))
+    guest = _guest(access, list(access.addresses) if here else [where])
+    config = RunConfig.resolve(guest.config)
+    env = LaunchEnv(
+        guest.rank,
+        config.ranks,
+        guest.rank if here else 0,
+        config.ranks if here else 1,
+        master=(guest.host, "0"),
     )
     files = RunFolder(folder if here else Path(options.out or run_folder(config.title)))
-    run = Prepared(config, files, options=options, store=store)
+    run = Prepared(config, files, options=options)
     with nullcontext() if here else run.begun():
-        return join(run, show(rank), env, present=present)
+        return join(run, show(guest.rank), env, Page.inherited(), guest)
+
+
+def _guest(access: Access, addresses: Sequence[str]) -> Guest:
+    """Asks the members at some addresses, in turn, to join their run."""
+    for address in addresses[:-1]:
+        with suppress(ConfigError):
+            return Guest(access, address)
+    return Guest(access, addresses[-1])

@@ -16,6 +16,7 @@ from farflung.calibration import forward_flops
 from farflung.comm import Endpoint
 from farflung.devices import device_profile
 from farflung.errors import ConfigError
+from farflung.membership import Page
 from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, RunOptions, Settings
@@ -132,7 +133,7 @@ def ready_to_train(
         def joined(show: Sink) -> Run:
             sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
             with Buffered(sink) as shown:
-                return join(run, shown, env)
+                return join(run, shown, env, Page.inherited())
 
         with run.begun() if env.rank == 0 else nullcontext():
             yield joined

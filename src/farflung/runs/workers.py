@@ -29,11 +29,11 @@ import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
 from farflung.errors import FarflungError, RunLost
-from farflung.membership import Supervised, Supervisor
+from farflung.membership import Page, certify
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import Buffered, teller
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import MEETING, join
+from farflung.runs.joining import join
 from farflung.runs.preparing import Prepared
 from farflung.telemetry import Event
 from farflung.wall import LaunchEnv
@@ -102,11 +102,8 @@ def serve(pipe: int) -> int:
     gc.collect()
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    supervisor = Supervisor(os.urandom(32), job.workers) if job.elastic else None
-    if supervisor is not None:
-        (job.files.path / MEETING).write_text(f"{job.scratch}/meeting", encoding="utf-8")
-    ends = supervisor.processes if supervisor else [None] * job.workers
-    workers = [context.Process(target=_train, args=(job, rank, end)) for rank, end in enumerate(ends)]
+    pages = [Page() if job.elastic else None for _ in range(job.workers)]
+    workers = [context.Process(target=_train, args=(job, rank, page)) for rank, page in enumerate(pages)]
     for worker in workers:
         worker.start()
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
@@ -122,12 +119,12 @@ def serve(pipe: int) -> int:
             rank = running.pop(cast(int, sentinel))
             workers[rank].join()
             code = workers[rank].exitcode or 0
-            if code and supervisor is not None:
-                supervisor.ended(rank, code, list(running.values()))
+            if code and running and (page := pages[rank]) is not None:
+                certify(page, code)
             if code < 0:
                 what = f"rank {rank} was ended by {signal.Signals(-code).name}"
                 print(what, file=sys.stderr)
-                if supervisor is not None and running:
+                if job.elastic and running:
                     tell({"event": "lost", "rank": rank, "message": what})
                     continue
                 lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
@@ -148,7 +145,7 @@ def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
     raise AssertionError("this process is in the group")
 
 
-def _train(job: Job, rank: int, supervised: Supervised | None) -> None:
+def _train(job: Job, rank: int, page: Page | None) -> None:
     """Trains as one replica; reports its events, and any error, to the process that started the run."""
     env = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
     code = 0
@@ -156,7 +153,7 @@ def _train(job: Job, rank: int, supervised: Supervised | None) -> None:
         try:
             config = RunConfig.resolve(job.files.stored_config())
             options = RunOptions(device=job.device, pace=job.pace)
-            join(Prepared(config, job.files, options=options), tell, env, supervised)
+            join(Prepared(config, job.files, options=options), tell, env, page)
         except FarflungError as error:
             own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code

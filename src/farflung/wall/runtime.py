@@ -45,8 +45,6 @@ __all__ = ["WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
-_LOOK_S = 0.2
-"""How often it is looked whether a replica has come that is to be admitted."""
 EXPANSION = 8
 """How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
 a 2-byte number."""
@@ -60,7 +58,7 @@ class WallRuntime:
     Args:
       rank: this replica.
       size: number of replicas.
-      store: where replicas publish their addresses; ``None`` for a single replica.
+      store: where replicas publish their addresses; ``None`` for a single replica, and for one that joins.
       endpoint: how this replica connects to the others; on loopback when not given.
       settings: what must be equal on all ranks, by name.
       deadline_s: how long any message may take, in seconds.
@@ -70,6 +68,7 @@ class WallRuntime:
       pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
       members: the ranks that are there from the start, this one too; others come later, see :meth:`admit`, and one that
         is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
+      come: tells the members of a run of this replica, which joins it, and returns all of them.
       kept_nbytes: see :class:`farflung.comm.View`.
       transport: makes what carries messages, from rank, size and the options of
         :class:`farflung.comm.tcp.TcpTransport`.
@@ -95,6 +94,7 @@ class WallRuntime:
         decisions: DecisionLog | None = None,
         pace: Pace | None = None,
         members: Collection[int] | None = None,
+        come: Callable[[Peer], Sequence[Peer]] | None = None,
         kept_nbytes: float | None = None,
         transport: Callable[..., Transport] = TcpTransport,
     ) -> None:
@@ -146,9 +146,14 @@ class WallRuntime:
         self._thread, self._deadline_s = CommunicationThread(self.view, self.now, deadline_s), deadline_s
         self.launch = self._thread.launch
         """Starts an exchange on the communication thread."""
+        self.peers: dict[int, Peer] = {}
+        """How the replicas that have come are reached, by rank."""
         try:
-            if store is not None and size > 1:
-                self.view.connect(self._meet(store, join_s, range(size) if members is None else members))
+            if come is None and store is not None and size > 1:
+                come = partial(self._meet, store, join_s, range(size) if members is None else members)
+            if come is not None:
+                self.peers.update({peer.rank: peer for peer in (found := come(carrier.me))})
+                self.view.connect(found)
         except BaseException as error:
             self._thread.start()  # it closes the sockets
             self.close(error)
@@ -346,12 +351,9 @@ class WallRuntime:
 
         def let_in(peer: Peer) -> None:
             try:
-                greeted.follow(self.view.admit(peer))
+                greeted.follow(self.let_in(peer, join_s))
             except FarflungError as error:
                 greeted.fail(error)
-                return
-            late = DeadlinePassed(rank, "its greeting", join_s)
-            self._thread.at(self.now() + join_s, lambda: self.view.dismiss(rank, late))
 
         def find() -> None:
             try:
@@ -364,20 +366,13 @@ class WallRuntime:
         self._aside.submit(find)
         return greeted
 
-    def admit_all(self, ranks: Iterable[int]) -> None:
-        """Admits replicas of some ranks once they have published their addresses, for as long as the store is there."""
-        self.launch(self._admit_all(set(ranks)))
-
-    async def _admit_all(self, ranks: set[int]) -> None:
-        while ranks:
-            await self.sleep_until(self.now() + _LOOK_S)
-            try:
-                come = await self.aside(lambda: [rank for rank in sorted(ranks) if self.has_come(rank)])
-            except RuntimeError:  # the store has ended, or this runtime
-                return
-            for rank in come:
-                ranks.discard(rank)
-                self.admit(rank)
+    def let_in(self, peer: Peer, join_s: float = DEADLINE_S) -> Pending[None]:
+        """Does what :meth:`admit` does with a replica whose address is known; on the communication thread."""
+        greeted = self.view.admit(peer)
+        self.peers[peer.rank] = peer
+        late = DeadlinePassed(peer.rank, "its greeting", join_s)
+        self._thread.at(self.now() + join_s, lambda: self.view.dismiss(peer.rank, late))
+        return greeted
 
     def has_come(self, rank: int) -> bool:
         """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
@@ -390,8 +385,8 @@ class WallRuntime:
         if self._store is not None:
             self._store.delete_key(_place(rank))
 
-    def _meet(self, store: dist.Store, join_s: float, members: Collection[int]) -> list[Peer]:
-        store.set(_place(self.comm.rank), self.view.transport.me.to_json())
+    def _meet(self, store: dist.Store, join_s: float, members: Collection[int], me: Peer) -> list[Peer]:
+        store.set(_place(me.rank), me.to_json())
         return [self._peer(store, rank, join_s) for rank in sorted(members)]
 
     def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:

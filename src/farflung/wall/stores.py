@@ -6,7 +6,6 @@ cannot be reached prints its stack to stderr.
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 import time
@@ -18,11 +17,10 @@ import torch.distributed as dist
 
 from farflung.errors import DeadlinePassed
 
-__all__ = ["published", "reached", "serving", "shared_key", "told_by"]
+__all__ = ["published", "reached", "serving", "told_by"]
 
 S = TypeVar("S", bound=dist.Store)
 
-_KEY = "farflung/key"
 _LOOK_S = 0.02
 """How often it is looked whether a key has been published."""
 _TRY_S = 5.0
@@ -119,15 +117,6 @@ def told_by(
     except RuntimeError as error:  # the store has ended
         why = f" ({type(error).__name__})"
     raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
-
-
-def shared_key(store: dist.Store | None, rank: int, patience_s: float, key: bytes = b"") -> bytes:
-    """A secret of the run by which its members are certified: that of rank 0's supervisor, or one that rank 0 makes."""
-    if store is None:
-        return b"alone"
-    if rank == 0:
-        store.set(_KEY, (key or secrets.token_bytes(16)).hex())
-    return bytes.fromhex(told_by(0, store, _KEY, "the run's key", patience_s).decode())
 
 
 def _on_a_thread(connect: Callable[[], S], patience_s: float) -> S:

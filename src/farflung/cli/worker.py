@@ -1,0 +1,62 @@
+"""``farflung worker``: supervises one replica of an elastic run, and certifies its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import tyro
+
+from farflung.errors import ConfigError
+from farflung.lab.kernel import die_with_parent
+from farflung.membership import SUPERVISOR, Page, certify
+
+__all__ = ["Worker"]
+
+_FORWARDED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Run one replica of an elastic run, and certify its death to the others.
+
+    torchrun --no-python ... farflung worker -- python train.py
+
+    The program itself calls farflung.attach(elastic=...) or is farflung train --elastic; one that it starts in turn is
+    not certified. It gets the signals that this command gets. This command ends with its exit code, or with 128 more
+    than the number of the signal that has ended it.
+    """
+
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+    """After --: the program and its arguments."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        if not self.command:
+            raise ConfigError("no program is given: farflung worker -- python train.py")
+        fd = Page.to_inherit()
+        page = Page(fd)
+        dies = partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None
+        try:
+            child = subprocess.Popen(
+                self.command,
+                env={**os.environ, SUPERVISOR: f"{os.getpid()}:{fd}"},
+                pass_fds=[fd],
+                process_group=0,  # a signal to this group comes to the program once, from here
+                preexec_fn=dies,  # noqa: PLW1509: there are no threads
+            )
+        except OSError as error:
+            raise ConfigError(f"{self.command[0]}: cannot be started ({error.strerror})") from None
+        for number in _FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: child.send_signal(number))
+        code = child.wait()
+        for thread in certify(page, code) if code else ():
+            thread.join()
+        return code if code >= 0 else 128 - code

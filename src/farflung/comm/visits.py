@@ -1,0 +1,130 @@
+"""Visits: a process that is no member of a run asks one of its members something, at the port of that member.
+
+A supervisor brings a certificate, a replica asks to join. Both ends prove by HMAC that they know the key of the run,
+for this connection alone. Where the run encrypts this is inside TLS. Neither end knows a certificate of the other, so
+the proofs hold for the certificate that the member has shown too (``tls-server-end-point`` of RFC 5929): what listens
+in between has to show another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from farflung.comm.keys import certificate_of
+from farflung.types import Json
+
+__all__ = ["CHALLENGE", "HELLO", "LENGTH", "MOST_NBYTES", "PROOF_NBYTES", "VISITOR", "Access", "visit_proof"]
+
+CHALLENGE = struct.Struct("<2sBx16s")
+HELLO = struct.Struct("<IB3x16s32s")
+"""Rank, number of the connection, a nonce, the proof."""
+PROOF_NBYTES = 32
+VISITOR = (1 << 32) - 1
+"""Stands for the rank of a visitor."""
+LENGTH = struct.Struct("<I")
+"""Comes before a question and its answer, which are JSON."""
+MOST_NBYTES = 1 << 22
+
+
+def visit_proof(
+    key: bytes, end: Literal["member", "visitor"], nonces: bytes, certificate: str | bytes | None
+) -> bytes:
+    """Prove, as one end of a connection, that a key of the run is known.
+
+    Args:
+      key: of the run.
+      end: which end proves it.
+      nonces: the member's, then the visitor's.
+      certificate: of the member, in PEM or DER; ``None``: nothing is encrypted.
+    """
+    shown = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
+    text = b"farflung " + end.encode() + nonces + hashlib.sha256(shown).digest()
+    return hmac.digest(key, text, "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a process that is no member reaches a run.
+
+    Args:
+      key: of the run, a secret.
+      encrypted: whether the run encrypts.
+      addresses: HOST:PORT of the members that accept connections, by seniority.
+    """
+
+    key: bytes
+    encrypted: bool
+    addresses: Sequence[str]
+
+    def to_json(self) -> dict[str, Json]:
+        return {"key": self.key.hex(), "encrypted": self.encrypted, "addresses": list(self.addresses)}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Access:
+        """Read :meth:`to_json`; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is something else."""
+        key, encrypted = bytes.fromhex(fields["key"]), fields["encrypted"]
+        if len(key) < PROOF_NBYTES or not isinstance(encrypted, bool):
+            raise ValueError("no key of a run")
+        return Access(key, encrypted, [str(address) for address in fields["addresses"]])
+
+    def ask(self, address: str, question: Mapping[str, Json], patience_s: float) -> dict[str, Any]:
+        """Visit a member.
+
+        Args:
+          address: of the member.
+          question: see :mod:`farflung.wall.visits`.
+          patience_s: how long the visit may take, in seconds.
+
+        Returns:
+          The answer.
+
+        Raises:
+          OSError: the member was not reached, does not know the key, or does not accept it.
+        """
+        until = time.monotonic() + patience_s
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s) as plain:
+            link = _sealed(plain) if self.encrypted else plain
+            *_, nonce = CHALLENGE.unpack(_exactly(link, CHALLENGE.size, until))
+            mine = secrets.token_bytes(16)
+            shown = link.getpeercert(True) if isinstance(link, ssl.SSLSocket) else None
+            said = visit_proof(self.key, "visitor", nonce + mine, shown)
+            link.sendall(HELLO.pack(VISITOR, 0, mine, said))
+            proof = _exactly(link, PROOF_NBYTES, until)
+            if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + mine, shown)):
+                raise ConnectionError("another run")
+            text = json.dumps(question).encode()
+            link.sendall(LENGTH.pack(len(text)) + text)
+            (nbytes,) = LENGTH.unpack(_exactly(link, LENGTH.size, until))
+            answer: dict[str, Any] = json.loads(_exactly(link, min(nbytes, MOST_NBYTES), until))
+            return answer
+
+
+def _sealed(plain: socket.socket) -> ssl.SSLSocket:
+    """Set up TLS; that the member is the right one is proved afterwards."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context.wrap_socket(plain)
+
+
+def _exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
+    said = b""
+    while len(said) < nbytes:
+        link.settimeout(max(1e-3, until - time.monotonic()))
+        part = link.recv(nbytes - len(said))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        said += part
+    return said
