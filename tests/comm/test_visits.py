@@ -15,7 +15,8 @@ import pytest
 
 from farflung.comm import Listener, TcpTransport
 from farflung.comm.keys import Keys, tls_context
-from farflung.comm.visits import LENGTH, MOST_NBYTES, VISITOR, Access, visit_proof
+from farflung.comm.peer import VISITOR
+from farflung.comm.visits import LENGTH, MOST_NBYTES, Access, visit_proof
 from tests.helpers import PATIENCE_S
 from tests.strangers import HELLO, NOISE, PROOF_NBYTES, challenged, exactly, until_closed
 
@@ -93,6 +94,7 @@ def test_another_key_is_refused(encrypted: bool, member: Callable[..., Member]) 
     with pytest.raises(ConnectionError):
         Access(bytes(32), encrypted, []).ask(one.place, {}, PATIENCE_S)
     assert one.access.ask(one.place, {}, PATIENCE_S) == {"so": 1}
+    one.close()
     assert one.transport.turned_away == 1
 
 
@@ -112,7 +114,7 @@ def test_a_member_of_another_run_is_told_nothing(member: Callable[..., Member]) 
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(ConnectionError, match="another run"):
-            Access(KEY, False, []).ask("127.0.0.1:%d" % door.getsockname()[1], {}, PATIENCE_S)
+            Access(KEY, False, []).ask(f"127.0.0.1:{door.getsockname()[1]}", {}, PATIENCE_S)
         thread.join()
         assert said == [b""]
 
@@ -128,17 +130,21 @@ def test_what_listens_in_between_is_refused(member: Callable[..., Member]) -> No
             outside.check_hostname, outside.verify_mode = False, ssl.CERT_NONE
             near_side = tls_context(own, [], server=True)
             near_side.verify_mode = ssl.CERT_NONE
-            with near_side.wrap_socket(link, server_side=True) as near, outside.wrap_socket(one.knock()) as far:
+            with (
+                near_side.wrap_socket(link, server_side=True) as near,
+                outside.wrap_socket(one.knock()) as far,
+            ):
                 near.sendall(exactly(far, 20))
                 far.sendall(exactly(near, HELLO.size))
                 until_closed(far)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(OSError):  # noqa: PT011: however the connection ends
-            one.access.ask("127.0.0.1:%d" % door.getsockname()[1], {"a": 1}, PATIENCE_S)
+        with pytest.raises(OSError):  # noqa: PT011 (however the connection ends)
+            one.access.ask(f"127.0.0.1:{door.getsockname()[1]}", {"a": 1}, PATIENCE_S)
         thread.join()
     assert not one.asked
+    one.close()
     assert one.transport.turned_away == 1
 
 
@@ -158,6 +164,7 @@ def test_a_proof_is_of_one_connection_and_of_one_end(member: Callable[..., Membe
         until_closed(second)
         first.sendall(HELLO.pack(VISITOR, 0, bytes(16), visit_proof(KEY, "member", nonces, None)))
         until_closed(first)
+    one.close()
     assert one.transport.turned_away == 2
 
 
@@ -168,6 +175,7 @@ def test_a_question_is_of_bounded_length(nbytes: int, member: Callable[..., Memb
         introduced(link)
         link.sendall(LENGTH.pack(nbytes))
         until_closed(link)
+    one.close()
     assert one.transport.turned_away == 1
     assert not one.asked
 
@@ -203,4 +211,5 @@ def test_strangers_are_refused(count: int, member: Callable[..., Member]) -> Non
         if number % 100 == 50:
             one.access.ask(one.place, {}, PATIENCE_S)
     assert len(one.asked) == count // 100
+    one.close()
     assert one.transport.turned_away == count

@@ -49,7 +49,7 @@ class Worker:
                 env={**os.environ, SUPERVISOR: f"{os.getpid()}:{fd}"},
                 pass_fds=[fd],
                 process_group=0,  # a signal to this group comes to the program once, from here
-                preexec_fn=dies,  # noqa: PLW1509: there are no threads
+                preexec_fn=dies,  # noqa: PLW1509 (there are no threads)
             )
         except OSError as error:
             raise ConfigError(f"{self.command[0]}: cannot be started ({error.strerror})") from None

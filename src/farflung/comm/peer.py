@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,14 @@ from farflung.comm.interface import is_loopback
 from farflung.comm.keys import Keys, fingerprint, is_public_key
 from farflung.errors import ConfigError, ProtocolError
 
-__all__ = ["Peer", "check_peers", "connects"]
+__all__ = ["CHALLENGE", "HELLO", "PROOF_NBYTES", "VISITOR", "Peer", "check_peers", "connects"]
 
+CHALLENGE = struct.Struct("<2sBx16s")
+HELLO = struct.Struct("<IB3x16s32s")
+"""Rank, number of the connection, a nonce, the proof."""
+PROOF_NBYTES = 32
+VISITOR = (1 << 32) - 1
+"""Stands for the rank of a process that is no member; see :mod:`farflung.comm.visits`."""
 _ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
 
 

@@ -39,11 +39,10 @@ from farflung.comm.interface import LOOPBACK, is_loopback, tcp
 from farflung.comm.keys import Keys, certificate_of, tls_context
 from farflung.comm.link import Link, Path, State
 from farflung.comm.loop import Loop
-from farflung.comm.peer import Peer, connects
+from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR, Peer, connects
 from farflung.comm.pool import Pool
 from farflung.comm.records import CONTROL, FIRST, LAST, Landings, Receiver, Sender
 from farflung.comm.transport import Listener
-from farflung.comm.visits import CHALLENGE, HELLO, LENGTH, MOST_NBYTES, PROOF_NBYTES, VISITOR, visit_proof
 from farflung.comm.wire import MAGIC, VERSION, Frame, Head, Message, WireError
 from farflung.errors import ConfigError, PeerLost
 from farflung.network.tcp import LARGEST_WINDOW_BITS, CongestionControl, window_share_bps
@@ -473,6 +472,8 @@ class TcpTransport:
         self, link: Link, visits: tuple[bytes, Callable[[bytes], bytes]], nonce: bytes, proof: bytes
     ) -> None:
         """A connection says that it is a visitor's; see :mod:`farflung.comm.visits`."""
+        from farflung.comm.visits import LENGTH, MOST_NBYTES, visit_proof
+
         (key, answer), nonces = visits, link.nonce + nonce
         if not hmac.compare_digest(proof, visit_proof(key, "visitor", nonces, self.me.key)):
             link.end(ConnectionError("no visitor"))

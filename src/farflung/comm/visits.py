@@ -21,16 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from farflung.comm.keys import certificate_of
+from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR
 from farflung.types import Json
 
-__all__ = ["CHALLENGE", "HELLO", "LENGTH", "MOST_NBYTES", "PROOF_NBYTES", "VISITOR", "Access", "visit_proof"]
+__all__ = ["LENGTH", "MOST_NBYTES", "Access", "visit_proof"]
 
-CHALLENGE = struct.Struct("<2sBx16s")
-HELLO = struct.Struct("<IB3x16s32s")
-"""Rank, number of the connection, a nonce, the proof."""
-PROOF_NBYTES = 32
-VISITOR = (1 << 32) - 1
-"""Stands for the rank of a visitor."""
 LENGTH = struct.Struct("<I")
 """Comes before a question and its answer, which are JSON."""
 MOST_NBYTES = 1 << 22
@@ -93,8 +88,8 @@ class Access:
         """
         until = time.monotonic() + patience_s
         host, _, port = address.rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s) as plain:
-            link = _sealed(plain) if self.encrypted else plain
+        plain = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
+        with _sealed(plain) if self.encrypted else plain as link:
             *_, nonce = CHALLENGE.unpack(_exactly(link, CHALLENGE.size, until))
             mine = secrets.token_bytes(16)
             shown = link.getpeercert(True) if isinstance(link, ssl.SSLSocket) else None
@@ -116,7 +111,8 @@ def _sealed(plain: socket.socket) -> ssl.SSLSocket:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    return context.wrap_socket(plain)
+    with plain:  # the wrapped socket takes its descriptor over, unless the handshake fails
+        return context.wrap_socket(plain)
 
 
 def _exactly(link: socket.socket, nbytes: int, until: float) -> bytes:

@@ -152,7 +152,8 @@ class WallRuntime:
             if come is None and store is not None and size > 1:
                 come = partial(self._meet, store, join_s, range(size) if members is None else members)
             if come is not None:
-                self.peers.update({peer.rank: peer for peer in (found := come(carrier.me))})
+                found = come(carrier.me)
+                self.peers.update({peer.rank: peer for peer in found})
                 self.view.connect(found)
         except BaseException as error:
             self._thread.start()  # it closes the sockets
