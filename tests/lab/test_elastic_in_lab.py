@@ -1,4 +1,4 @@
-"""Elastic runs of real processes on slow links: connections that break, links that are cut, replicas that are killed."""
+"""Elastic runs of real processes on slow links: broken connections, links that are cut, replicas that are killed."""
 
 from __future__ import annotations
 
