@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.elastic.run import durations, trained
@@ -36,7 +38,7 @@ def test_what_is_left_goes_on(plan: FaultPlan, lost: list[list[int]]) -> None:
     left = [told for rank, told in events.items() if rank not in gone]
     assert all(len(durations(told)) == 30 for told in left)
     for told in left:
-        views = [event["lost"] for event in told if event["event"] == "view"]
+        views: list[Any] = [event["lost"] for event in told if event["event"] == "view"]
         assert [set(ranks) for ranks in views if ranks] == [set(ranks) for ranks in lost if ranks]
     (ended,) = {tuple(e["mean_loss"] for e in told if e["event"] == "step") for told in left}
     assert len(ended) == 30
