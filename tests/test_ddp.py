@@ -136,7 +136,7 @@ def test_a_state_may_be_older_than_the_process_group(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("two models", "serves another model already"),
+        ("two models", "belongs to another model already"),
         ("sparse", "neither sparse nor complex"),
         ("complex", "neither sparse nor complex"),
         ("fsdp", "FSDP hands its hooks shards"),

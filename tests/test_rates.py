@@ -95,7 +95,7 @@ def test_milestones_inside_the_warm_up_count() -> None:
         ("step(every=3, milestones=(1, 2))", "give one of every=1000"),
         ("step(every=0)", "step: every 0 must be at least 1"),
         ("step(every=3, gamma=0)", "step: gamma must be above 0"),
-        ("step(milestones=(3, 3))", "step: milestones (3, 3) must rise"),
+        ("step(milestones=(3, 3))", "step: milestones (3, 3) must be strictly increasing"),
         ("constant(final=0.1)", "unexpected keyword argument 'final'"),
         (3, "neither text nor a RateSchedule"),
     ],

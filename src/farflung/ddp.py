@@ -352,7 +352,9 @@ class HookState:
     def _enter(self, arrival: _Arrival) -> None:
         """Spreads DDP's bucket over those of the hook's own; whichever are full then are sent."""
         if not self._places.keys() >= set(arrival.parameters):
-            raise ConfigError("ddp_hook: this state serves another model already: make one for each")
+            raise ConfigError(
+                "ddp_hook: this state belongs to another model already; create one for each model"
+            )
         touched: dict[_Own, list[_Piece]] = {}
         for parameter, grad in zip(arrival.parameters, arrival.grads, strict=True):
             own, place = self._places[parameter]

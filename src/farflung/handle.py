@@ -196,7 +196,7 @@ def attach(
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
-        raise ConfigError("attach: this model is attached already: finish() its handle first")
+        raise ConfigError("attach: this model is attached already; call finish() on its handle first")
     if seat is not None:
         renamed("attach(seat=)", "attach(launch_env=)")
     env = launch_env or seat or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)

@@ -182,7 +182,7 @@ class Step(WarmUp):
         for milestone in self.milestones:
             whole_option("step", "milestones", milestone, 1)
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ConfigError(f"step: milestones {self.milestones!r} must rise")
+            raise ConfigError(f"step: milestones {self.milestones!r} must be strictly increasing")
 
     @override
     def _course(self, done: int, total: int) -> float:

@@ -186,7 +186,7 @@ def test_a_fault_at_a_step_of_a_program_that_tells_of_none(
     plan = tmp_path / "plan.toml"
     plan.write_text('[[fault]]\nkind = "crash"\nrank = 1\nat_step = 5\n')
     said = refused(capsys, "lab", "--faults", str(plan), "--", "true")
-    assert f"{plan}: crash of rank 1 at step 5: the program tells of no steps" in said
+    assert f"{plan}: crash of rank 1 at step 5: at_step requires farflung train" in said
 
 
 def test_a_cuda_device_that_is_not_there(

@@ -64,7 +64,7 @@ def test_without_a_file_it_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
         (["--reducers", "powersgd(rank=0)"], "powersgd: rank 0 must be at least 1"),
         (["--batch-size", "100000"], "--batch-size 100000: fashion-mnist/mlp has 10000 training samples"),
         (["--optimizer", "lion"], "unknown optimizer 'lion'; known: adam, adamw, lars, sgd"),
-        (["--out", "{folder}"], "is there already; take another name or remove it"),
+        (["--out", "{folder}"], "the file exists; choose another name or remove it"),
         (["--out", "{folder}/none/x.toml"], "x.toml: there is no folder"),
     ],
 )

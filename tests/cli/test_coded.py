@@ -103,8 +103,8 @@ def test_a_coordinator_that_cannot_work(
         (["--data", "long.npz"], "long.npz: x of shape [150, 12] and y of [7]: (samples, features) and"),
         (["--data", "words.npz"], "words.npz: y holds something else than finite numbers"),
         (["--data", "holes.npz"], "holes.npz: x holds something else than finite numbers"),
-        (["--data", "good.npz", "--part", "4/3"], "part 4/3: of 3 parts there are 1 to 3"),
-        (["--data", "good.npz", "--part", "0/3"], "part 0/3: of 3 parts there are 1 to 3"),
+        (["--data", "good.npz", "--part", "4/3"], "part 4/3: the part must be between 1 and 3"),
+        (["--data", "good.npz", "--part", "0/3"], "part 0/3: the part must be between 1 and 3"),
         (["--data", "good.npz", "--part", "third"], "part 'third': write it as I/K, such as 1/4"),
         (["--data", "good.npz", "--part", "1/500"], "part 1/500: there are 150 rows"),
         (

@@ -61,7 +61,7 @@ def test_methods_make_the_faults_of_their_names() -> None:
         ({"kind": "throttle", "bandwidth_bps": float("nan")}, "bandwidth_bps = nan: must be above 0"),
         ({"loss": 0.1}, "loss = 0.1: lose needs one, and nothing else has one"),
         ({"kind": "lose"}, "loss = None: lose needs one"),
-        ({"kind": "lose", "loss": 1.0}, "loss = 1.0: must be a share of packets"),
+        ({"kind": "lose", "loss": 1.0}, "loss = 1.0: must be a fraction of packets"),
         ({"peer": 2}, "peer = 2: only cut, reset, throttle, lose, restore have one"),
         ({"kind": "cut", "peer": 1}, "peer = 1: must be another rank"),
         ({"group": (2,)}, "group, one_way: only cut, reset, throttle, lose, restore have them"),

@@ -184,7 +184,7 @@ def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Pa
 
 
 def test_a_step_of_what_tells_of_none_is_refused(lab: Lab) -> None:
-    with pytest.raises(ConfigError, match=r"crash of rank 1 at step 5: the program tells of no steps"):
+    with pytest.raises(ConfigError, match=r"crash of rank 1 at step 5: at_step requires farflung train"):
         run_job(lab, ["true"], {}, plan=FaultPlan().crash(1, at_step=5))
 
 

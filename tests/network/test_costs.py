@@ -146,5 +146,5 @@ def test_the_first_wins_a_tie() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(UnknownName, match="unknown collective 'tree'"):
         cost_s(ALIKE.for_nodes(2), "tree", 1)
-    with pytest.raises(ConfigError, match="uniform: nodes: how many is open"):
+    with pytest.raises(ConfigError, match="uniform: the number of nodes is not set"):
         cost_s(ALIKE, "ring", 1)

@@ -272,7 +272,7 @@ def two(**changed: Any) -> NetworkProfile:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"sites": ()}, "p: site: there is none"),
+        ({"sites": ()}, "p: site: a profile needs at least one"),
         ({"sites": (Site("a", 1), Site("a", 1))}, "p: site: a is there twice"),
         ({"connections": (Connection("a", "b", FAR),)}, "p: link: none leads from b to a"),
         ({"connections": (Connection("a", "c", FAR),)}, "p: link from a to c: no site is named 'c'"),

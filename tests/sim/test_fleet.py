@@ -125,7 +125,11 @@ def test_a_million_devices_by_hand() -> None:
     [
         ({"collective": "ring"}, UnknownName, "unknown collective for classes 'ring'"),
         ({"devices": DEVICES[:2]}, ConfigError, "2 device profiles for 3 sites"),
-        ({"network": NetworkProfile.uniform(Link(0.1))}, ConfigError, "uniform: nodes: how many is open"),
+        (
+            {"network": NetworkProfile.uniform(Link(0.1))},
+            ConfigError,
+            "uniform: the number of nodes is not set",
+        ),
         ({"network": NetworkProfile.uniform(Link(0.1, jitter_s=0.1), 2)}, ConfigError, "uniform: jitter_s"),
     ],
 )

@@ -65,7 +65,7 @@ class Calibrate:
         """Carries it out; returns the exit code."""
         sharing = Sharing(self.replicas, self.threads)
         if self.out is not None and self.out.exists():
-            raise ConfigError(f"--out {self.out}: is there already; take another name or remove it")
+            raise ConfigError(f"--out {self.out}: the file exists; choose another name or remove it")
         if self.out is not None and not self.out.parent.is_dir():
             raise ConfigError(f"--out {self.out}: there is no folder {self.out.parent}")
         work = workload(self.workload, **({} if self.data in (None, "auto") else {"data": self.data}))

@@ -63,7 +63,7 @@ class Part:
             raise ConfigError(f"part {text!r}: write it as I/K, such as 1/4")
         part = Part(int(found[1]), int(found[2]), seed)
         if not 1 <= part.number <= part.of:
-            raise ConfigError(f"part {text}: of {part.of} parts there are 1 to {part.of}")
+            raise ConfigError(f"part {text}: the part must be between 1 and {part.of}")
         return part
 
     def rows(self, count: int) -> Tensor:

@@ -142,7 +142,9 @@ class Folder:
                     "choose another --folder, or go on with its settings"
                 )
         if self.summary.exists() and _object(self.summary).get("converged"):
-            raise ConfigError(f"{self.path}: the run in it has converged: choose another --folder")
+            raise ConfigError(
+                f"{self.path}: the run in this folder has converged already; choose another --folder"
+            )
         return name
 
     def keep_classes(self, classes: Classes) -> Classes:

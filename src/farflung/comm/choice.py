@@ -35,7 +35,7 @@ def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes
     if formula is None:
         raise Unsupported(f"collective {collective!r} has no formula for its time: simulate it instead")
     if profile.nodes is None:
-        raise ConfigError(f"{profile.name}: nodes: how many is open; use for_nodes(count)")
+        raise ConfigError(f"{profile.name}: the number of nodes is not set; use for_nodes(count)")
     return 0.0 if profile.nodes == 1 else formula(profile, nbytes, side_nbytes)
 
 

@@ -98,7 +98,7 @@ class Fault:
                 f"bandwidth_bps = {self.bandwidth_bps}: must be above 0, in bits per second; cut lets nothing pass"
             )
         if self.loss is not None and not 0 <= self.loss < 1:
-            raise ConfigError(f"loss = {self.loss}: must be a share of packets, at least 0 and below 1")
+            raise ConfigError(f"loss = {self.loss}: must be a fraction of packets, at least 0 and below 1")
         if self.peer is not None and self.kind not in BETWEEN_TWO:
             raise ConfigError(f"peer = {self.peer}: only {', '.join(BETWEEN_TWO)} have one")
         if self.peer is not None and (self.peer < 0 or self.peer == self.rank):

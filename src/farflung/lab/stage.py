@@ -35,7 +35,7 @@ def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
     plan.check(nodes, CARRIED, "a lab")
     for fault in plan.faults:
         if fault.at_step is not None and not told:
-            raise ConfigError(f"{fault}: the program tells of no steps, as train does: give at_s")
+            raise ConfigError(f"{fault}: at_step requires farflung train, which reports steps; use at_s")
 
 
 class LabStage:

@@ -138,7 +138,7 @@ class NetworkProfile:
 
     def __post_init__(self) -> None:
         if not self.sites:
-            raise ConfigError(f"{self.name}: site: there is none")
+            raise ConfigError(f"{self.name}: site: a profile needs at least one")
         check_congestion(self.name, self.congestion)
         check_connections(self.name, self.tcp_connections)
         _once(self.name, "site", (site.name for site in self.sites))

@@ -102,7 +102,7 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated:
     """
     course = _course(events)
     if not course.devices:
-        raise DataError(f"no picture for {path}: no device has come")
+        raise DataError(f"no picture for {path}: no device has joined")
     high = min(9.0, max(1.6, 0.28 * len(course.devices)))
     with picture(path, (12, 6.4 + high), title, simulated=simulated) as figure:
         devices, redundancy, objective = figure.subplots(3, 1, sharex=True, height_ratios=[high, 1.4, 2.4])

@@ -40,7 +40,7 @@ def sent_by_kind(events_by_rank: Mapping[int, Iterable[Event]]) -> SentByKind:
       DataError: a replica has not come to its end, or its events are damaged.
     """
     if not events_by_rank:
-        raise DataError("the run has no events: nothing is known of what was sent")
+        raise DataError("the run has no telemetry events, so its traffic is unknown")
     by_rank = {rank: _at_the_end(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     kinds = dict.fromkeys((*KINDS.values(), *sorted(set().union(*by_rank.values()))))
     found = {kind: {rank: sent[kind] for rank, sent in by_rank.items() if kind in sent} for kind in kinds}

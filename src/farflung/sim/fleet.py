@@ -78,7 +78,7 @@ def time_fleet(
       ConfigError: another number of device profiles than sites, or a network with jitter.
     """
     if network.nodes is None:
-        raise ConfigError(f"{network.name}: nodes: how many is open; use for_nodes(count)")
+        raise ConfigError(f"{network.name}: the number of nodes is not set; use for_nodes(count)")
     nbytes = numel * element_nbytes
     by_owners = {name: one.owners for name, one in COLLECTIVES.items() if one.owners is not None}
     if collective == AUTO:
