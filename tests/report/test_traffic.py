@@ -60,7 +60,7 @@ def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None
 @pytest.mark.parametrize(
     ("events", "says"),
     [
-        ({}, "has no events"),
+        ({}, "has no telemetry events"),
         ({0: [end({})], 1: []}, "rank 1 has not come to the end"),
         ({0: [{"event": "end", "rank": 0}]}, "of an older version"),
         ({0: [end([1])]}, "is damaged"),
