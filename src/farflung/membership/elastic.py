@@ -155,6 +155,8 @@ class Elastic:
         self._breaks: dict[str, list[float]] = {}
         """When connections to each member were found broken; a silent member's are not made again directly."""
         self._silent = set[str]()
+        self._malformed = set[str]()
+        """Members that have sent what is malformed; they are heard no more, nor are connections to them made again."""
         self._heard: dict[str, float] = {}
         """When each process was heard last by this driver."""
         self._known = set(names)
@@ -451,6 +453,8 @@ class Elastic:
             self._hear(str(source), bytes(text.numpy()))
 
     def _hear(self, source: str, text: bytes) -> None:
+        if source in self._malformed:
+            return
         self._heard[source] = self._runtime.now()
         if source not in self._member.connected and source not in self._closed:
             self._silent.discard(source)
@@ -470,6 +474,7 @@ class Elastic:
         try:
             message = self._codec.decode(text)
         except Malformed:
+            self._malformed.add(source)
             self._member.lost(source)
         else:
             self._member.hear(source, message)
@@ -483,6 +488,8 @@ class Elastic:
     async def _welcome(self) -> None:
         while True:
             name = str(await self._comm.arrival())
+            if name in self._malformed:
+                continue
             if name in self._known:
                 self._closed.discard(name)
                 self._silent.discard(name)
@@ -544,6 +551,8 @@ class Elastic:
             relay = self._relay(pair)
             if self._member.name in pair:
                 (name,) = pair - {self._member.name}
+                if name in self._malformed:
+                    continue
                 through, made = self._dials.get(name, (None, None))
                 ended = made is not None and through is None and made.error is not None
                 if made is None and now < since + dial_s and not self._flaps(name):

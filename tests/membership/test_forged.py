@@ -1,0 +1,151 @@
+"""Forged messages while views change are refused or harmless, and malformed ones of a member end no run."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from typing_extensions import override
+
+from farflung.faults import FaultPlan
+from farflung.membership import Codec, Elastic, Malformed, Report, Vote
+from tests.membership import test_elastic
+from tests.membership.test_elastic import Ended, check, run
+
+COUNT, SEEDS, AT_ONCE = 10_000, 5, 40
+"""Forged messages in all, runs, and forged messages beside one that is not."""
+CRASHED, ABSENT = 1, 4
+"""The rank that crashes, and the one that joins later."""
+PLAN = FaultPlan().crash(CRASHED, at_step=3).join(ABSENT, at_step=8)
+OTHER = Codec(b"another key")
+
+
+def damaged(draw: random.Random, text: bytes) -> bytes:
+    """A text with some bytes changed, left out or put in; now and then mere noise."""
+    if draw.random() < 0.2:
+        return draw.randbytes(draw.randrange(200))
+    data = bytearray(text)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(data) + 1)
+        match draw.randrange(3):
+            case 0:
+                data[at : at + 1] = draw.randbytes(1)
+            case 1:
+                del data[at : at + draw.randint(1, 9)]
+            case _:
+                data[at:at] = draw.choice([b"[", b"]", b"null", b"-1", b'"', draw.randbytes(3)])
+    return bytes(data)
+
+
+class Forged(Elastic):
+    """Hears forged messages beside each that is not.
+
+    Reports are believed, so a damaged text that is another message is decoded alone.
+    """
+
+    draw: random.Random
+    counts: Counter[str]
+    left: int
+
+    @override
+    def _hear(self, source: str, text: bytes) -> None:
+        super()._hear(source, text)
+        if not text.startswith(b"["):
+            return
+        said: list[tuple[str, bytes]] = self.__dict__.setdefault("said", [])
+        said.append((source, text))
+        for _ in range(min(AT_ONCE, self.left)):
+            Forged.left -= 1
+            kind = self._forge(said)
+            self.counts[kind] += 1
+            self.counts["while a view changes"] += self._frozen
+
+    def _forge(self, said: list[tuple[str, bytes]]) -> str:
+        """Make one and hear it; return what became of it."""
+        source, text = self.draw.choice(said)
+        match self.draw.randrange(4):
+            case 0:
+                dead = self.draw.choice(self._view.members)
+                with pytest.raises(Malformed, match="signature"):
+                    self.certified(OTHER.encode(OTHER.certify(dead, -9, None)))
+                return "wrong key"
+            case 1 if str(CRASHED) in self._closed:
+                certificate = self._codec.certify(str(CRASHED), -9, None)
+                super()._hear(source, self._codec.encode(certificate))
+                return "certificate again"
+            case 2 if old := [one for one in said if self._is_old(one[1])]:
+                super()._hear(*self.draw.choice(old))
+                return "another view"
+        text = damaged(self.draw, text)
+        try:
+            message = self._codec.decode(text)
+        except Malformed:
+            gone = [str(CRASHED)] if str(CRASHED) in self._closed else []
+            for name in gone:
+                super()._hear(name, text)
+            return "malformed, of a rank that has crashed" if gone else "malformed"
+        assert self._codec.decode(self._codec.encode(message)) == message
+        return "another message"
+
+    def _is_old(self, text: bytes) -> bool:
+        message = self._codec.decode(text)
+        return (isinstance(message, Report) and message.view.number < self._view.number) or (
+            isinstance(message, Vote) and message.value.number <= self._view.number
+        )
+
+
+def equal(ended: Ended, other: Ended) -> bool:
+    return all(torch.equal(other.models[0][name], tensor) for name, tensor in ended.models[0].items())
+
+
+def test_forged_messages_while_views_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run(5, PLAN)
+    monkeypatch.setattr(test_elastic, "Elastic", Forged)
+    Forged.counts = Counter()
+    for seed in range(SEEDS):
+        Forged.draw, Forged.left = random.Random(seed), COUNT // SEEDS
+        ended = run(5, PLAN)
+        assert ended.error is None
+        assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2, 3, 4]
+        check(ended)
+        assert equal(plain, ended)
+        assert Forged.left == 0
+    assert Forged.counts["while a view changes"] > COUNT / 4
+
+
+class Deaf(Elastic):
+    """Some members get malformed messages of the agreement from rank 2."""
+
+    receivers: tuple[str, ...]
+
+    @override
+    def _hear(self, source: str, text: bytes) -> None:
+        malformed = source == "2" and self._member.name in self.receivers and text.startswith(b"[")
+        super()._hear(source, b"{" if malformed else text)
+
+
+CRASH, RESET = FaultPlan().crash(1, at_step=3), FaultPlan().reset(3, 1, at_step=3)
+
+
+@pytest.mark.parametrize(
+    ("receivers", "faults", "left"),
+    [
+        ("0", RESET, [0, 1, 3]),
+        ("13", RESET, [0, 1, 3]),
+        ("013", RESET, [0, 1, 3]),
+        ("0", CRASH, [0, 3]),
+        ("03", CRASH, [0, 3]),
+        ("3", CRASH, [0, 2]),  # of two that are cut from each other the senior stays
+    ],
+)
+def test_the_run_goes_on_where_a_member_sends_malformed_messages(
+    receivers: str, faults: FaultPlan, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_elastic, "Elastic", Deaf)
+    Deaf.receivers = tuple(receivers)
+    ended = run(4, faults, "synchronous(codec='int8')")
+    assert ended.error is None
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == left
+    check(ended)
