@@ -6,6 +6,8 @@ cannot be reached prints its stack to stderr.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 import time
@@ -23,6 +25,8 @@ S = TypeVar("S", bound=dist.Store)
 
 _LOOK_S = 0.02
 """How often it is looked whether a key has been published."""
+_SERVE_S = 60.0
+"""How long a store may take to be served; a name server may delay the look-up of its address by 10 s."""
 _TRY_S = 5.0
 """How long one attempt to reach a store may take."""
 _RETRY_S = 0.5
@@ -37,14 +41,20 @@ def serving(host: str, port: int) -> dist.TCPStore:
       port: 0: any that is free.
 
     Raises:
-      OSError: there is no such host, or it cannot be listened at.
+      OSError: there is no such host, it cannot be listened at, or the store does not answer its own client.
     """
     (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     listener = socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-    )  # fmt: skip
+
+    def serve() -> dist.TCPStore:
+        fd = listener.detach()
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+    try:
+        return _on_a_thread(serve, _SERVE_S)
+    except TimeoutError:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
 
 
 def reached(host: str, port: int, connect: Callable[[], S], what: str, patience_s: float) -> S:
