@@ -27,7 +27,7 @@ from benchmarks.common.results import (
     store,
 )
 from benchmarks.common.trainings import Trainings
-from farflung.errors import DataMissing, FarflungError
+from farflung.errors import DataMissing, FarflungError, MissingExtra
 
 __all__ = ["KINDS", "STOPPED", "Benchmark", "Flag", "Group", "Kind", "Kinds", "main"]
 
@@ -191,7 +191,7 @@ def _measure(
         began = time.monotonic()
         try:
             found = group.measure(options.quick)
-        except DataMissing as error:
+        except (DataMissing, MissingExtra) as error:
             code = max(code, 0 if options.quick else _failed(name, error, console))
             continue
         except (FarflungError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -10,10 +11,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,16 +24,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import farflung
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import environment
+from benchmarks.elastic import peers
 from farflung.devices import DeviceProfile
-from farflung.errors import LabError
+from farflung.errors import DataMissing, LabError
 from farflung.faults import Fault, FaultPlan
+from farflung.lab import Lab
 from farflung.network import network_profile
+from farflung.seeding import generator
 from farflung.telemetry import Event, read_events
+from farflung.workloads import workload
 from tests.membership.plans import check
 
 STALL = "stall of survivors after kill -9, {}"
 CUT = "stall after a silent cut"
 PARTIAL = "two members cannot reach each other, a third reaches both: members lost"
+JOIN = "a joiner: from its start to its first committed step, wifi-100mbps"
+HALVES = "views that train at once after all connections between two halves are reset, both alive"
+RESTART = "restart"
 STATIC = "elastic over static step time, wifi-100mbps"
 TWO = "kill -9 of one of two, started by farflung train or farflung worker: runs that go on"
 AGREED = "views agreed in 2,000 seeded plans with leaders lost while they set a view, virtual time"
@@ -122,9 +132,8 @@ def durations(events: Sequence[Event]) -> dict[int, float]:
     return {int(str(e["step"])): float(str(e["duration_s"])) for e in events if e["event"] == "step"}
 
 
-def waited_s(events: Sequence[Event], at: int, begin: int) -> float:
+def waited_s(took: Mapping[int, float], at: int, begin: int) -> float:
     """What the longest step after a fault took over the median of those before it."""
-    took = durations(events)
     ordinary = statistics.median(seconds for step, seconds in took.items() if begin <= step < at - 1)
     return max(seconds for step, seconds in took.items() if step >= at - 1) - ordinary
 
@@ -147,9 +156,163 @@ def stall(network: str, quick: bool) -> Mapping[str, Measured]:
         ended = [told for told in left if told and told[-1]["event"] == "end"]
         if len(ended) < len(left):
             raise LabError(f"{len(ended)} of {len(left)} survivors came to the end")
-        found.append(max(waited_s(told, at, begin) for told in left) - 3 * delay_s(network))
+        found.append(max(waited_s(durations(told), at, begin) for told in left) - 3 * delay_s(network))
     config = {"trials": found, "nodes": NODES, "one_way_s": delay_s(network)}
     return {STALL.format(network): Measured(statistics.median(found), (min(found), max(found)), config)}
+
+
+def stall_of(peer: str, quick: bool) -> Mapping[str, Measured]:
+    """Kills the worker of each node in turn, of a peer."""
+    if quick:
+        raise DataMissing("peers are measured in the lab alone")
+    found = []
+    for turn in range(8 if peer in peers.HEARTBEATS else NODES):
+        left = peers.survivors(peer, MODEL, WIFI, NODES, lost=turn % NODES, at=AT, steps=AT + 5)
+        found.append(max(waited_s(took, AT, FROM) for took in left.values()) - 3 * delay_s(WIFI))
+    config = {"trials": found, "nodes": NODES, **peers.HEARTBEATS.get(peer, {})}
+    return {of_peer(peer): Measured(statistics.median(found), (min(found), max(found)), config)}
+
+
+def of_peer(peer: str) -> str:
+    """The row of a peer."""
+    return f"{STALL.format(WIFI)}, {'torchrun' if peer == RESTART else 'torchft 0.2,'} {peer}"
+
+
+def joiner(quick: bool) -> Mapping[str, Measured]:
+    """Has a replica join four, in a network of its own."""
+    if quick:
+        plan = FaultPlan().join(NODES, at_step=4)
+        events = trained(True, WIFI, NODES, plan, 60, elastic=f"1:{NODES + 1}")
+        return {} if events else {JOIN: Measured(None, None)}
+    trials = [joined() for _ in range(5)]
+    found = [trial["seconds"] for trial in trials]
+    return {JOIN: Measured(statistics.median(found), (min(found), max(found)), {"trials": trials})}
+
+
+JOINER = """
+import json, sys, time
+began = time.monotonic()
+import torch
+with open(sys.argv.pop(1), "w") as file:
+    json.dump([began, time.monotonic()], file)
+import farflung.telemetry as telemetry
+emit = telemetry.Telemetry.emit
+def tell(self, event, **fields):
+    emit(self, event, **fields)
+    if event == "step":
+        telemetry.Telemetry.emit = emit
+        print(json.dumps([time.monotonic(), fields["step"]]), flush=True)
+telemetry.Telemetry.emit = tell
+from farflung.__main__ import main
+sys.exit(main())
+"""
+"""``farflung join`` that notes when torch is imported and when its first step is committed."""
+
+
+def joined() -> dict[str, float]:
+    """Seconds of one replica that joins."""
+    with (
+        tempfile.TemporaryDirectory(prefix="farflung-elastic-") as name,
+        Lab(network_profile(WIFI).for_nodes(NODES + 1), NODES + 1) as lab,
+    ):
+        folder = Path(name)
+        lab.check(any_delay=True)
+        lab.begin()
+        command = [
+            *(
+                "env",
+                f"WORLD_SIZE={NODES}",
+                f"LOCAL_WORLD_SIZE={NODES}",
+                sys.executable,
+                "-m",
+                "farflung",
+                "train",
+                "--workload",
+                MODEL,
+            ),
+            *("--data", "packaged", "--codec", "int8", "--steps", "100000", "--elastic", f"1:{NODES + 1}"),
+            *("--evaluate-every", "1000000", "--checkpoint-every", "1000000", "--out", f"{name}/run"),
+        ]
+        with (folder / "log").open("wb") as log:
+            for node in range(NODES):
+                lab.start(node, command, environment(), log.fileno())
+            telemetry = folder / "run" / "telemetry"
+            wait_for(lambda: has_step(telemetry / "rank-0.jsonl"), "a step of the run")
+            began = time.monotonic()
+            said = (folder / "said").open("wb")
+            noted = folder / "imported"
+            lab.start(
+                NODES,
+                [sys.executable, "-c", JOINER, str(noted), "join", f"{name}/run", "--quiet"],
+                environment(),
+                said.fileno(),
+            )
+            wait_for(lambda: (folder / "said").read_text().count("\n") > 0, "the joiner's first step")
+            said.close()
+        line = (folder / "said").read_text().splitlines()[0]
+        ended, step = json.loads(line) if line.startswith("[") else (math.nan, 0)
+        if not step:
+            raise LabError(f"the joiner failed: {line}")
+        before, after = json.loads(noted.read_text())
+        state_s = 8 * state_nbytes() / 100e6
+        return {
+            "seconds": ended - began - (after - before) - state_s,
+            "whole": ended - began,
+            "interpreter": before - began,
+            "import_of_torch": after - before,
+            "transfer_of_state": state_s,
+        }
+
+
+def state_nbytes() -> int:
+    """Of parameters and momentum."""
+    model = workload(MODEL).model(generator(0, "model"))
+    return 2 * sum(one.numel() * one.element_size() for one in model.parameters())
+
+
+def has_step(file: Path) -> bool:
+    """Whether a replica has done a step."""
+    return file.exists() and any(event["event"] == "step" for event in read_events(file))
+
+
+def wait_for(found: Callable[[], bool], what: str) -> None:
+    """Polls, for two minutes at most."""
+    until = time.monotonic() + 120
+    while not found():
+        if time.monotonic() > until:
+            raise LabError(f"{what} did not come within two minutes")
+        time.sleep(0.02)
+
+
+def halves(quick: bool) -> Mapping[str, Measured]:
+    """Resets all connections between two halves of four, five times in a run, at seeded steps and of seeded halves."""
+    several, left, resets = [], [], 0
+    for seed in range(1 if quick else 20):
+        random, plan, step = Random(seed), FaultPlan(), 4
+        for _ in range(1 if quick else 5):
+            plan = plan.reset(0, group=(random.randint(1, NODES - 1),), at_step=step)
+            step += random.randint(10, 20)
+        resets += len(plan.faults)
+        events = trained(quick, WIFI, NODES, plan, step, elastic="1")
+        begins = [int(str(fault.at_step)) for fault in plan.faults]
+        several += sorted({(seed, sum(begin <= step + 1 for begin in begins)) for step in at_once(events)})
+        left.append(sum(told[-1]["event"] == "end" for told in events.values()))
+    config = {"resets": resets, "runs": len(left), "members_at_the_end": left, "several": several}
+    return {HALVES: Measured(float(len(several)), None, config)}
+
+
+def at_once(events: Mapping[int, Sequence[Event]]) -> list[int]:
+    """The steps that replicas do in different views."""
+    views = dict[int, set[Any]]()
+    for told in events.values():
+        changes: list[Any] = [(0, sorted(events))]
+        for event in told:
+            if event["event"] == "view":
+                changes.append((event["step"], event["members"]))
+            elif event["event"] == "step":
+                step = int(str(event["step"])) - 1
+                views.setdefault(step, set()).add(tuple([of for begin, of in changes if begin <= step][-1]))
+    return [step for step, found in sorted(views.items()) if len(found) > 1]
 
 
 def silent_cut(quick: bool) -> Mapping[str, Measured]:
@@ -158,7 +321,7 @@ def silent_cut(quick: bool) -> Mapping[str, Measured]:
     for _ in range(1 if quick else 4):
         plan = FaultPlan((Fault("cut", NODES - 1, at_step=at, for_s=20.0),))
         events = trained(quick, WIFI, NODES, plan, steps, elastic="1", deadline=DEADLINE_S)
-        found.append(max(waited_s(events[rank], at, begin) for rank in range(NODES - 1)))
+        found.append(max(waited_s(durations(events[rank]), at, begin) for rank in range(NODES - 1)))
     config = {"trials": found, "deadline_s": DEADLINE_S}
     return {CUT: Measured(statistics.median(found), (min(found), max(found)), config)}
 
@@ -289,6 +452,12 @@ BENCHMARK = Benchmark(
         Group((PARTIAL,), partial_cut, "measured", 2.0, CANARIES),
         Group((STATIC,), without_faults, "measured", 6.0, CANARIES),
         Group((TWO,), one_of_two, "measured", 3.0, CANARIES),
+        Group((JOIN,), joiner, "measured", 3.0, CANARIES),
+        Group((HALVES,), halves, "measured", 12.0, CANARIES),
+        *(
+            Group((of_peer(peer),), partial(stall_of, peer), "measured", 4.0, CANARIES)
+            for peer in (*peers.HEARTBEATS, RESTART)
+        ),
     ],
 )
 
