@@ -295,7 +295,7 @@ def halves(quick: bool) -> Mapping[str, Measured]:
         resets += len(plan.faults)
         events = trained(quick, WIFI, NODES, plan, step, elastic="1")
         begins = [int(str(fault.at_step)) for fault in plan.faults]
-        several += sorted({(seed, sum(begin <= step + 1 for begin in begins)) for step in at_once(events)})
+        several += sorted({(seed, sum(begin <= step for begin in begins)) for step in at_once(events)})
         left.append(sum(told[-1]["event"] == "end" for told in events.values()))
     config = {"resets": resets, "runs": len(left), "members_at_the_end": left, "several": several}
     return {HALVES: Measured(float(len(several)), None, config)}
@@ -310,7 +310,7 @@ def at_once(events: Mapping[int, Sequence[Event]]) -> list[int]:
             if event["event"] == "view":
                 changes.append((event["step"], event["members"]))
             elif event["event"] == "step":
-                step = int(str(event["step"])) - 1
+                step = int(str(event["step"]))
                 views.setdefault(step, set()).add(tuple([of for begin, of in changes if begin <= step][-1]))
     return [step for step, found in sorted(views.items()) if len(found) > 1]
 
