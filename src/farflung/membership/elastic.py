@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
-from farflung.comm.channel import step_of
+from farflung.comm.channel import describe, step_of
 from farflung.errors import (
     DeadlinePassed,
     FarflungError,
@@ -167,6 +167,11 @@ class Elastic:
             runtime.launch(self._listen())
             runtime.launch(self._watch())
             runtime.launch(self._welcome())
+
+    @property
+    def view(self) -> View:
+        """The newest view that is installed."""
+        return self._view
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
@@ -620,15 +625,38 @@ def _plain(value: object) -> object:
 
 
 class _Channel(ExchangeChannel):
-    """A channel within a view, whose bytes are counted by rank in the first view."""
+    """A channel within a view, whose bytes are counted by rank in the first view.
+
+    An attempt whose message has arrived just before a newer view resumes after that view is installed: it may neither
+    send there nor take the messages of the attempt that follows it.
+    """
 
     def __init__(self, within: Among, logged: _Logged[Any]) -> None:
         super().__init__(cast("Communicator", within), logged.exchange, logged.part)
         self.sent = logged.channel.sent
         self._ranks = within.ranks
+        self._elastic, self._view = logged.elastic, logged.elastic.view
+
+    @override
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
+        return super().recv(src, hop, expect) if self._is_current else self._ended(src, hop)
+
+    @override
+    def land(self, src: int, hop: int, into: Tensor) -> None:
+        if self._is_current:
+            super().land(src, hop, into)
+
+    @property
+    def _is_current(self) -> bool:
+        return self._elastic.view is self._view
+
+    def _ended(self, rank: int, hop: int) -> Pending[Any]:
+        return failed(WaitEnded(self._ranks[rank], describe(self.tag(hop))))
 
     @override
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        if not self._is_current:
+            return self._ended(dst, hop)
         self.sent[self._ranks[dst]] += payload.nbytes
         return self._comm.send(payload, dst, self.tag(hop))
 
