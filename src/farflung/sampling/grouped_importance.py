@@ -69,11 +69,12 @@ class GroupedImportance:
     :class:`farflung.sampling.Bacc`; ``None`` for ten batches, with the paper's rule 8 groups.
 
     **Rules** ``pool`` and ``two`` draw a batch without replacement from the newest group, see
-    :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are
-    held are the candidates, each until it is drawn or lost, see :meth:`farflung.sampling.Rule.stream_batch`; those
-    whose score is oldest are scored, first those without any; ``two`` is refused there. **Rule** ``auto`` takes either while that is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no
-    stream. Otherwise batches are uniform, in shuffled passes over the replica's samples, and what is scored is a batch
-    of candidates in every 20th step; nothing, where no gain can be predicted.
+    :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are held are
+    the candidates, each until it is drawn or lost, see :meth:`farflung.sampling.Rule.stream_batch`; those whose score
+    is oldest are scored, first those without any; ``two`` is refused there. **Rule** ``auto`` takes either while that
+    is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no stream. Otherwise batches are uniform, in shuffled
+    passes over the replica's samples, and what is scored is a batch of candidates in every 20th step; nothing, where no
+    gain can be predicted.
 
     **Rule** ``fill`` computes gradients in the wait in place of scores, a third as many, of uniform samples; they are
     a step old when the next step's gradient takes them in, weighted by samples. Its batches are uniform, and come from
