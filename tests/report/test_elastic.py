@@ -90,7 +90,7 @@ def test_the_loss_of_a_run_without_faults_stands_beside(tmp_path: Path, drawn: l
 
 def test_a_resumed_run_has_the_members_since(tmp_path: Path, drawn: list[Figure]) -> None:
     later: Event = {**LOST, "step": 8, "again": [7]}
-    events = {rank: [*session(rank, range(6), LOST), *session(rank, range(5, 10), later)] for rank in (0, 1)}
+    events = {rank: [*session(rank, range(12), LOST), *session(rank, range(5, 10), later)] for rank in (0, 1)}
     events[2] = [*session(2, range(3)), *session(2, range(5, 7))]
     elastic_picture(events, tmp_path / "a.png", title="t", simulated=True)
     members, _, losses = drawn[0].axes
