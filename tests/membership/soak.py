@@ -38,8 +38,7 @@ LINKS, LAB_STEPS, KILLED = "wifi-10mbps", 60, 128 + signal.SIGKILL
 
 def elastic(seed: int) -> str:
     """Train in virtual time under a seed's plan, and say how that ended."""
-    ended = test_elastic.run(*test_elastic.plan(seed), seed=seed)
-    test_elastic.check(ended)
+    ended = test_elastic.checked(seed)
     return "runs ended in one model" if ended.error is None else "runs stopped by name"
 
 
