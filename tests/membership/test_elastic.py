@@ -57,24 +57,6 @@ def _part(taken: list[range], first: int, count: int) -> list[int]:
     return [position for one in taken for position in one][first : first + count]
 
 
-class NotedElastic(Elastic):
-    """Notes which ranks have contributed to each exchange of steps that is whole here, by number."""
-
-    ended: Ended
-    made: dict[int, tuple[int, set[int]]]
-
-    def _has(self, logged: Any, value: Any) -> None:
-        if logged.exchange in (Purpose.STEP.at(logged.step), Purpose.FLUSH.at(logged.step)):
-            self.made[logged.number] = logged.step, set(self._among(logged).ranks)
-        super()._has(logged, value)
-
-    async def _adopt(self, logged: Any, giver: int) -> None:
-        await super()._adopt(logged, giver)
-        given: Any = self.ended.replicas[giver].runtime.elastic
-        if logged.number in given.made:
-            self.made[logged.number] = given.made[logged.number]
-
-
 @dataclass
 class Ended:
     """A run: the models and losses of those that came to its end, and all replicas."""
@@ -88,7 +70,29 @@ class Ended:
 
     @property
     def survivors(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.step_done == STEPS]
+        """Those that have done all steps and are in the newest view of these."""
+        done: list[Any] = [replica for replica in self.replicas if replica.step_done == STEPS]
+        newest = max((one.runtime.elastic._view.number for one in done), default=0)
+        return [one for one in done if one.runtime.elastic._view.number == newest]
+
+
+def note(elastic: Any, ended: Ended) -> None:
+    """Note the step of each exchange of steps that is whole at a member, and the ranks that contributed, by number."""
+    made: dict[int, tuple[int, set[int]]] = {}
+    has, adopt = elastic._has, elastic._adopt
+
+    def noted_has(logged: Any, value: Any) -> None:
+        if logged.exchange in (Purpose.STEP.at(logged.step), Purpose.FLUSH.at(logged.step)):
+            made[logged.number] = logged.step, set(elastic._among(logged).ranks)
+        has(logged, value)
+
+    async def noted_adopt(logged: Any, giver: int) -> None:
+        await adopt(logged, giver)
+        given: Any = ended.replicas[giver].runtime.elastic
+        if logged.number in given.made:
+            made[logged.number] = given.made[logged.number]
+
+    elastic.made, elastic._has, elastic._adopt = made, noted_has, noted_adopt
 
 
 def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int = 0, least: int = 1) -> Ended:
@@ -113,10 +117,10 @@ def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int 
         replica.parts.sampler.drawn = {}  # type: ignore[attr-defined]
         reach = replica.parts.schedule.reach
         members = [rank for rank in range(size) if rank not in faults.absent]
-        runtime.elastic = elastic = NotedElastic(
+        runtime.elastic = Elastic(
             runtime, b"key", least=least, patience_s=DEADLINE_S, reach=reach, members=members
         )
-        elastic.ended, elastic.made = ended, {}
+        note(runtime.elastic, ended)
         ended.replicas.append(replica)
     try:
         for summary, model in world.run([whole(replica) for replica in ended.replicas]):
