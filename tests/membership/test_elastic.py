@@ -158,6 +158,7 @@ def check(ended: Ended) -> None:
             drawn: Any = ended.replicas[rank].parts.sampler
             assert ended.replicas[rank].step_done < STEPS or drawn.drawn[step] == positions
     assert counts == Counter(range(sampler._cursor))
+    assert ended.samples == {counts.total() - sum(map(len, sampler._returned))}
     contributed: dict[int, set[int]] = {}
     for replica in survivors:
         known_made: Any = replica.runtime.elastic
