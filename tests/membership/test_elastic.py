@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from farflung.comm import Purpose
-from farflung.errors import RunLost
+from farflung.errors import Left, RunLost
 from farflung.faults import Fault, FaultPlan
-from farflung.membership import Elastic
+from farflung.membership import Elastic, View
 from farflung.network import network_profile
 from farflung.replica import Replica
 from farflung.runs.config import SimulatedConfig
@@ -205,11 +205,11 @@ def plan_of(draw: random.Random, joins: bool, between: bool) -> tuple[int, Fault
     size = draw.choice([2, 3, 3, 4, 4, 5, 6])
     faults = partitions(draw, size) if between else []
     for rank in draw.sample(range(size), draw.randint(0 if between else 1, size - 1)):
-        kind = draw.choice(["crash", "crash", "crash", "hang", "cut"])
+        kind = draw.choice(["crash", "crash", "leave", "hang", "cut"])
         at: dict[str, Any] = (
             {"at_step": draw.randrange(1, STEPS)} if draw.random() < 0.3 else {"at_s": draw.uniform(0.0, 0.5)}
         )
-        lasts: dict[str, Any] = {} if kind == "crash" else {"for_s": draw.choice([0.3, 5.0, 30.0])}
+        lasts: dict[str, Any] = {} if kind in ("crash", "leave") else {"for_s": draw.choice([0.3, 5.0, 30.0])}
         faults.append(Fault(kind, rank=rank, **at, **lasts))
     for rank in range(size, size + (draw.randint(0, 2) if joins else 0)):
         faults.append(Fault("join", rank=rank, at_s=draw.uniform(0.0, 0.4)))
@@ -292,6 +292,47 @@ def test_a_replica_joins(schedule: str) -> None:
     (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
     assert change.ranks == (0, 1, 2)
     assert change.joined == (2,)
+    check(ended)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("faults", "survivors"),
+    [
+        (FaultPlan().leave(0, at_step=4), [1, 2, 3]),
+        (FaultPlan().leave(3, at_s=0.15).leave(0, at_s=0.15), [1, 2]),
+        (FaultPlan().leave(1, at_step=3).crash(2, at_step=3), [0, 3]),
+        (FaultPlan().leave(0, at_step=4).leave(1, at_step=4).leave(3, at_step=4), [2]),
+    ],
+    ids=["the senior", "two at once", "beside a crash", "all but one"],
+)
+def test_the_others_go_on_where_some_leave(faults: FaultPlan, survivors: list[int], schedule: str) -> None:
+    ended = run(4, faults, f"synchronous(schedule='{schedule}', codec='int8')")
+    assert ended.error is None
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == survivors
+    for fault in faults.faults:
+        elastic: Any = ended.replicas[fault.rank].runtime.elastic
+        assert isinstance(elastic._ended, Left) == (fault.kind == "leave")
+    check(ended)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_one_that_leaves_hands_over_what_it_alone_holds(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is lost before that, the exchange is made again without it."""
+    hand, handed = Elastic.hand, Counter[str]()
+
+    def noted(self: Elastic, view: View) -> None:
+        handed.update(one.giver for one in view.transfers())
+        if not lost:
+            hand(self, view)
+
+    monkeypatch.setattr(Elastic, "hand", noted)
+    faults = FaultPlan().cut(0, 1, at_s=0.1, for_s=0.5, one_way=True).leave(0, at_s=0.12)
+    ended = run(3, faults, "synchronous(collective='ring')")
+    assert handed == {"0": 2}
+    elastic: Any = ended.survivors[0].runtime.elastic
+    assert elastic._view.number == 2 + lost
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 2]
     check(ended)
 
 
