@@ -44,8 +44,8 @@ class LabStage:
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them with their
     connections open; ``leave`` sends them SIGUSR1, by which a replica of an elastic run leaves; ``reset`` closes
     connections at both ends; ``cut`` loses all packets and ``lose`` a share of them, without a word to either end;
-    ``throttle`` has packets wait; ``restore``, or the end of a fault's own time, undoes all but what ends a process or
-    a connection.
+    ``throttle`` has packets wait; ``restore``, or the end of a fault's own time, undoes all but a crash, a leave and
+    a reset.
 
     Args:
       lab: where.

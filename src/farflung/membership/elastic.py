@@ -474,7 +474,9 @@ class Elastic:
         ranks = tuple(map(int, view.members))
         # A member that was lost before counts where steps are made again that a result of it was to complete.
         known = self._lost_batches()
-        taken = {(step, rank) for step in again for rank in self.at(step).ranks if rank not in (*ranks, *lost)}
+        taken = {
+            (step, rank) for step in again for rank in self.at(step).ranks if rank not in (*ranks, *lost)
+        }
         lost += tuple(sorted({rank for _, rank in taken.difference(known)}))
         change = Change(again.stop, ranks, lost, joined, again, self._runtime.now(), view.number)
         self.changes.append(change)

@@ -111,7 +111,9 @@ def join(
             raise KeyboardInterrupt
         if not leaving.is_set():
             leaving.set()
-            threading.Thread(target=runtime.elastic.leave).start()  # what the signal interrupts may hold locks
+            threading.Thread(
+                target=runtime.elastic.leave
+            ).start()  # what the signal interrupts may hold locks
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
