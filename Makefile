@@ -1,6 +1,6 @@
 # Short names for the scripts; arguments go in ARGS: make test ARGS="tests/codecs -k qsgd"
 
-.PHONY: help setup demo test pythons check bench docs package clean
+.PHONY: help setup demo test soak pythons check bench docs package clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -14,6 +14,9 @@ demo: setup ## train a small model with four workers on this machine
 
 test: setup ## run the tests
 	@scripts/test $(ARGS)
+
+soak: setup ## elastic runs under seeded faults (ARGS="60 --lab": an hour, with real processes)
+	@scripts/soak $(ARGS)
 
 pythons: ## run the fast tests on every Python from 3.11 to 3.13 that is here
 	@scripts/pythons $(ARGS)

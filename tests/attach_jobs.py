@@ -836,8 +836,8 @@ def stops(rank: int, size: int, store: dist.Store) -> list[str]:
     return [*found]
 
 
-def loses(rank: int, size: int, store: dist.Store, lost: int, how: str) -> dict[str, Any]:
-    """One of three leaves with an error; the others share out the batches of each step among those that are left."""
+def loses(rank: int, size: int, store: dist.Store, lost: int, how: str, end: str) -> dict[str, Any]:
+    """One of three leaves, or fails; the others share out the batches of each step among those that are left."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -848,7 +848,8 @@ def loses(rank: int, size: int, store: dist.Store, lost: int, how: str) -> dict[
     members, cursor = [], 0
     for step in range(16):
         if rank == lost and step == 5:
-            handle._end(RuntimeError("its battery is empty"))
+            handle.leave() if end == "leaves" else handle._end(RuntimeError("its battery is empty"))
+            handle.leave()  # changes nothing any more
             return {}
         members.append(handle.members)
         x, y = data[(cursor + handle.members.index(rank)) % len(data)]

@@ -71,9 +71,10 @@ def test_a_backward_pass_that_broke_off_is_named(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("how", ["synchronous", "pipelined(width=3)", "local_sgd"])
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_loop_goes_on_without_a_lost_rank(pool: Pool, lost: int, how: str) -> None:
-    ends = [end for end in pool.run(3, "tests.attach_jobs.loses", lost=lost, how=how) if end]
+@pytest.mark.parametrize(("lost", "end"), [(0, "fails"), (1, "fails"), (0, "leaves"), (2, "leaves")])
+def test_a_loop_goes_on_without_a_lost_rank(pool: Pool, lost: int, end: str, how: str) -> None:
+    job = "tests.attach_jobs.loses"
+    ends = [found for found in pool.run(3, job, lost=lost, how=how, end=end) if found]
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert ends[0]["members"][0] == (0, 1, 2)

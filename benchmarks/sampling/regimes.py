@@ -8,10 +8,12 @@ from typing import Any
 
 from benchmarks.sampling.training import BATCH, METHODS, REPLICAS, Sampled
 
-__all__ = ["COTTONWOOD", "LEARNS", "REGIMES", "Regime"]
+__all__ = ["COTTONWOOD", "LEARNS", "REGIMES", "STREAMED", "Regime"]
 
 CANDIDATES = 10
 """Batches that are scored in a step."""
+STREAM = "rate(16000, least=32, most={most}, backlog={held}, full='drop_oldest')"
+"""Ten batches in the time of a step."""
 RATES = (0.0005, 0.001, 0.002, 0.004)
 """Of Adam; the paper's is the last."""
 
@@ -34,6 +36,8 @@ class Regime:
       learned: the share of learned samples that is to be reached; ``None``: a test score.
       paper: the row of the paper's rule; empty: there is none.
       methods: that are tried; empty: all but ``auto``.
+      held: samples that a replica's stream holds for methods that score, of which a tenth is new in each step; 0: all
+        samples are at hand.
       pilots: seeds by which rates and the rule are chosen.
       seeds: by which they are judged.
     """
@@ -51,6 +55,7 @@ class Regime:
     learned: float | None = None
     paper: str = ""
     methods: Sequence[str] = ()
+    held: int = 0
     pilots: Sequence[int] = (0, 1)
     seeds: Sequence[int] = (2, 3, 4)
 
@@ -76,7 +81,8 @@ class Regime:
 
     def training(self, method: str, rate: float, seed: int, **others: Any) -> Sampled:
         """One of its trainings; steps and what stops it may be others."""
-        groups = self.samples // REPLICAS // (CANDIDATES * BATCH)
+        groups = (self.held or self.samples // REPLICAS) // (CANDIDATES * BATCH)
+        most = BATCH if method == "uniform" else self.held
         made = Sampled(
             self.workload,
             method,
@@ -88,6 +94,7 @@ class Regime:
             self.tested,
             self.schedule,
             seed=seed,
+            stream=STREAM.format(most=most, held=self.held) if self.held else "",
         )
         return replace(made, **others)
 
@@ -100,6 +107,7 @@ class Regime:
             "every": 1,
             "metric": "accuracy",
             "tested": 100,
+            "held": self.held and 640,
             "rates": self.rates[:1],
             "pilots": self.pilots[:1],
             "seeds": self.seeds[:1],
@@ -164,16 +172,30 @@ REGIMES = (
     ),
 )
 """Those of both medians."""
+STREAMED = replace(
+    COTTONWOOD,
+    row="covtype, class 4 at one of four devices, streams, average precision, chosen rule",
+    paper="covtype, class 4 at one of four devices, streams, average precision, paper's rule",
+    steps=6000,
+    every=50,
+    minutes=60.0,
+    rates=RATES[1:],
+    methods=("paper", "pool"),
+    held=3200,
+    pilots=(0,),
+)
+"""A device that alone sees a rare event, and that could train on a tenth of what it sees."""
 CIFAR10 = Regime(
     "cifar10, narrow residual net, test accuracy, chosen rule",
     f"{HALVED}:cifar10",
     20_000,
     6000,
     100,
-    130.0,
-    rates=RATES[1:],
+    60.0,
+    rates=RATES[3:],
     paper="cifar10, narrow residual net, test accuracy, paper's rule",
     methods=("paper", "pool", "two"),
+    pilots=(1,),
 )
 LEARNS = (
     CIFAR10,
@@ -182,7 +204,7 @@ LEARNS = (
         row="cifar10, narrow residual net, 90 % of training samples learned, chosen rule",
         paper="cifar10, narrow residual net, 90 % of training samples learned, paper's rule",
         learned=90.0,
-        minutes=260.0,
+        minutes=110.0,
     ),
 )
 """A convolutional network that learns nearly all of its training samples; uniform sampling's trainings are the same."""

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.sampling.gains import Ask, gains
-from benchmarks.sampling.regimes import COTTONWOOD, LEARNS, REGIMES, Regime
+from benchmarks.sampling.regimes import COTTONWOOD, LEARNS, REGIMES, STREAMED, Regime
 from benchmarks.sampling.times import TIME_ROW, sooner
 from benchmarks.sampling.training import TRAININGS, Found, Sampled
 
@@ -82,7 +82,7 @@ BENCHMARK = Benchmark(
         *map(_group, REGIMES),
         Group((TIME_ROW,), time_row, "trainings", 0.2, COTTONWOOD.canaries),
         Group((OVER_PAPER, PREDICTED), partial(over_all, REGIMES), "trainings", 0.5, ALL),
-        *map(_group, LEARNS),
+        *map(_group, (STREAMED, *LEARNS)),
     ],
     TRAININGS,
 )

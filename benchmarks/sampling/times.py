@@ -8,33 +8,23 @@ from benchmarks.common import Measured
 from benchmarks.common.worlds import replicas_in
 from benchmarks.sampling.gains import Gains
 from benchmarks.sampling.regimes import Regime
-from benchmarks.sampling.training import BATCH, REPLICAS, Sampled
-from farflung.calibration import forward_flops
+from benchmarks.sampling.training import BATCH, DEVICE, LATENCY_S, MBPS, REPLICAS, Sampled, slow
 from farflung.config import Training
 from farflung.data import PARTITIONS
-from farflung.devices import device_profile
-from farflung.network import Link, NetworkProfile
 from farflung.replica import Replica
 from farflung.runs.simulation import one_thread
-from farflung.sim import VirtualWorld
 from farflung.workloads import workload
 
-__all__ = ["MBPS", "TIME_ROW", "sooner", "step_s"]
+__all__ = ["TIME_ROW", "sooner", "step_s"]
 
 TIME_ROW = "covtype, class 4, time to average precision at 10 Mbit/s, chosen rule over uniform"
-MBPS = (10.0, 200.0)
-"""Of the links; the row is of the first."""
-LATENCY_S = 2e-3
-DEVICE = "raspberry-pi-4"
 WARM_UP, STEPS = 2, 8
 
 
 def step_s(training: Sampled, mbps: float) -> float:
     """Seconds of virtual time of a step; computing, scoring and the exchange are charged."""
     task = workload(training.workload)
-    links = NetworkProfile.uniform(Link(LATENCY_S, 1e6 * mbps), REPLICAS)
-    device = device_profile(DEVICE, forward_flops=forward_flops(task))
-    world, ends = VirtualWorld(REPLICAS, device=device, network=links), []
+    world, ends = slow(task, mbps), list[float]()
 
     async def go(replica: Replica) -> None:
         for _ in range(WARM_UP + STEPS):

@@ -16,18 +16,24 @@ from torch.nn import functional as F
 from benchmarks.common import Trainings
 from benchmarks.common.worlds import replicas_in
 from benchmarks.workloads.halved import some
+from farflung.calibration import forward_flops
 from farflung.config import Training
 from farflung.data import PARTITIONS
+from farflung.devices import device_profile
+from farflung.network import Link, NetworkProfile
 from farflung.replica import Replica
 from farflung.runs.simulation import one_thread
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event
-from farflung.types import Dataset
+from farflung.types import Dataset, Workload
 from farflung.workloads import workload
 
 __all__ = [
     "BATCH",
+    "DEVICE",
+    "LATENCY_S",
     "LEARNED_COLUMN",
+    "MBPS",
     "METHODS",
     "METRICS",
     "REPLICAS",
@@ -40,6 +46,7 @@ __all__ = [
     "best",
     "medians",
     "reached",
+    "slow",
 ]
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], float]
@@ -50,6 +57,10 @@ SCORE_COLUMN, LEARNED_COLUMN = 1, 2
 Found: TypeAlias = dict[str, list[list[float]]]
 """``looks``, and as ``predicted`` the gain over uniform batches that the sampler predicts, in the mean of its steps."""
 REPLICAS, BATCH = 4, 32
+MBPS = (10.0, 200.0)
+"""Of the slow links; rows of time are of the first."""
+LATENCY_S = 2e-3
+DEVICE = "raspberry-pi-4"
 SEEN, LEARNED = 2000, 0.1
 """Training samples that are looked at, and the loss below which one counts as learned."""
 
@@ -99,6 +110,8 @@ class Sampled:
       target: a test score at which it stops, in percent; ``None``: it goes on.
       learned: a share of learned samples at which it stops, likewise.
       seed: of everything.
+      stream: text of the recipe's member; the first replica alone then sees the last class, and looks have the virtual
+        time in seconds, of the slow links. Empty: all samples are at hand, and time is not looked at.
     """
 
     workload: str
@@ -113,6 +126,7 @@ class Sampled:
     target: float | None = None
     learned: float | None = None
     seed: int = 0
+    stream: str = ""
 
     @property
     def title(self) -> str:
@@ -131,6 +145,7 @@ class Sampled:
         """Of the first replica's model, which is all replicas' but for batch norm's statistics."""
         task, looks, predicted = _workload(self.workload), list[list[float]](), list[float]()
         train, test = task.datasets()
+        world = slow(task, MBPS[0]) if self.stream else VirtualWorld(REPLICAS)
         look = _Look(train, test, METRICS[self.metric], self.tested)
 
         async def go(replica: Replica) -> None:
@@ -142,7 +157,8 @@ class Sampled:
                 if self.reached(looks[: step // self.every - 1]) is not None:
                     return
                 if replica.runtime.comm.rank == 0:
-                    looks.append([step, *look(replica.model)])
+                    seconds = [round(world.clock.now(), 3)] if self.stream else []
+                    looks.append([step, *look(replica.model), *seconds])
 
         def note(event: Event) -> None:
             gain = event.get("gain")
@@ -150,7 +166,6 @@ class Sampled:
                 predicted.append(gain)
 
         with one_thread():
-            world = VirtualWorld(REPLICAS)
             training = Training(
                 steps=self.steps,
                 batch_size=BATCH,
@@ -159,11 +174,23 @@ class Sampled:
                 learning_rate_schedule=self.schedule,
                 seed=self.seed,
             )
-            shares = PARTITIONS["iid"]().split(train, REPLICAS, seed=self.seed)
-            parts = {"sampler": self.sampler}
+            if self.stream:
+                targets = train.take(torch.arange(len(train)), train=False).targets
+                shares = list(targets.argsort(descending=True, stable=True).tensor_split(REPLICAS))
+            else:
+                shares = PARTITIONS["iid"]().split(train, REPLICAS, seed=self.seed)
+            parts = {"sampler": self.sampler, "stream": self.stream or "in_memory"}
             world.run([go(one) for one in replicas_in(world, task, training, parts, note, shares)])
         mean = [[round(statistics.fmean(predicted), 4)]] if predicted else []
         return {"looks": looks, "predicted": mean}
+
+
+def slow(task: Workload, mbps: float) -> VirtualWorld:
+    """Devices that compute and score as a Raspberry Pi 4 does, on links of so many Mbit/s."""
+    links = NetworkProfile.uniform(Link(LATENCY_S, 1e6 * mbps), REPLICAS)
+    return VirtualWorld(
+        REPLICAS, device=device_profile(DEVICE, forward_flops=forward_flops(task)), network=links
+    )
 
 
 _workload = functools.cache(workload)

@@ -20,6 +20,7 @@ __all__ = [
     "DeadlinePassed",
     "FarflungError",
     "LabError",
+    "Left",
     "MissingExtra",
     "NonFinite",
     "PeerFailed",
@@ -121,6 +122,12 @@ class LabError(FarflungError):
 
 class RunLost(FarflungError):
     """A run that was under way cannot go on."""
+
+
+class Left(RunLost):
+    """This replica has left an elastic run, as it was asked to; the others go on without it."""
+
+    exit_code = 0
 
 
 class PeerLost(RunLost):

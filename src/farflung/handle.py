@@ -496,6 +496,20 @@ class Handle:
                 raise
             self._end(None)
 
+    def leave(self) -> None:
+        """Leaves a run that goes on where replicas are lost (``attach(elastic=...)``), between two steps.
+
+        The others take the batches of this replica that are in no update. Its parameters stay as they are; like
+        :meth:`finish`, it ends what :func:`attach` began.
+        """
+        if self._finished:
+            return
+        if self._runtime.elastic is not None:
+            self._runtime.elastic.leave().wait()
+        elif self.size > 1:
+            raise Unsupported("leave() ends the run for all others: attach(elastic=...) lets them go on")
+        self._end(None)
+
     def __enter__(self) -> Self:
         return self
 

@@ -72,7 +72,7 @@ def test_models_and_data(name: str) -> None:
     try:
         train, _ = task.datasets()
     except DataError as error:
-        assert "is not at hand" in str(error)  # noqa: PT017
+        assert "was not found" in str(error)  # noqa: PT017
         pytest.skip(str(error))
     taken = train.take(torch.tensor([2, 0, 1]), train=True)
     assert (taken.inputs.shape[1:], taken.inputs.dtype) == (batch.inputs.shape[1:], batch.inputs.dtype)
@@ -95,7 +95,7 @@ def test_the_installed_command_finds_them_in_a_checkout(tmp_path: Path) -> None:
         cwd=ROOT, env={**os.environ, **places}, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("farflung: aid-64 is not at hand: looked in ")
+    assert done.stderr.startswith("farflung: aid-64 was not found: looked in ")
 
 
 # --- Covertype ------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_every_family_of_workloads_has_its_data() -> None:
 )
 def test_workloads_without_their_data_say_how_to_get_it(name: str, source: str) -> None:
     with pytest.raises(
-        DataError, match=f"^{source} is not at hand: .*; fetch it with: farflung data fetch {source}$"
+        DataError, match=f"^{source} was not found: .*; fetch it with: farflung data fetch {source}$"
     ):
         workload(name).datasets()
 

@@ -135,7 +135,7 @@ def test_training_pauses_until_a_lost_partition_comes_back() -> None:
 def test_patience_ends_and_names_what_is_missing() -> None:
     faults = PLAN.crash(1, at_s=0.3).crash(2, at_s=0.3).crash(3, at_s=0.3)
     with pytest.raises(
-        RunLost, match=r"no device came for 7 s: 3 devices are heard of; lost with their devices: part "
+        RunLost, match=r"no device joined within 7 s: 3 devices are heard of; lost with their devices: part "
     ):
         Run(faults=faults, settings={"redundancy": 0, "patience_s": 7.0})(products_agree(20))
 
@@ -159,7 +159,7 @@ def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
 
 def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends() -> None:
     run = Run(holdings={2: _Withheld("part 1", *part(1))}, settings={"patience_s": 20.0, "least_s": 0.5})
-    with pytest.raises(RunLost, match="no device came for 20 s: 6 devices are heard of; column blocks"):
+    with pytest.raises(RunLost, match="no device joined within 20 s: 6 devices are heard of; column blocks"):
         run(products_agree())
     failed = [event for event in run.notes.of("failed") if event["rank"] != 2]
     assert {(event["blamed"], event["why"]) for event in failed} == {(2, "it has no such block")}

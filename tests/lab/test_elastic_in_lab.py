@@ -29,8 +29,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(200)]
             [[3]],
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            FaultPlan().leave(0, at_step=10).leave(3, at_step=20), [[0], [3]], marks=pytest.mark.slow
+        ),
     ],
-    ids=["broken connections", "kills and a partition", "a pause"],
+    ids=["broken connections", "kills and a partition", "a pause", "leaves"],
 )
 def test_what_is_left_goes_on(plan: FaultPlan, lost: list[list[int]]) -> None:
     gone = {rank for ranks in lost for rank in ranks}

@@ -67,6 +67,22 @@ def test_a_run_goes_on_without_those_that_were_killed(
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(("workers", "leave"), [(3, (0,)), (3, (1, 2)), (2, (0,))])
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
+def test_a_run_goes_on_without_those_that_leave(
+    workers: int, leave: tuple[int, ...], schedule: str, tmp_path: Path
+) -> None:
+    strikes = Strikes(leave, signal.SIGUSR1)
+    run = trained(strikes, workers, tmp_path / "run", schedule=schedule)
+    left = [rank for rank in range(workers) if rank not in leave]
+    assert run.summary["steps"] == STEPS
+    assert not strikes.of("lost")
+    assert not strikes.of("error")
+    assert sorted(int(str(event["rank"])) for event in strikes.of("end")) == left
+    assert len({event["final_loss"] for event in strikes.of("end")}) == 1
+    assert strikes.of("view")[-1]["members"] == left
+
+
 def test_it_goes_on_from_a_checkpoint_with_any_number(tmp_path: Path) -> None:
     trained(Strikes((1,)), 3, tmp_path / "run")
     step = f"step-{STEPS:08d}"
@@ -101,6 +117,38 @@ def test_one_that_was_stopped_hears_that_it_is_out(tmp_path: Path) -> None:
 def test_it_ends_by_name_where_too_few_are_left(tmp_path: Path) -> None:
     with pytest.raises(RunLost, match="view 2 has 2 members, and the run needs 3"):
         trained(Strikes((1,)), 3, tmp_path / "run", elastic="3")
+
+
+def test_one_that_has_joined_leaves_where_it_is_interrupted(tmp_path: Path) -> None:
+    folder, joined, views = tmp_path / "run", list[subprocess.Popen[str]](), list[Event]()
+    pids: dict[object, int] = {}
+    done = 0
+
+    def show(event: Event) -> None:
+        nonlocal done
+        if event["event"] == "hello":
+            pids[event["rank"]] = int(str(event["pid"]))
+        elif event["event"] == "step" and not joined and int(str(event["step"])) >= AT:
+            command = [sys.executable, "-m", "farflung", "join", str(folder), "--quiet"]
+            joined.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        elif event["event"] == "view" and event["rank"] == 0:
+            views.append(event)
+            if event["lost"]:
+                os.kill(pids[0], signal.SIGINT)
+        elif event["event"] == "step" and views and event["rank"] == 0:
+            done += 1
+            if done == AT:  # the other takes part
+                joined[0].send_signal(signal.SIGINT)
+
+    run = farflung.train(
+        "synthetic/quadratic", show=show, out=folder, workers=2, elastic="1:3", steps=100_000, deadline=30.0,
+        evaluate_every=100_000,
+    )  # fmt: skip
+    _, said = joined[0].communicate(timeout=60)
+    assert said == "farflung: left with view 3\n"
+    assert joined[0].returncode == 0
+    assert [event["lost"] for event in views] == [[], [2]]
+    assert int(str(run.summary["steps"])) < 100_000
 
 
 class Joins:

@@ -322,6 +322,25 @@ def test_of_a_stream_all_that_is_held_are_candidates(rule: Any) -> None:
     assert seen == set(range(30, 70))
 
 
+@pytest.mark.parametrize("most", [160, 800, 10**9])
+def test_a_sample_of_a_stream_weighs_as_much_as_any_in_its_time_there(most: int) -> None:
+    """One in fifty is drawn soon; the others stay until they are drawn, or are lost where more than so many wait."""
+    arrive = 80 if most < 10**9 else 8
+    sampler, pool = GroupedImportance(0, rule="pool"), torch.arange(0)
+    scores = torch.full((600 * arrive,), 0.02)
+    scores[::50] = 1.0
+    weighed = torch.zeros(len(scores), dtype=torch.float64)
+    for step in range(600):
+        pool = torch.cat([pool, torch.arange(step * arrive, (step + 1) * arrive)])[-most:]
+        (draw,), _ = train(sampler, range(step, step + 1), scores, pool)
+        pool = pool[~torch.isin(pool, draw.ids)]
+        if draw.weights is not None:
+            weighed[draw.ids] += draw.weights
+    rare, others = weighed[arrive * 50 :: 50], weighed[arrive * 50 + 1 :: 50]
+    error = math.hypot(*(float(each.std()) / math.sqrt(len(each)) for each in (rare, others)))
+    assert abs(float(rare.mean() - others.mean())) <= 4 * error
+
+
 def test_groups_by_time_have_two_batches_at_least() -> None:
     sampler = GroupedImportance(0, groups="bacc", chunk=4)
     _, groups = train(sampler, range(1), some())

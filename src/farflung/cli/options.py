@@ -151,12 +151,14 @@ def endpoint_of(command: object) -> Endpoint:
 
 def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
-    from farflung.report import buffers_picture, partition_picture, sampling_picture
+    from farflung.report import buffers_picture, elastic_picture, partition_picture, sampling_picture
 
     events, title = run.events, run.config.title
     files: dict[str, Path | str] = {"picture": run.picture()}
     if buffers_picture(events, run.files.buffers_picture, title=title, simulated=run.simulated):
         files["buffers"] = run.files.buffers_picture
+    if elastic_picture(events, run.files.elastic_picture, title=title, simulated=run.simulated):
+        files["members"] = run.files.elastic_picture
     if run.shares:
         files["shares"] = run.files.partition_picture
         partition_picture(

@@ -214,9 +214,9 @@ class Holding:
         named = ((number, self.blocks.get(number)) for number in task.blocks)  # blocks may go at any time
         chosen = {number: block for number, block in named if block is not None}
         if task.operand.dim() != 2:
-            raise Malformed("an operand that is no matrix")
+            raise Malformed("an operand that is not a matrix")
         if task.length < 1 or not 1 <= task.pieces <= MAX_PIECES:
-            raise Malformed("a product in no pieces, or too many")
+            raise Malformed("a number of pieces out of range")
         if 8 * task.operand.shape[1] * -(-task.length // task.pieces) > _MAX_NBYTES:
             raise Malformed("a piece larger than any message")
         for number, block in list(chosen.items()):

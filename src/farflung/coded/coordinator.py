@@ -430,7 +430,7 @@ class Coordinator:
             elif event == alarm:
                 left_s = since + patience_s - self._runtime.now()
                 if left_s <= 0:
-                    raise RunLost(f"no device came for {patience_s:g} s: {missing()}")
+                    raise RunLost(f"no device joined within {patience_s:g} s: {missing()}")
                 alarm = self._alarm_at(self._runtime.now() + left_s)
             elif event == self._look:
                 self._look_after()

@@ -316,7 +316,7 @@ class Device:
             self._holding.settle(message.run, message.raw)
         elif isinstance(message, Meet):
             if not 0 < message.rank < self._comm.size or message.rank == self._comm.rank:
-                raise Malformed("a device that there cannot be")
+                raise Malformed("a rank out of range")
             if self._meeting(message.rank).error is not None:  # an earlier device had this rank
                 del self._met[message.rank]
             self._meeting(message.rank).follow(self._admit(message.rank))

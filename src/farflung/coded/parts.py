@@ -96,7 +96,7 @@ def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> 
 
     Raises:
       UnknownName: no such data set.
-      DataError: it is not at hand, or not of its form.
+      DataError: it was not found, or is malformed.
     """
     if data.endswith(".npz"):
         samples, labels = _read(Path(data))

@@ -323,7 +323,7 @@ def _layout(description: bytes) -> _Layout:
     except (IndexError, struct.error) as error:
         raise WireError(f"a malformed description: {error}") from None
     if not 0 <= len(description) - end < _ALIGNMENT or any(description[end:]):
-        raise WireError("a description of more than it says")
+        raise WireError("a description longer than its contents")
     at = _HEADER.size + len(description)
     leaves, nbytes = [], 0
     for dtype, shape in found:

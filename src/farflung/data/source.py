@@ -177,7 +177,7 @@ def locate(source: Source, which: Which = "auto") -> Location:
         raise DataError(f"{source.name} has no packaged subset; {source.remedy}")
     names = {"folder": "FARFLUNG_DATA", "cache": "cache"}
     tried = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
-    raise DataMissing(f"{source.name} is not at hand: looked in {tried}; {source.remedy}")
+    raise DataMissing(f"{source.name} was not found: looked in {tried}; {source.remedy}")
 
 
 def _folders(source: Source) -> dict[Literal["folder", "cache"], Path]:

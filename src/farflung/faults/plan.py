@@ -18,7 +18,7 @@ __all__ = ["FAULTS", "Fault", "FaultPlan", "load_faults"]
 FAULTS: dict[str, str] = {
     "crash": "the replica ends at once, and its connections close",
     "hang": "the replica stands still with its connections open",
-    "leave": "the replica takes leave of the others and ends",
+    "leave": "the replica announces its leave to the others and ends",
     "join": "a replica of this rank comes in; nothing where there is one",
     "slow": "all that the replica computes takes a factor longer",
     "cut": "nothing passes between the replica and its peer, or all others; what is on its way waits",
@@ -163,7 +163,7 @@ class FaultPlan:
         return self._with(Fault("hang", rank, at_step, at_s, for_s=for_s))
 
     def leave(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
-        """The replica takes leave of the others and ends."""
+        """The replica announces its leave to the others and ends."""
         return self._with(Fault("leave", rank, at_step, at_s))
 
     def join(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:

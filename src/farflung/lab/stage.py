@@ -16,7 +16,7 @@ from farflung.telemetry import Event
 
 __all__ = ["CARRIED", "LabStage", "check_plan"]
 
-CARRIED = frozenset({"crash", "hang", "cut", "reset", "throttle", "lose", "restore"})
+CARRIED = frozenset({"crash", "hang", "leave", "cut", "reset", "throttle", "lose", "restore"})
 """The kinds of faults that a lab carries."""
 
 
@@ -42,9 +42,10 @@ class LabStage:
     """Makes a plan come true in a lab.
 
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them with their
-    connections open; ``reset`` closes connections at both ends; ``cut`` loses all packets and ``lose`` a share of them,
-    without a word to either end; ``throttle`` has packets wait; ``restore``, or the end of a fault's own time, undoes
-    all but a crash and a reset.
+    connections open; ``leave`` sends them SIGUSR1, by which a replica of an elastic run leaves; ``reset`` closes
+    connections at both ends; ``cut`` loses all packets and ``lose`` a share of them, without a word to either end;
+    ``throttle`` has packets wait; ``restore``, or the end of a fault's own time, undoes all but a crash, a leave and
+    a reset.
 
     Args:
       lab: where.
@@ -94,6 +95,8 @@ class LabStage:
         """Makes a fault happen, now."""
         if fault.kind == "crash":
             self._lab.kill(fault.rank)
+        elif fault.kind == "leave":
+            self._lab.signal(fault.rank, signal.SIGUSR1)
         elif fault.kind == "reset":
             for way in fault.ways(self._lab.nodes):
                 self._lab.reset(*way)

@@ -18,6 +18,7 @@ from farflung.comm.channel import describe, step_of
 from farflung.errors import (
     DeadlinePassed,
     FarflungError,
+    Left,
     PeerFailed,
     PeerLost,
     RunLost,
@@ -162,6 +163,8 @@ class Elastic:
         self._known = set(names)
         """All that have been members."""
         self._last: _Logged[Any] | None = None
+        self._leaves: Pending[None] | None = None
+        """When this member has left; ``None``: it was not asked to."""
         self._ended: FarflungError | None = None
         if comm.size > 1:
             runtime.launch(self._listen())
@@ -189,14 +192,20 @@ class Elastic:
     def _given_back(self, step: int) -> list[tuple[int, int]]:
         """Return which batches are given back at a step: the step that they were taken at, and the place in it."""
         return [
-            (before, ranks.index(rank))
-            for change in self.changes
+            (before, self.at(before).ranks.index(rank))
+            for (before, rank), change in self._lost_batches().items()
             if change.step == step
-            for before in change.again
-            for ranks in [self.at(before).ranks]
-            for rank in change.lost
-            if rank in ranks
         ]
+
+    def _lost_batches(self) -> dict[tuple[int, int], Change]:
+        """Return the change that gives back a batch, by the step that it was taken at and the rank."""
+        return {
+            (before, rank): change
+            for change in reversed(self.changes)  # the first counts
+            for before in change.again
+            for rank in change.lost
+            if rank in self.at(before).ranks
+        }
 
     # --- joining ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +290,27 @@ class Elastic:
         self._runtime.launch(self._enter(logged))
         return logged
 
+    def leave(self) -> Pending[None]:
+        """Leave the run: the others go on without this member, which hands over what it alone holds.
+
+        Exchanges fail with :class:`farflung.errors.Left` from then on. Batches of it that are in no update yet are
+        taken by the others.
+
+        Returns:
+          Completed when it has left, or at the end of the run.
+        """
+        left = Pending[None]()
+
+        async def ask() -> None:
+            self._leaves = left
+            if self._over or self._ended is not None:
+                left.set(None)
+            self._member.leave()
+            self._settle_soon()
+
+        self._runtime.launch(ask())
+        return left
+
     async def finish(self, steps: int) -> None:
         """Wait until all members have every result, after so many steps; no member is waited for any more."""
 
@@ -296,6 +326,8 @@ class Elastic:
 
     async def _end(self) -> None:
         self._over = True
+        if self._leaves is not None:
+            self._leaves.set(None)
         for name in sorted(self._member.connected):
             self._comm.send(_payload(_DONE), int(name), _TAG, -1)
 
@@ -348,6 +380,9 @@ class Elastic:
         try:
             payload = await self._comm.recv(giver, Tag(Purpose.ADOPTION.at(logged.number)))
         except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded):
+            if view is self._view and str(giver) not in view.members:
+                self._member.redo()  # one that has left was lost before it had handed over
+                self._settle_soon()
             return
         if view is self._view and not self._frozen:
             self._has(logged, logged.values.unpack(tuple(tensor.clone() for tensor in payload.tensors())))
@@ -411,6 +446,8 @@ class Elastic:
             self._runtime.launch(self._make(logged) if giver is None else self._adopt(logged, giver))
 
     def hand(self, view: View) -> None:
+        if self._view.number < view.number:  # a member that leaves does not install the view
+            self._comm.advance(view.number)
         for giver, receiver, number in view.transfers():
             # A member without the state is given it before its first step; see :meth:`give`.
             if giver == self._member.name and receiver in view.holders[0]:
@@ -419,7 +456,9 @@ class Elastic:
                 self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
     def stop(self, reason: str) -> None:
-        self._ended = RunLost(reason)
+        self._ended = RunLost(reason) if self._leaves is None else Left(reason)
+        if self._leaves is not None:
+            self._leaves.set(None)
         self._admitted.fail(self._ended)
         self._state.fail(self._ended)
         for logged in self._log.values():
@@ -438,6 +477,12 @@ class Elastic:
         # Further steps need exchanges of the new view, so no member has begun them.
         again = range(done + 1, done + 1 + self._reach)
         ranks = tuple(map(int, view.members))
+        # A member that was lost before counts where steps are made again that a result of it was to complete.
+        known = self._lost_batches()
+        taken = {
+            (step, rank) for step in again for rank in self.at(step).ranks if rank not in (*ranks, *lost)
+        }
+        lost += tuple(sorted({rank for _, rank in taken.difference(known)}))
         change = Change(again.stop, ranks, lost, joined, again, self._runtime.now(), view.number)
         self.changes.append(change)
         self._begins.update(dict.fromkeys(joined, change.step))

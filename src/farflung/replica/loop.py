@@ -631,6 +631,7 @@ class Replica:
                 members=list(change.ranks),
                 joined=list(change.joined),
                 lost=list(change.lost),
+                again=list(change.again),
             )
         self._views_told = len(changes)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         comparison_picture,
         comparison_table,
     )
+    from farflung.report.elastic import elastic_picture
     from farflung.report.gantt import gantt_picture
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
@@ -36,6 +37,7 @@ __all__ = [
     "compare_courses",
     "comparison_picture",
     "comparison_table",
+    "elastic_picture",
     "gantt_picture",
     "partition_picture",
     "partition_table",

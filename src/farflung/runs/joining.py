@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -23,7 +24,7 @@ from farflung.calibration import forward_flops
 from farflung.comm import collective_named
 from farflung.comm.visits import Access
 from farflung.devices import device_profile
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, Left
 from farflung.files import read_text, reading, write_json, write_whole
 from farflung.membership import Among, Page
 from farflung.network import network_profile
@@ -94,13 +95,25 @@ def join(
     placed = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
-    asked = threading.Event()
+    asked, leaving = threading.Event(), threading.Event()
     met = env.meeting is not None  # a wait in a file is short, and the command ends its workers
 
     def ask() -> None:
-        asked.set()
-        if not met:
+        if not met or leaving.is_set():
             raise KeyboardInterrupt
+        if guest is None:
+            asked.set()
+        else:
+            leave()
+
+    def leave() -> None:
+        if runtime.elastic is None:
+            raise KeyboardInterrupt
+        if not leaving.is_set():
+            leaving.set()
+            threading.Thread(
+                target=runtime.elastic.leave
+            ).start()  # what the signal interrupts may hold locks
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
@@ -168,6 +181,7 @@ def join(
                     first_step=start,
                     reach=replica.parts.schedule.reach,
                 )
+                stack.enter_context(on_stop(leave, {signal.SIGUSR1}))
             if files.resumed and guest is None:
                 replica.resume(start)
             ended, state = runtime.run(whole(replica))
@@ -179,6 +193,9 @@ def join(
             if runtime.pace is not None:
                 telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
                 summary["pace"] = runtime.pace.to_json()
+        except Left:
+            runtime.close()
+            raise
         except BaseException as error:
             runtime.close(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,7 +14,7 @@ _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextmanager
-def on_stop(ask: Callable[[], object]) -> Iterator[None]:
+def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _STOPS) -> Iterator[None]:
     """Inside, calls ``ask`` at every signal to stop; nothing outside the main thread, which alone gets signals.
 
     A SIGHUP that was ignored before, as ``nohup`` has it, stays ignored.
@@ -26,7 +26,7 @@ def on_stop(ask: Callable[[], object]) -> Iterator[None]:
 
     here = threading.current_thread() is threading.main_thread()
     spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    before = {number: signal.signal(number, handle) for number in _STOPS - spared if here}
+    before = {number: signal.signal(number, handle) for number in {*signals} - spared if here}
     try:
         yield
     finally:

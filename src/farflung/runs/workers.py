@@ -28,7 +28,7 @@ import torch
 import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
-from farflung.errors import FarflungError, RunLost
+from farflung.errors import FarflungError, Left, RunLost
 from farflung.membership import Page, certify
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import Buffered, teller
@@ -154,6 +154,8 @@ def _train(job: Job, rank: int, page: Page | None) -> None:
             config = RunConfig.resolve(job.files.stored_config())
             options = RunOptions(device=job.device, pace=job.pace)
             join(Prepared(config, job.files, options=options), tell, env, page)
+        except Left:
+            pass
         except FarflungError as error:
             own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code

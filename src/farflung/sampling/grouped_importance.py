@@ -47,6 +47,10 @@ __all__ = ["GroupedImportance"]
 NAME = "grouped_importance"
 UNKNOWN = -1
 """In place of the step at which a score was made here: none was, or its sample has come from another replica."""
+COLUMNS = ("scores", "stamps", "made", "first", "since", "shares")
+"""Of the table of samples: the step at which one was first seen, and what one of a stream shall weigh, are the last."""
+DRAWN = -1.0
+"""In place of what a sample of a stream shall weigh from now on: it has been drawn, and leaves."""
 FEWEST = 2
 """Batches that a group by time has at least, outside the paper's rule: of fewer there is little to choose."""
 FILLS = {"fill": 1.0, "half": 0.5}
@@ -65,11 +69,12 @@ class GroupedImportance:
     :class:`farflung.sampling.Bacc`; ``None`` for ten batches, with the paper's rule 8 groups.
 
     **Rules** ``pool`` and ``two`` draw a batch without replacement from the newest group, see
-    :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are
-    held are the candidates, and those whose score is oldest are scored, first those without any; ``two`` is refused
-    there. **Rule** ``auto`` takes either while that is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no
-    stream. Otherwise batches are uniform, in shuffled passes over the replica's samples, and what is scored is a batch
-    of candidates in every 20th step; nothing, where no gain can be predicted.
+    :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are held are
+    the candidates, each until it is drawn or lost, see :meth:`farflung.sampling.Rule.stream_batch`; those whose score
+    is oldest are scored, first those without any; ``two`` is refused there. **Rule** ``auto`` takes either while that
+    is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no stream. Otherwise batches are uniform, in shuffled
+    passes over the replica's samples, and what is scored is a batch of candidates in every 20th step; nothing, where no
+    gain can be predicted.
 
     **Rule** ``fill`` computes gradients in the wait in place of scores, a third as many, of uniform samples; they are
     a step old when the next step's gradient takes them in, weighted by samples. Its batches are uniform, and come from
@@ -181,8 +186,10 @@ class GroupedImportance:
         self._by, self._cursor = "paper" if paper else "uniform", 0
         self._part, self._fresh = 1.0, list[tuple[Tensor, Tensor]]()
         self._renewal = Renewal()
+        self._shares: Tensor
         none = torch.empty(0, dtype=torch.int64)
-        self._put(none, none.float(), none, none, none.double())
+        self._put(none, *self._blank(none, 0))
+        self._life = math.inf
 
     @property
     def scored_by(self) -> ScoredBy:
@@ -228,11 +235,20 @@ class GroupedImportance:
         }
         weight = view.share if isinstance(view.pool, int) else None
         if self._by == "uniform":
-            return Draw(self._uniform.next(view).ids, None, weight, told)
+            ids = self._uniform.next(view).ids
+            if not isinstance(view.pool, int):
+                self._shares[self._find(ids)[0]] = DRAWN
+            return Draw(ids, None, weight, told)
         if self._rule is None:
             rows, weights = self._by_groups(view)
+        elif not isinstance(view.pool, int):
+            left = (self._life - (view.step - self._since)).clamp(min=1)
+            rows, weights, self._shares = self._rule.stream_batch(
+                self._scores, self._shares, left, view.batch_size, view.step, view.rank
+            )
+            self._shares[rows] = DRAWN
         else:
-            pool = self._members(int(newest)) if isinstance(view.pool, int) else torch.arange(len(self._ids))
+            pool = self._members(int(newest))
             drawn, weights = self._rule.batch(
                 self._scores[pool], self._first[pool], view.batch_size, view.step, view.rank
             )
@@ -391,10 +407,8 @@ class GroupedImportance:
         """Scores and stamps of all samples, how far scoring has come, and what sizes and rules go by."""
         return {
             "ids": self._ids.clone(),
-            "scores": self._scores.clone(),
-            "stamps": self._stamps.clone(),
-            "made": self._made.clone(),
-            "first": self._first.clone(),
+            **{name: column.clone() for name, column in zip(COLUMNS, self._columns(), strict=True)},
+            "life": self._life,
             "renewal": self._renewal.state_dict(),
             "cursor": self._cursor,
             "by": self._by,
@@ -405,8 +419,8 @@ class GroupedImportance:
         }
 
     def load_state_dict(self, state: State) -> None:
-        columns = (state[name].clone() for name in ("ids", "scores", "stamps", "made", "first"))
-        self._put(*columns)
+        self._put(*(state[name].clone() for name in ("ids", *COLUMNS)))
+        self._life = float(state["life"])
         self._renewal.load_state_dict(state["renewal"])
         self._cursor, self._by = state["cursor"], state["by"]
         self._bacc.load_state_dict(state["bacc"])
@@ -426,22 +440,35 @@ class GroupedImportance:
         ids = torch.arange(view.pool) if isinstance(view.pool, int) else view.pool
         if torch.equal(ids, self._ids):
             return
-        scores, stamps, made, first = (
-            torch.full(ids.shape, NEVER, dtype=torch.float32),
-            torch.full_like(ids, view.step - 1),
-            torch.full_like(ids, UNKNOWN),
-            torch.ones(ids.shape, dtype=torch.float64),
-        )
+        leading = torch.isin(self._ids, ids).cumsum(0) == 0
+        lost = self._since[leading & (self._shares != DRAWN)]
+        if len(lost):
+            self._life = float(view.step - lost.min())
         rows, there = self._find(ids)
-        scores[there], stamps[there] = self._scores[rows[there]], self._stamps[rows[there]]
-        made[there], first[there] = self._made[rows[there]], self._first[rows[there]]
-        self._put(ids.clone(), scores, stamps, made, first)
+        columns = self._blank(ids, view.step)
+        for new, old in zip(columns, self._columns(), strict=True):
+            new[there] = old[rows[there]]
+        self._put(ids.clone(), *columns)
         self._cursor %= len(ids)
 
-    def _put(self, ids: SampleIds, scores: Tensor, stamps: Tensor, made: Tensor, first: Tensor) -> None:
-        self._ids, self._scores, self._stamps, self._made = ids, scores, stamps, made
-        self._first = first
+    def _blank(self, ids: SampleIds, step: int) -> tuple[Tensor, ...]:
+        """The table's columns of samples that are new in a step."""
+        return (
+            torch.full(ids.shape, NEVER, dtype=torch.float32),
+            torch.full_like(ids, step - 1),
+            torch.full_like(ids, UNKNOWN),
+            torch.ones(ids.shape, dtype=torch.float64),
+            torch.full_like(ids, step),
+            torch.ones(ids.shape, dtype=torch.float64),
+        )
+
+    def _put(self, ids: SampleIds, *columns: Tensor) -> None:
+        self._ids = ids
+        self._scores, self._stamps, self._made, self._first, self._since, self._shares = columns
         self._sorted, self._sorting = ids.sort()
+
+    def _columns(self) -> list[Tensor]:
+        return [getattr(self, f"_{name}") for name in COLUMNS]
 
     def _find(self, ids: SampleIds) -> tuple[Tensor, Tensor]:
         """Where samples are in the table, and whether they are there; anywhere in it where they are not."""

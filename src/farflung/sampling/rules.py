@@ -101,6 +101,38 @@ class Rule:
         rows = systematic(expected, generator(self._seed, "draw", *at))
         return rows, (weights * batch_size / (len(scores) * expected))[rows].float()
 
+    def stream_batch(
+        self, scores: Tensor, shares: Tensor, left: Tensor, batch_size: int, *at: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Draws a batch from what a stream holds, of which a sample leaves when it is drawn, or is lost after a while.
+
+        A sample that was always drawn with :math:`\pi` would be drawn at last with probability P, and weighs u / P,
+        where u is what it shall weigh from now on, in expectation. What is left of that to one that is not drawn is u'.
+
+        .. math::
+            P = 1 - (1 - \pi)^r, \qquad w = \frac{b\, u / P}{\sum \pi u / P}, \qquad
+            u' = u\, \frac{1 - \pi / P}{1 - \pi}
+
+        So all samples weigh alike over their time, whatever becomes of their scores: plain weights where none is ever
+        lost, those of :meth:`batch` where each may be drawn once.
+
+        Args:
+          scores: s, :data:`NEVER` where there is none.
+          shares: u, of one that has arrived 1.
+          left: r, draws before a sample is lost, from 1; infinite where none is.
+          batch_size: b.
+          at: what this draw is numbered by.
+
+        Returns:
+          Positions, w, float32, and u'.
+        """
+        expected = included(smoothed(filled(scores), self._smoothing), batch_size).clamp(max=1)
+        rows = systematic(expected, generator(self._seed, "draw", *at))
+        ever = 1 - (1 - expected) ** left
+        weights = batch_size * shares / (ever * (expected * shares / ever).sum())
+        rest = (1 - expected / ever).clamp(min=0) / (1 - expected).clamp(min=1e-12)
+        return rows, weights[rows].float(), shares * rest
+
     def state_dict(self) -> State:
         return {"cursor": self._cursor}
 

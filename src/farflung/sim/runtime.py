@@ -106,7 +106,14 @@ class VirtualWorld:
             VirtualRuntime(self, rank, one)
             for rank, one in enumerate(_devices(size, device, seconds_per_sample))
         ]
+        self.stage.leaves = self._leaves
         self.network.charge([runtime.lane for runtime in self.runtimes])
+
+    def _leaves(self, rank: int) -> bool:
+        elastic = self.runtimes[rank].elastic
+        if elastic is not None:
+            elastic.leave()
+        return elastic is not None
 
     def run(
         self,

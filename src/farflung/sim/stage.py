@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from farflung.errors import DeadlinePassed, PeerLost, RunLost, Unsupported
+from farflung.errors import DeadlinePassed, Left, PeerLost, RunLost, Unsupported
 from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
 from farflung.sim.clock import VirtualClock
 from farflung.sim.membership import Membership
@@ -81,6 +81,8 @@ class VirtualStage:
                 network.mailboxes, plan.absent.union(absent), network.signal, network.notice
             )
         self._begin: Callable[[int], Pending[Any]]
+        self.leaves: Callable[[int], bool] = lambda rank: False
+        """Has a replica of an elastic run leave it; whether it is one."""
         self.crashed: set[int] = set()
         """The ranks that have crashed."""
         self._waiting_for_data: set[int] = set()
@@ -164,6 +166,8 @@ class VirtualStage:
 
     def _leave(self, rank: int) -> None:
         assert self._members is not None
+        if self.leaves(rank):
+            return
         if rank in self._members:
             del self.running[rank]
             self._stays[rank] += 1
@@ -268,7 +272,11 @@ class VirtualStage:
             return
         if self._members is not None and isinstance(task.error, RunLost):
             self.errors[rank] = task.error
-            self._crash(rank)
+            if isinstance(task.error, Left) and rank in self._members:
+                self._members.leaves(rank)
+            else:
+                self._crash(rank)
+            self.crashed.add(rank)
             return
         if self.error is None:
             self.error = task.error

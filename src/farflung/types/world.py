@@ -414,6 +414,10 @@ class Elastic(Protocol):
         """Starts an exchange; see :func:`farflung.comm.start`."""
         ...
 
+    def leave(self) -> Pending[None]:
+        """Leaves the run, which goes on without this replica; completed when it has left."""
+        ...
+
     async def finish(self, steps: int) -> None:
         """Waits until all members have every result of the run, after so many steps."""
         ...

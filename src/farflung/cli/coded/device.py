@@ -67,7 +67,7 @@ class Attend(OutputOptions):
                 address, holding, endpoint, patience_s=self.patience, pace=self._pace(holding), met=seat.take
             )
         if reason:
-            raise ConfigError(f"the coordinator at {address} has sent this device away: {reason}")
+            raise ConfigError(f"the coordinator at {address} has refused this device: {reason}")
         self._say(holding, seat)
         return 0
 
