@@ -153,7 +153,7 @@ def stall(network: str, quick: bool) -> Mapping[str, Measured]:
         plan = FaultPlan().crash(lost, at_step=at)
         events = trained(quick, network, NODES, plan, steps, elastic="1")
         left = [told for rank, told in events.items() if rank != lost]
-        ended = [told for told in left if told and told[-1]["event"] == "end"]
+        ended = [told for told in left if came_to_end(told)]
         if len(ended) < len(left):
             raise LabError(f"{len(ended)} of {len(left)} survivors came to the end")
         found.append(max(waited_s(durations(told), at, begin) for told in left) - 3 * delay_s(network))
@@ -296,9 +296,16 @@ def halves(quick: bool) -> Mapping[str, Measured]:
         events = trained(quick, WIFI, NODES, plan, step, elastic="1")
         begins = [int(str(fault.at_step)) for fault in plan.faults]
         several += sorted({(seed, sum(begin <= step for begin in begins)) for step in at_once(events)})
-        left.append(sum(told[-1]["event"] == "end" for told in events.values()))
+        left.append(sum(map(came_to_end, events.values())))
+        if left[-1] < NODES:
+            raise LabError(f"seed {seed}: {left[-1]} of {NODES} came to the end")
     config = {"resets": resets, "runs": len(left), "members_at_the_end": left, "several": several}
     return {HALVES: Measured(float(len(several)), None, config)}
+
+
+def came_to_end(told: Sequence[Event]) -> bool:
+    """Whether a replica has done all of its steps."""
+    return any(event["event"] == "end" for event in told)
 
 
 def at_once(events: Mapping[int, Sequence[Event]]) -> list[int]:
