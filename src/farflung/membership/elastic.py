@@ -651,9 +651,14 @@ class Elastic:
         self._settle_soon()
 
     async def _lose_patience(self, view: View) -> None:
-        await self._runtime.sleep_until(self._runtime.now() + self._patience_s)
-        if self._frozen and self._view is view and not self._over and self._ended is None:
-            self._member.give_up()
+        """Give up an agreement where nothing has become known of the view for as long as patience lasts."""
+        ballot = -1
+        while self._frozen and self._view is view and not self._over and self._ended is None:
+            if ballot == self._member.ballot:
+                self._member.give_up()
+                return
+            ballot = self._member.ballot
+            await self._runtime.sleep_until(self._runtime.now() + self._patience_s)
 
 
 def _payload(text: bytes) -> Payload:

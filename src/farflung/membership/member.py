@@ -186,6 +186,11 @@ class Member:
             if self.frozen and ready:
                 self._cast()
 
+    @property
+    def ballot(self) -> int:
+        """How much this member knows of the view; it grows with each change that is noted or heard of."""
+        return self._report().ballot
+
     def cuts(self) -> set[frozenset[str]]:
         """Return the pairs of members, not certified dead, between which a connection is known to be broken."""
         alive = {x for x in self.view.members if x not in self._wills} if self.view is not None else set()
