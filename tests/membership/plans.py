@@ -9,7 +9,7 @@ import sys
 import time
 from functools import partial
 
-from farflung.membership import Codec, Member
+from farflung.membership import Member, MessageCodec
 from tests.membership.mutants import MUTANTS
 from tests.membership.world import LAST, Broken, Node, World
 
@@ -38,7 +38,7 @@ class Plan:
             rules=MUTANTS[without].rules,
             without=MUTANTS[without].driver,
             window=draw.choice((1, 1, 2, 3)),
-            codec=Codec(b"key") if seed % 16 == 0 else None,
+            codec=MessageCodec(b"key") if seed % 16 == 0 else None,
             lanes=draw.random() < 0.5,
         )
         self.heals = draw.random() < 0.5

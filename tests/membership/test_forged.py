@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from farflung.faults import FaultPlan
-from farflung.membership import Codec, Elastic, Malformed, Report, Vote
+from farflung.membership import Elastic, Malformed, MessageCodec, Report, Vote
 from tests.membership import test_elastic
 from tests.membership.test_elastic import Ended, check, run
 
@@ -19,7 +19,7 @@ COUNT, SEEDS, AT_ONCE = 10_000, 5, 40
 CRASHED, ABSENT = 1, 4
 """The rank that crashes, and the one that joins later."""
 PLAN = FaultPlan().crash(CRASHED, at_step=3).join(ABSENT, at_step=8)
-OTHER = Codec(b"another key")
+OTHER = MessageCodec(b"another key")
 
 
 def damaged(draw: random.Random, text: bytes) -> bytes:

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from farflung.membership import Certificate, Codec, Fact, Malformed, Message, Report, View, Vote
+from farflung.membership import Certificate, Fact, Malformed, Message, MessageCodec, Report, View, Vote
 
-CODEC = Codec(b"a key")
+CODEC = MessageCodec(b"a key")
 FIRST = View(1, ("a", "b", "c", "d"), (0,), (("a", "b", "c", "d"),))
 SECOND = View(2, ("a", "b", "t"), (11, 12, 14), (("a", "b"), ("b",), ("a",)))
 VOTE = Vote(9, ("c", "d"), SECOND)
@@ -116,8 +116,8 @@ def test_what_is_no_message_at_all_is_refused(data: bytes) -> None:
         CODEC.decode(data)
 
 
-@pytest.mark.parametrize("other", [Codec(b"another key")])
-def test_certificates_of_another_run_or_key_are_refused(other: Codec) -> None:
+@pytest.mark.parametrize("other", [MessageCodec(b"another key")])
+def test_certificates_of_another_run_or_key_are_refused(other: MessageCodec) -> None:
     with pytest.raises(Malformed, match="signature"):
         other.decode(CODEC.encode(REPORT))
     assert other.decode(CODEC.encode(VOTE)) == VOTE
@@ -125,7 +125,7 @@ def test_certificates_of_another_run_or_key_are_refused(other: Codec) -> None:
 
 def test_a_run_needs_a_key() -> None:
     with pytest.raises(ValueError, match="key"):
-        Codec(b"")
+        MessageCodec(b"")
 
 
 @pytest.mark.parametrize("seed", range(20))

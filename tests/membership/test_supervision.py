@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from farflung.comm.visits import Access
-from farflung.membership import Certificate, Codec, Page, Report, View, certify
+from farflung.membership import Certificate, MessageCodec, Page, Report, View, certify
 from farflung.membership.supervision import SUPERVISOR
 from tests.comm.test_visits import KEY, Member
 
@@ -87,7 +87,7 @@ def members() -> Iterator[list[Member]]:
 
 @pytest.mark.parametrize("will", [None, Report(VIEW, {}, {}, (3,), None)])
 def test_the_others_get_a_certificate_with_the_will(will: Report | None, members: list[Member]) -> None:
-    page, codec = Page(), Codec(KEY)
+    page, codec = Page(), MessageCodec(KEY)
     gone = Member()
     gone.close()
     page.tell("1", Access(KEY, False, [members[0].place, gone.place, members[1].place]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from farflung.membership import Certificate, Codec, Member, Message, Report, View
+from farflung.membership import Certificate, Member, Message, MessageCodec, Report, View
 
 __all__ = ["LAST", "Broken", "Link", "Node", "World", "unsigned"]
 
@@ -274,7 +274,7 @@ class World:
         delay: float | None = None,
         window: int = 1,
         quorum: Literal["majority", 1] = "majority",
-        codec: Codec | None = None,
+        codec: MessageCodec | None = None,
         lanes: bool = False,
     ) -> None:
         self.draw = random.Random(seed)

@@ -11,7 +11,7 @@ from farflung.lazy import lazy
 if TYPE_CHECKING:
     from farflung.membership.elastic import Among, Elastic
     from farflung.membership.member import Certify, Driver, Member
-    from farflung.membership.messages import Certificate, Codec, Fact, Malformed, Message, Report, Vote
+    from farflung.membership.messages import Certificate, Fact, Malformed, Message, MessageCodec, Report, Vote
     from farflung.membership.supervision import SUPERVISOR, Page, certify
     from farflung.membership.views import (
         EXACT_MEMBERS,
@@ -30,13 +30,13 @@ __all__ = [
     "Among",
     "Certificate",
     "Certify",
-    "Codec",
     "Driver",
     "Elastic",
     "Fact",
     "Malformed",
     "Member",
     "Message",
+    "MessageCodec",
     "Page",
     "Report",
     "Transfer",

@@ -26,7 +26,7 @@ from farflung.errors import (
     WaitEnded,
 )
 from farflung.membership.member import Member
-from farflung.membership.messages import Codec, Malformed, Message, Report
+from farflung.membership.messages import Malformed, Message, MessageCodec, Report
 from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending, failed
@@ -123,7 +123,7 @@ class Elastic:
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
         self._reach, self._told = reach, told
         self._page = page
-        self._codec = Codec(key)
+        self._codec = MessageCodec(key)
         names = tuple(map(str, ranks))
         self._view = View(1, names, (0,), (names,))
         self.joins = comm.rank not in ranks

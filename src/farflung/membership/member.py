@@ -69,7 +69,7 @@ class Member:
     Args:
       name: of this process; no other process ever has it.
       driver: carries out effects.
-      certify: signs a certificate; see :meth:`Codec.certify`.
+      certify: signs a certificate; see :meth:`MessageCodec.certify`.
       view: the first view of a run; ``None``: this process asks to join one.
       quorum: ``"majority"``: a view is installed by more than half of the members that are not certified dead, or
         by half with the most senior; 1: by any member, so that halves without a connection both go on.

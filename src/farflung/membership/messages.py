@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 from farflung.membership.views import View
 
-__all__ = ["Certificate", "Codec", "Fact", "Malformed", "Message", "Report", "Vote"]
+__all__ = ["Certificate", "Fact", "Malformed", "Message", "MessageCodec", "Report", "Vote"]
 
 _MAX_NBYTES, _MAX_LIST, _MAX_NAME = 1 << 22, 1 << 16, 64
 
@@ -85,7 +85,7 @@ class Certificate(NamedTuple):
       name: of the process.
       exit_code: 0 from a member that stops by itself; otherwise from its supervisor, after ``waitpid``.
       will: its last report; ``None``: it never sent one.
-      signature: HMAC-SHA256 over name, exit code and will, hexadecimal; see :meth:`Codec.certify`.
+      signature: HMAC-SHA256 over name, exit code and will, hexadecimal; see :meth:`MessageCodec.certify`.
     """
 
     name: str
@@ -130,7 +130,7 @@ class _Envelope(NamedTuple):
     certificates: tuple[_Certificate, ...]
 
 
-class Codec:
+class MessageCodec:
     """Encodes and decodes messages, and signs certificates.
 
     Args:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping
 
 from farflung.comm.visits import Access
-from farflung.membership.messages import Codec, Malformed, Report
+from farflung.membership.messages import Malformed, MessageCodec, Report
 
 __all__ = ["SUPERVISOR", "Page", "certify"]
 
@@ -119,7 +119,7 @@ def certify(page: Page, exit_code: int) -> list[threading.Thread]:
     if found is None:
         return []
     name, access, text = found
-    codec, will = Codec(access.key), None
+    codec, will = MessageCodec(access.key), None
     if text:
         message = codec.decode(text)
         if not isinstance(message, Report):
