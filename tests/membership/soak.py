@@ -54,7 +54,9 @@ def lab(seed: int) -> str:
     size, plan, recipe = test_elastic.plan(seed)
     nodes = size - len(plan.absent)
     plan = FaultPlan(tuple(fault for fault in plan.faults if fault.rank < nodes))
-    crashing = {fault.rank for fault in plan.faults if fault.kind == "crash"}
+    crashing, leaving = (
+        {fault.rank for fault in plan.faults if fault.kind == kind} for kind in ("crash", "leave")
+    )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-soak-")))
         train = [
@@ -84,7 +86,10 @@ def lab(seed: int) -> str:
             said = (folder / f"{rank}.log").read_text()
             if code == 0:
                 events = read_events(folder / f"rank-{rank}" / "telemetry" / f"rank-{rank}.jsonl")
-                (end,) = [event for event in events if event["event"] == "end"]
+                end = next((event for event in events if event["event"] == "end"), None)
+                if end is None:
+                    assert rank in leaving, f"rank {rank} ended without an end: {said}"
+                    continue
                 assert end["steps"] == LAB_STEPS, f"rank {rank} ended after {end['steps']} steps"
                 model = (folder / f"rank-{rank}" / "model.safetensors").read_bytes()
                 models.add((end["final_loss"], model))
