@@ -419,8 +419,11 @@ class GroupedImportance:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._put(*(state[name].clone() for name in ("ids", *COLUMNS)))
-        self._life = float(state["life"])
+        ids = state["ids"].clone()
+        # A checkpoint of 0.1 has no shares of samples of a stream.
+        columns = zip(COLUMNS, self._blank(ids, 0), strict=True)
+        self._put(ids, *(state.get(name, blank).clone() for name, blank in columns))
+        self._life = float(state.get("life", math.inf))
         self._renewal.load_state_dict(state["renewal"])
         self._cursor, self._by = state["cursor"], state["by"]
         self._bacc.load_state_dict(state["bacc"])
