@@ -501,11 +501,18 @@ class Handle:
 
         The others take the batches of this replica that are in no update. Its parameters stay as they are; like
         :meth:`finish`, it ends what :func:`attach` began.
+
+        Raises:
+          RunLost: the run has ended here for another reason, such as members that are no majority.
         """
         if self._finished:
             return
         if self._runtime.elastic is not None:
-            self._runtime.elastic.leave().wait()
+            try:
+                self._runtime.elastic.leave().wait()
+            except BaseException as error:
+                self._end(error)
+                raise
         elif self.size > 1:
             raise Unsupported("leave() ends the run for all others: attach(elastic=...) lets them go on")
         self._end(None)

@@ -316,6 +316,15 @@ def test_the_others_go_on_where_some_leave(faults: FaultPlan, survivors: list[in
     check(ended)
 
 
+def test_one_that_cannot_leave_by_a_view_has_not_left() -> None:
+    """The junior of two, without a majority once the senior is gone."""
+    ended = run(2, FaultPlan().crash(0, at_step=3).leave(1, at_step=3))
+    assert "no agreement on view 2" in str(ended.error)
+    elastic: Any = ended.replicas[1].runtime.elastic
+    assert type(elastic._ended) is RunLost
+    assert elastic._leaves.error is elastic._ended
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_one_that_leaves_hands_over_what_it_alone_holds(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is lost before that, the exchange is made again without it."""

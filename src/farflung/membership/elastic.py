@@ -191,6 +191,8 @@ class Elastic:
 
     def _given_back(self, step: int) -> list[tuple[int, int]]:
         """Return which batches are given back at a step: the step that they were taken at, and the place in it."""
+        if all(change.step != step for change in self.changes):
+            return []
         return [
             (before, self.at(before).ranks.index(rank))
             for (before, rank), change in self._lost_batches().items()
@@ -297,7 +299,7 @@ class Elastic:
         taken by the others.
 
         Returns:
-          Completed when it has left, or at the end of the run.
+          Completed when it has left, or at the end of the run; fails where it has stopped for another reason.
         """
         left = Pending[None]()
 
@@ -456,9 +458,9 @@ class Elastic:
                 self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
     def stop(self, reason: str) -> None:
-        self._ended = RunLost(reason) if self._leaves is None else Left(reason)
+        self._ended = Left(reason) if self._member.left else RunLost(reason)
         if self._leaves is not None:
-            self._leaves.set(None)
+            self._leaves.set(None) if self._member.left else self._leaves.fail(self._ended)
         self._admitted.fail(self._ended)
         self._state.fail(self._ended)
         for logged in self._log.values():

@@ -89,6 +89,8 @@ class Member:
         self.connected, self._guests, self._down = set[str](), set[str](), set[str]()
         self._certificates: dict[str, Certificate] = {}
         self._leaving = False
+        self.left = False
+        """Whether it has left as it asked to: by a view without it, or before it had a view."""
         self._begin()
 
     def _begin(self) -> None:
@@ -146,6 +148,7 @@ class Member:
     def leave(self) -> None:
         """Ask to be left out of the next view; a process that has no view stops at once."""
         if self.view is None:
+            self.left = not self.stopped
             self.give_up()
         elif not self._leaving:
             self._leaving = True
@@ -369,6 +372,7 @@ class Member:
             self._certificates.pop(name, None)
             self._down.discard(name)
         evicted = self.name not in view.members
+        self.left = evicted and self._leaving
         if not evicted:
             self._wills = {x: self._certificates[x] for x in view.members if x in self._certificates}
             for name in (*view.members, *self._guests):
@@ -383,7 +387,7 @@ class Member:
         if any(transfer.giver == self.name for transfer in view.transfers()):
             self._driver.hand(view)
         if evicted:
-            self._stop(f"{'left with' if self._leaving else 'evicted by'} view {view.number}")
+            self._stop(f"{'left with' if self.left else 'evicted by'} view {view.number}")
         elif not view.newest:
             self._stop(f"no member of view {view.number} holds the model")
 

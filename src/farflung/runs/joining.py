@@ -111,9 +111,8 @@ def join(
             raise KeyboardInterrupt
         if not leaving.is_set():
             leaving.set()
-            threading.Thread(
-                target=runtime.elastic.leave
-            ).start()  # what the signal interrupts may hold locks
+            # Not here: what the signal interrupts may hold locks.
+            threading.Thread(target=runtime.elastic.leave).start()
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()

@@ -274,9 +274,9 @@ class VirtualStage:
             self.errors[rank] = task.error
             if isinstance(task.error, Left) and rank in self._members:
                 self._members.leaves(rank)
+                self.crashed.add(rank)
             else:
                 self._crash(rank)
-            self.crashed.add(rank)
             return
         if self.error is None:
             self.error = task.error
