@@ -99,16 +99,8 @@ FRESH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def agent(node: int, nodes: int) -> list[str]:
     """Return the options of torchrun at a node."""
     return [
-        *(
-            "--nnodes",
-            str(nodes),
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "3",
-            "--monitor-interval",
-            "0.1",
-        ),
+        *("--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "3"),
+        *("--monitor-interval", "0.1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address_of(0)}:{PORT}", "--rdzv-id", "elastic"),
         *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", address_of(node)),
     ]

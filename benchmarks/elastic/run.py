@@ -219,17 +219,8 @@ def joined() -> dict[str, float]:
         lab.check(any_delay=True)
         lab.begin()
         command = [
-            *(
-                "env",
-                f"WORLD_SIZE={NODES}",
-                f"LOCAL_WORLD_SIZE={NODES}",
-                sys.executable,
-                "-m",
-                "farflung",
-                "train",
-                "--workload",
-                MODEL,
-            ),
+            *("env", f"WORLD_SIZE={NODES}", f"LOCAL_WORLD_SIZE={NODES}"),
+            *(sys.executable, "-m", "farflung", "train", "--workload", MODEL),
             *("--data", "packaged", "--codec", "int8", "--steps", "100000", "--elastic", f"1:{NODES + 1}"),
             *("--evaluate-every", "1000000", "--checkpoint-every", "1000000", "--out", f"{name}/run"),
         ]

@@ -60,16 +60,8 @@ def lab(seed: int) -> str:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-soak-")))
         train = [
-            *(
-                sys.executable,
-                "-m",
-                "farflung",
-                "train",
-                "--workload",
-                "synthetic/quadratic",
-                "--recipe",
-                recipe,
-            ),
+            *(sys.executable, "-m", "farflung", "train"),
+            *("--workload", "synthetic/quadratic", "--recipe", recipe),
             *("--steps", str(LAB_STEPS), "--seed", str(seed), "--elastic", "1", "--json"),
             *("--deadline", str(test_elastic.DEADLINE_S), "--checkpoint-every", str(LAB_STEPS)),
         ]
