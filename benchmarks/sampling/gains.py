@@ -82,10 +82,11 @@ def constant(regime: Regime, ask: Ask) -> Gains:
         for rate in regime.rates
     }
     target = regime.learned or round(max(score.values()) - WITHIN, 2)
-    stop: dict[str, Any] = {"target" if regime.learned is None else "learned": target}
+    goal: dict[str, Any] = {"target" if regime.learned is None else "learned": target}
+    stop = {} if regime.whole else goal
 
     def steps(found: Found) -> float:
-        there = regime.training("uniform", 1.0, 0, **stop).reached(found["looks"])
+        there = regime.training("uniform", 1.0, 0, **goal).reached(found["looks"])
         return math.inf if there is None else there
 
     of_uniform = {rate: [steps(whole[rate, seed]) for seed in regime.pilots] for rate in regime.rates}
