@@ -44,6 +44,7 @@ RESTART = "restart"
 STATIC = "elastic over static step time, wifi-100mbps"
 TWO = "kill -9 of one of two, started by farflung train or farflung worker: runs that go on"
 AGREED = "views agreed in 2,000 seeded plans with leaders lost while they set a view, virtual time"
+LOSSES = "final loss under faults over that without, at equal samples, 200 seeded plans, virtual time"
 HELD = "committed exchanges lost (held whole by a survivor)"
 GOODPUT = (
     "goodput under a fault plan (a member lost every 60 s, back after 20 s), 8 replicas in virtual time; in the lab 4, "
@@ -436,12 +437,61 @@ def goodput(quick: bool) -> Mapping[str, Measured]:
     return {GOODPUT: Measured(share, None, config, simulated=True)}
 
 
+SCHEDULES = (
+    "synchronous", "pipelined(width=2)", "pipelined(width=3)", "delayed(delay=2,period=2)", "delayed(delay=3)",
+    "local_sgd(sync_every=3)", "post_local_sgd(until=4,sync_every=3)", "diloco(sync_every=4)",
+    "streaming_diloco(sync_every=4,fragments=2)",
+)  # fmt: skip
+
+
+def final_losses(quick: bool) -> Mapping[str, Measured]:
+    """Losses of seeded plans in which one or two of four crash or leave and one may join, over those without faults."""
+    count, steps, batch = (2, 20, 8) if quick else (200, 200, 8)
+    differences, losses, ended, stopped = dict[str, list[float]](), [], [], 0
+    for seed in range(count):
+        draw, schedule = Random(seed), SCHEDULES[seed % len(SCHEDULES)]
+        plan, at = FaultPlan(), draw.randrange(5, steps - 5)
+        for rank in draw.sample(range(NODES), draw.randint(1, 2)):
+            plan = getattr(plan, draw.choice(["crash", "crash", "leave"]))(rank, at_step=at)
+            at = min(steps - 3, at + draw.choice([0, 1, 7]))
+        if schedule.partition("(")[0] in ("synchronous", "local_sgd", "diloco"):
+            plan = plan.join(NODES, at_step=draw.randrange(2, steps - 5))
+        settings: dict[str, Any] = {
+            "data": "packaged", "network": WIFI, "workers": NODES, "batch_size": batch, "seed": seed,
+            "recipe": f"synchronous(schedule='{schedule}')", "learning_rate_schedule": "cosine",
+            "evaluate_every": 10**6, "checkpoint_every": 10**6,
+        }  # fmt: skip
+        most = f"1:{NODES + 1}" if any(fault.kind == "join" for fault in plan.faults) else "1"
+        try:
+            run: Any = farflung.simulate(MODEL, faults=plan, elastic=most, steps=steps, **settings).summary
+        except farflung.errors.RunLost:  # half of the members at once, the senior among them
+            stopped += 1
+            continue
+        alike = round(run["samples"] / (NODES * batch))
+        without: Any = farflung.simulate(MODEL, steps=alike, **settings).summary
+        losses.append(without["final_loss"])
+        ended.append(run["final_loss"])
+        differences.setdefault(schedule, []).append(ended[-1] - losses[-1])
+    every = [difference for one in differences.values() for difference in one]
+    error = statistics.stdev(every) / math.sqrt(len(every))
+    config = {
+        "mean_with_faults": statistics.fmean(ended),
+        "mean_without": statistics.fmean(losses),
+        "standard_error_of_the_difference": error,
+        "by_schedule": {schedule: statistics.fmean(one) for schedule, one in differences.items()},
+        "runs": len(ended),
+        "stopped_by_name": stopped,
+    }
+    return {LOSSES: Measured(abs(statistics.fmean(every)) / error, None, config, simulated=True)}
+
+
 CANARIES = ("preset synchronous",)
 BENCHMARK = Benchmark(
     Path(__file__).parent,
     [
         Group((AGREED, HELD), agreements, "simulated", 2.0, CANARIES),
         Group((GOODPUT,), goodput, "simulated", 2.0, CANARIES),
+        Group((LOSSES,), final_losses, "simulated", 25.0, CANARIES),
         Group((STALL.format(WIFI),), partial(stall, WIFI), "measured", 4.0, CANARIES),
         Group((STALL.format("four-regions"),), partial(stall, "four-regions"), "measured", 8.0, CANARIES),
         Group((CUT,), silent_cut, "measured", 2.0, CANARIES),
