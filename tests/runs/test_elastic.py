@@ -16,6 +16,7 @@ import farflung
 from farflung.cli.main import main
 from farflung.errors import RunLost
 from farflung.telemetry import Event, read_events
+from farflung.workloads.synthetic import Quadratic
 
 STEPS, AT = 400, 20
 
@@ -197,6 +198,38 @@ def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(tmp_
     assert run.summary["samples"] == summary["samples"]
     last = {rank: read_events(folder / "telemetry" / f"rank-{rank}.jsonl")[-3:] for rank in (1, 2)}
     assert [e.get("mean_loss") for e in last[1]] == [e.get("mean_loss") for e in last[2]]
+
+
+def point() -> Quadratic:
+    """A workload whose model depends on the process."""
+    return Quadratic(dim=int(os.environ.get("DIM", "8")))
+
+
+def test_a_replica_with_another_model_is_refused_alone(tmp_path: Path) -> None:
+    folder, said, pids = tmp_path / "run", list[str](), dict[object, int]()
+
+    def show(event: Event) -> None:
+        if event["event"] == "hello":
+            pids[event["rank"]] = int(str(event["pid"]))
+        elif event["event"] == "step" and not said and int(str(event["step"])) >= AT:
+            command = [sys.executable, "-m", "farflung", "join", str(folder), "--quiet"]
+            other = {**os.environ, "DIM": "9"}
+            done = subprocess.run(
+                command, env=other, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+            )
+            said.append(f"{done.returncode}: {done.stderr}")
+            os.kill(pids[0], signal.SIGINT)
+
+    farflung.train(
+        f"{__name__}:point", show=show, out=folder, workers=2, elastic="1:4", steps=100_000, deadline=30.0,
+        evaluate_every=100_000,
+    )  # fmt: skip
+    (ended,) = said
+    assert ended.startswith("1: farflung: ranks disagree on model: ")
+    assert len(ended.splitlines()) == 1
+    assert not [
+        event for event in read_events(folder / "telemetry" / "rank-0.jsonl") if event["event"] == "view"
+    ]
 
 
 @pytest.mark.parametrize(
