@@ -85,6 +85,20 @@ def test_a_run_goes_on_without_those_that_leave(
     assert views[-1] == left
 
 
+def test_one_that_is_asked_to_leave_before_the_run_is_set_up_leaves(tmp_path: Path) -> None:
+    class Early(Strikes):
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if event["event"] == "hello" and event["rank"] == 1:
+                os.kill(self._pids[1], signal.SIGUSR1)
+
+    early = Early(())
+    run = trained(early, 3, tmp_path / "run")
+    assert run.summary["steps"] == STEPS
+    assert not early.of("lost")
+    assert [event["members"] for event in early.of("view") if event["rank"] == 0] == [[0, 2]]
+
+
 def test_it_goes_on_from_a_checkpoint_with_any_number(tmp_path: Path) -> None:
     trained(Strikes((1,)), 3, tmp_path / "run")
     step = f"step-{STEPS:08d}"

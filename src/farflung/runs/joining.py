@@ -26,7 +26,7 @@ from farflung.comm.visits import Access
 from farflung.devices import device_profile
 from farflung.errors import ConfigError, Left
 from farflung.files import read_text, reading, write_json, write_whole
-from farflung.membership import Among, Page
+from farflung.membership import Among, Elastic, Page
 from farflung.network import network_profile
 from farflung.replica import place, save_tree
 from farflung.runs.config import RunConfig, RunOptions
@@ -96,6 +96,7 @@ def join(
     if placed.type == "cuda":
         torch.cuda.set_device(placed)
     asked, leaving = threading.Event(), threading.Event()
+    elastic: Elastic | None = None
     met = env.meeting is not None  # a wait in a file is short, and the command ends its workers
 
     def ask() -> None:
@@ -103,16 +104,16 @@ def join(
             raise KeyboardInterrupt
         if guest is None:
             asked.set()
+        elif elastic is None:
+            raise KeyboardInterrupt
         else:
             leave()
 
     def leave() -> None:
-        if runtime.elastic is None:
-            raise KeyboardInterrupt
-        if not leaving.is_set():
-            leaving.set()
+        if elastic is not None and not leaving.is_set():
             # Not here: what the signal interrupts may hold locks.
-            threading.Thread(target=runtime.elastic.leave).start()
+            threading.Thread(target=elastic.leave).start()
+        leaving.set()
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
@@ -120,6 +121,8 @@ def join(
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
         stack.enter_context(on_stop(ask))
+        if config.elastic:
+            stack.enter_context(on_stop(leave, {signal.SIGUSR1}))
         file = stack.enter_context(JsonLines(files.telemetry(rank)))
         stack.callback(decisions.write)
         telemetry = Telemetry(rank, file, show, decisions.write)
@@ -169,7 +172,7 @@ def join(
                 takes = None
                 if config.ranks > config.workers:
                     takes = Takes(config.to_json(), config.ranks, partial(_publish, files.path / KEY))
-                runtime.elastic = elastic_on(
+                elastic = runtime.elastic = elastic_on(
                     runtime,
                     members,
                     page=page,
@@ -180,7 +183,8 @@ def join(
                     first_step=start,
                     reach=replica.parts.schedule.reach,
                 )
-                stack.enter_context(on_stop(leave, {signal.SIGUSR1}))
+                if leaving.is_set():  # asked before there was a run to leave
+                    elastic.leave()
             if files.resumed and guest is None:
                 replica.resume(start)
             ended, state = runtime.run(whole(replica))
@@ -204,7 +208,7 @@ def join(
         runtime.close()
         if refused := files.refused(rank):
             summary["refused"] = dict(refused)
-    first = rank == (0 if runtime.elastic is None else runtime.elastic.changes[-1].ranks[0])
+    first = rank == (0 if elastic is None else elastic.changes[-1].ranks[0])
     if leader or first:
         save_tree(files.model, state)
     if first:
