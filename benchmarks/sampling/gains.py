@@ -109,7 +109,9 @@ def constant(regime: Regime, ask: Ask) -> Gains:
     others = _seeds(regime, ask, rates, regime.rivals, regime.pilots[1:], **stop)
     for one in regime.rivals:
         pilots[one] = [steps(found) for found in (of_rates[one, rates[one]], *others[one])]
-    chosen = min(regime.ours, key=lambda one: sum(pilots[one]))
+    chosen = min(
+        regime.ours, key=lambda one: (sum(pilots[one]), -best(of_rates[one, rates[one]]["looks"], column))
+    )
 
     found = _seeds(regime, ask, rates, ["uniform", "paper", chosen], regime.seeds, **stop)
     there = {one: [steps(each) for each in all_of] for one, all_of in found.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,6 +269,30 @@ def test_without_a_fault_an_elastic_run_is_bit_identical(schedule: str) -> None:
     plain = farflung.simulate(**config, evaluate_every=5).state_dict()  # type: ignore[arg-type]
     elastic = run(3, FaultPlan(), recipe)
     assert all(torch.equal(elastic.models[0][name], tensor) for name, tensor in plain.items())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_results_are_freed_without_the_garbage_collector(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has, held = Elastic._has, list[weakref.ref[torch.Tensor]]()
+
+    def noted(self: Elastic, logged: Any, value: Any) -> None:
+        given = logged.make.__closure__ or ()
+        held.extend(weakref.ref(cell.cell_contents) for cell in given if torch.is_tensor(cell.cell_contents))
+        has(self, logged, value)
+        held.extend(map(weakref.ref, logged.kept))
+
+    monkeypatch.setattr(Elastic, "_has", noted)
+    gc.disable()
+    try:
+        ended = run(3, FaultPlan(), f"synchronous(schedule='{schedule}')")
+        alive = sum(tensor() is not None for tensor in held)
+    finally:
+        gc.enable()
+    assert ended.error is None
+    assert len(held) > 3 * 3
+    assert alive <= 3 * 2, "of each replica's exchanges the last two"
 
 
 def test_a_run_ends_where_too_few_are_left() -> None:

@@ -56,7 +56,8 @@ class _Logged(Started[T], Generic[T]):
     number: int
     exchange: int
     part: int
-    make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]]
+    make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None
+    """``None`` once it is whole, so that what was contributed is freed at once."""
     values: Values[T]
     rewind: Callable[[], None] | None
     ends_step: bool
@@ -345,6 +346,7 @@ class Elastic:
 
     async def _make(self, logged: _Logged[Any]) -> None:
         view = self._view
+        assert logged.make is not None
         try:
             value = await logged.make(_Channel(self._among(logged), logged))
         except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded) as error:
@@ -392,12 +394,14 @@ class Elastic:
     def _has(self, logged: _Logged[Any], value: Any) -> None:
         """Hold an exchange whole."""
         logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
+        logged.make = logged.rewind = None
         if self._offer is not None and logged.begun >= self._offer[0]:
             self._offer = None  # those that have begun have the state
         while (later := self._log.get(self._base + 1)) is not None and later.kept is not None:
             self._base += 1
         for dropped in logged.drops:
             self._log.pop(dropped.number, None)
+        logged.drops.clear()  # else each exchange would keep all before it
         known = [number for number in self._complete if number <= self._base]
         for number in sorted(known)[:-1]:
             del self._complete[number]
