@@ -454,7 +454,7 @@ def final_losses(quick: bool) -> Mapping[str, Measured]:
         for rank in draw.sample(range(NODES), draw.randint(1, 2)):
             plan = getattr(plan, draw.choice(["crash", "crash", "leave"]))(rank, at_step=at)
             at = min(steps - 3, at + draw.choice([0, 1, 7]))
-        if schedule.partition("(")[0] in ("synchronous", "local_sgd", "diloco"):
+        if draw.random() < 0.5:
             plan = plan.join(NODES, at_step=draw.randrange(2, steps - 5))
         settings: dict[str, Any] = {
             "data": "packaged", "network": WIFI, "workers": NODES, "batch_size": batch, "seed": seed,

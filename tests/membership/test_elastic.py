@@ -91,9 +91,10 @@ def note(elastic: Any, ended: Ended) -> None:
 
     async def noted_adopt(logged: Any, giver: int) -> None:
         await adopt(logged, giver)
-        given: Any = ended.replicas[giver].runtime.elastic
-        if logged.number in given.made:
-            made[logged.number] = given.made[logged.number]
+        others: list[Any] = [replica.runtime.elastic for replica in ended.replicas]
+        of_others = [one.made for one in others if one is not elastic and logged.number in one.made]
+        if of_others:
+            made[logged.number] = of_others[0][logged.number]
 
     elastic.made, elastic._has, elastic._adopt = made, noted_has, noted_adopt
 
@@ -178,10 +179,6 @@ def check(ended: Ended) -> None:
         assert lacking <= given_back, f"batches of {lacking - given_back} at step {step} are in no update"
 
 
-JOINED = ("synchronous", "local_sgd(sync_every=3)", "diloco(sync_every=4)")
-"""Schedules under which replicas may join."""
-
-
 def partitions(draw: random.Random, size: int) -> list[Fault]:
     """Connections that are reset, and links that are cut between two replicas or parts, perhaps one way."""
     faults = []
@@ -224,7 +221,7 @@ def plan_of(draw: random.Random, joins: bool, between: bool) -> tuple[int, Fault
 def plan(seed: int) -> tuple[int, FaultPlan, str]:
     draw, schedule = random.Random(seed), SCHEDULES[seed % len(SCHEDULES)]
     return *plan_of(
-        draw, schedule in JOINED, seed % 2 == 1
+        draw, True, seed % 2 == 1
     ), f"synchronous(schedule='{schedule}', codec='{draw.choice(CODECS)}')"
 
 
@@ -311,7 +308,7 @@ def test_one_that_was_silent_hears_that_it_is_out() -> None:
     check(ended)
 
 
-@pytest.mark.parametrize("schedule", JOINED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_replica_joins(schedule: str) -> None:
     ended = run(3, FaultPlan().join(2, at_s=0.2), f"synchronous(schedule='{schedule}', codec='int8')")
     assert len(ended.models) == 3
@@ -319,6 +316,29 @@ def test_a_replica_joins(schedule: str) -> None:
     assert change.ranks == (0, 1, 2)
     assert change.joined == (2,)
     check(ended)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "joined_s"),
+    [("synchronous", 0.637), ("pipelined(width=2)", 0.639), ("delayed(delay=3)", 0.639)],
+)
+def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
+    schedule: str, joined_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica's last results do not arrive at another one; it sends the state, which has them, and crashes."""
+    hand, handed = Elastic.hand, list[tuple[str, int]]()
+
+    def noted(self: Elastic, view: View) -> None:
+        handed.extend((x.giver, x.exchange) for x in view.transfers() if x.receiver in view.holders[0])
+        hand(self, view)
+
+    monkeypatch.setattr(Elastic, "hand", noted)
+    for cut_ms in range(600, 640, 4):
+        faults = FaultPlan().join(2, at_s=0.2).cut(0, 1, at_s=cut_ms / 1000, for_s=3.0, one_way=True)
+        ended = run(3, faults.crash(0, at_s=joined_s), f"synchronous(schedule='{schedule}')")
+        assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 2]
+        check(ended)
+    assert "2" in {giver for giver, _ in handed}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -13,7 +13,7 @@ import torch
 
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
-from tests.membership.test_elastic import JOINED, check, run
+from tests.membership.test_elastic import SCHEDULES, check, run
 
 PLAN = FaultPlan()
 ALL = (0, 1, 2)
@@ -41,7 +41,7 @@ def recipe_of(schedule: str, codec: str = "int8") -> str:
     return f"synchronous(schedule='{schedule}', codec='{codec}')"
 
 
-@pytest.mark.parametrize("schedule", JOINED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_those_that_are_left_end_with_one_model(name: str, schedule: str) -> None:
     faults, views = SCENARIOS[name]
@@ -53,7 +53,7 @@ def test_those_that_are_left_end_with_one_model(name: str, schedule: str) -> Non
     check(ended)
 
 
-@pytest.mark.parametrize("schedule", JOINED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["two groups are parted", "halves are parted"])
 def test_the_ranks_that_are_parted_from_the_majority_stop_by_name(name: str, schedule: str) -> None:
     faults, (before, left) = SCENARIOS[name]
@@ -63,7 +63,7 @@ def test_the_ranks_that_are_parted_from_the_majority_stop_by_name(name: str, sch
         assert elastic._ended is None or "no agreement on view 2; connected: " in str(elastic._ended)
 
 
-@pytest.mark.parametrize("schedule", JOINED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_exchange_that_fails_is_made_again_with_the_same_bits(schedule: str) -> None:
     recipe = recipe_of(schedule, "error_feedback(topk(density=0.25))")
     plain, ended = run(3, PLAN, recipe), run(3, PLAN.reset(0, at_step=1), recipe)

@@ -195,11 +195,15 @@ class Joins:
             os.kill(self._pids[1], signal.SIGINT)
 
 
-def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=3,period=2)"])
+def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(
+    schedule: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     joins = Joins(folder)
     run = farflung.train(
         "synthetic/quadratic", show=joins, out=folder, workers=2, elastic="1:3", steps=100_000, codec="int8",
+        schedule=schedule,
         evaluate_every=1_000, checkpoint_every=10_000, deadline=30.0,
     )  # fmt: skip
     assert joins.joined is not None

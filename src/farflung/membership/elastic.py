@@ -61,6 +61,8 @@ class _Logged(Started[T], Generic[T]):
     values: Values[T]
     rewind: Callable[[], None] | None
     ends_step: bool
+    begun: int
+    """The last step that had begun when it started."""
     drops: list[_Logged[Any]]
     """Exchanges whose results all members have, once this one is whole."""
     kept: tuple[Tensor, ...] | None = field(default=None)
@@ -69,14 +71,6 @@ class _Logged(Started[T], Generic[T]):
     @property
     def step(self) -> int:
         return step_of(self.exchange)
-
-    @property
-    def begun(self) -> int:
-        """The last step that has begun when it starts."""
-        within = self.exchange in (
-            purpose.at(self.step) for purpose in (Purpose.STEP, Purpose.UNUSED, Purpose.MOMENTS)
-        )
-        return self.step if within else self.step - 1
 
     @override
     async def bring(self) -> T:
@@ -132,6 +126,8 @@ class Elastic:
         first = None if self.joins else self._view
         self._member = Member(str(comm.rank), self, self._codec.certify, first)
         self._member.connected.update(set(names) - {str(comm.rank)})
+        self.step = first_step
+        """The last step that has begun here."""
         self.changes = [Change(first_step, ranks)]
         """The members that take samples, by the step from which on they do."""
         self._begins: dict[int, int] = {}
@@ -217,14 +213,25 @@ class Elastic:
         return [rank for rank in self.at(step).ranks if self._begins.get(rank, -1) == step]
 
     async def give(self, step: int, state: bytes) -> None:
-        """Have the state ready before a step, for the most senior member to send to replicas that begin at it."""
-        told = json.dumps(
-            {"started": self._started, "changes": self.changes, "auto": list(self._comm.auto.items())},
-            default=_plain,
-        ).encode()
+        """Have the state ready before a step, for the most senior member to send to replicas that begin at it.
+
+        With it go the results that a member may lack: of exchanges that have been merged, and of those under way, for
+        whose ends this waits.
+        """
 
         async def offer() -> None:
-            self._offer = step, Payload((_bytes(told), _bytes(state)))
+            for logged in [one for one in self._log.values() if one.kept is None]:
+                await logged.result
+            found = {
+                "started": self._started,
+                "changes": self.changes,
+                "auto": list(self._comm.auto.items()),
+                "complete": list(self._complete.items()),
+                "log": [(n, x.exchange, x.part, x.begun, len(x.kept or ())) for n, x in self._log.items()],
+            }
+            told = _bytes(json.dumps(found, default=_plain).encode())
+            results = (tensor for logged in self._log.values() for tensor in logged.kept or ())
+            self._offer = step, Payload((told, _bytes(state), *results))
             self._send_state()
 
         await self._runtime.launch(offer())
@@ -250,10 +257,13 @@ class Elastic:
 
     async def _given(self) -> bytes:
         await self._admitted
-        came = self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf)
-        self._state.follow(came)
-        _, payload = await self._state
-        told, state = payload.tensors()
+        while True:
+            self._state.follow(self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf))
+            _, payload = await self._state
+            if not self._frozen:
+                break
+            self._state = Pending()  # the next view may make exchanges again that this state holds
+        told, state, *results = payload.tensors()
         found = json.loads(bytes(told.numpy()))
         self._started = self._base = found["started"]
         self._comm.auto = dict(found["auto"])
@@ -263,13 +273,40 @@ class Elastic:
         ]
         for change in self.changes:
             self._begins.update(dict.fromkeys(change.joined, change.step))
-        self._complete = {self._base: self._begins[self._comm.rank] - 1}
+        self._complete = dict(found["complete"])
+        for number, exchange, part, begun, count in found["log"]:
+            kept, results = tuple(tensor.clone() for tensor in results[:count]), results[count:]
+            channel: Any = ExchangeChannel(self._comm, exchange, part)
+            self._log[number] = logged = _Logged[Any](
+                channel,
+                Pending(),
+                self,
+                number,
+                exchange,
+                part,
+                None,
+                Values(tuple, tuple),
+                None,
+                False,
+                begun,
+                [],
+                kept,
+            )
+            self.taken.append(logged)
         self.joins = False
         told_of = self.changes[-1].view
         for before, view in pairwise(self._unseen):
             if view.number > told_of:
                 self._change(before.members, view)
         return bytes(state.numpy())
+
+    def result_of(self, number: int, part: int, values: Values[T]) -> Started[T] | None:
+        """Return an exchange that was whole before this member began and is to be merged yet, if there is one."""
+        for at, logged in enumerate(self.taken):
+            if (logged.exchange, logged.part) == (number, part) and logged.kept is not None:
+                logged.result.set(values.unpack(tuple(tensor.clone() for tensor in logged.kept)))
+                return self.taken.pop(at)
+        return None
 
     # --- exchanges ------------------------------------------------------------------------------------------------
 
@@ -288,7 +325,18 @@ class Elastic:
         drops, self.taken = self.taken, []
         channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
         logged = _Logged(
-            channel, result, self, self._started, number, part, make, values, rewind, ends_step, drops
+            channel,
+            result,
+            self,
+            self._started,
+            number,
+            part,
+            make,
+            values,
+            rewind,
+            ends_step,
+            self.step,
+            drops,
         )
         self._runtime.launch(self._enter(logged))
         return logged

@@ -485,8 +485,8 @@ class Exchanges:
         self._times.go_on_from(own.get("elapsed_s", 0.0))
         # Requests to stop of the earlier run do not apply to this one.
         self._metadata = {
-            int(number): [replace(Vote(*vote), stop=False) for vote in steps]
-            for number, steps in own["votes"].items()
+            number: [replace(Vote(*vote), stop=False) for vote in own["votes"].get(str(number), ())]
+            for number in self._parts
         }
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
@@ -504,6 +504,11 @@ class Exchanges:
             self._runtime.launch(behind_what_started_again())
         else:
             self._slots.load_state_dict(*slots)
+
+    def joined(self) -> None:
+        """After :meth:`load_state_dict` of another replica's state: this one has given nothing yet."""
+        for merger in self._mergers.values():
+            merger.joined()
 
     def _device(self, number: int) -> torch.device:
         """The device of a part."""

@@ -120,9 +120,9 @@ class InFlight:
         await channel.computed()
         return reduced
 
-    async def state_dict(self) -> State:
-        """As it was given to the reducer, which a resumed run does again."""
-        assert self.before is not None
+    async def state_dict(self, now: CodecState) -> State:
+        """As it was given to the reducer, which a resumed run does again; ``now`` is the reducer's state."""
+        before = self.before or now  # one whose result another replica has given never began
         return {
             "number": self.number,
             "step": self.step,
@@ -134,7 +134,7 @@ class InFlight:
             "leads": self.leads,
             "absent": list(self.absent),
             "square": self.square,
-            "before": {"shared": self.before.shared, "local": self.before.local},
+            "before": {"shared": before.shared, "local": before.local},
             "times": None if self.times is None else (await self.times).value,
         }
 
@@ -223,10 +223,16 @@ class Launcher:
 
     async def state_dict(self) -> State:
         """The exchanges as they were given to the reducer."""
-        return {f"{i:06}": await exchange.state_dict() for i, exchange in enumerate(self.in_flight)}
+        return {
+            f"{i:06}": await exchange.state_dict(self._slots[exchange.number].state)
+            for i, exchange in enumerate(self.in_flight)
+        }
 
     def launch_again(self, state: State) -> None:
-        """Starts an exchange of :meth:`state_dict` again, in a run that goes on."""
+        """Starts an exchange of :meth:`state_dict` again, in a run that goes on.
+
+        Where its result came with the state of a run that this replica joins, it takes that; it has given nothing.
+        """
         part, kind = self._parts[state["number"]], state["merge"]["kind"]
         merge = next(each for each in self._carriers if each.__name__ == kind)(**state["merge"]["settings"])
         kept = {int(index): dict(kept) for index, kept in state["kept"].items()}
@@ -244,6 +250,17 @@ class Launcher:
         )
         if state["times"] is not None:
             exchange.times = done(Decision("times", exchange.step, state["times"]))
+        elastic = self._runtime.elastic
+        came = elastic and elastic.result_of(Purpose.STEP.at(exchange.step), exchange.number, _VALUES)
+        if came:
+            for each in kept.values():
+                each["own"].zero_()
+            exchange.weight, exchange.square, exchange.absent, exchange.again = 0.0, 0.0, (), False
+            exchange.rider = torch.zeros_like(exchange.rider)
+            exchange.started, exchange.before = came, self._slots[exchange.number].state
+            exchange.began_s = exchange.ended_s = self._runtime.now()
+            self.in_flight.append(exchange)
+            return
         given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(part)])
         self.launch(exchange, given, CodecState(state["before"]["shared"], state["before"]["local"]))
 

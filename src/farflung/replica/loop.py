@@ -410,19 +410,24 @@ class Replica:
         assert self.runtime.elastic is not None
         state = from_bytes(await self.runtime.elastic.given())
         self._keeping.take_over(state["shared"], state["own"], "the state of the run", self._go_on_from)
+        self._exchanges.joined()
         self._joined = self.step_done
 
     async def _let_in(self) -> None:
         """Has the state of the run ready for replicas that begin at this step."""
         elastic, step = self.runtime.elastic, self.step_done
-        if elastic is None or step == self._joined or not elastic.joiners(step):
+        if elastic is None:
+            return
+        elastic.step = step
+        if step == self._joined or not elastic.joiners(step):
             return
         exchanges = await self.runtime.launch(self._exchanges.snapshot())
         counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
         shared, own = self._keeping.state(step, exchanges, counted)
         sampler: Any = self.parts.sampler
         del own["random"]
-        own["exchanges"] = {**own["exchanges"], "slots": {}}
+        own["parameters"] = {}
+        own["exchanges"] = {**own["exchanges"], "slots": {}, "votes": {}, "said": {}}
         own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
         await elastic.give(step, to_bytes({"shared": shared, "own": own}))
 

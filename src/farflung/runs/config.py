@@ -326,8 +326,6 @@ class RunConfig:
             why = (
                 f"--partition {self.split_text}: the share of a lost replica would be missing: choose shared"
             )
-        if not why and self.ranks > self.workers and self.recipe.parts(self.seed).schedule.late:
-            why = "replicas cannot join where results are late: leave out MAX, or choose another schedule"
         if why:
             raise ConfigError(f"--elastic {self.elastic}: {why}")
 

@@ -386,6 +386,8 @@ class Change(NamedTuple):
 class Elastic(Protocol):
     """What a run is asked that goes on where replicas are lost; see :class:`farflung.membership.Elastic`."""
 
+    step: int
+    """The last step that has begun here."""
     changes: list[Change]
     """The members that take samples, by the step from which on they do."""
 
@@ -412,6 +414,10 @@ class Elastic(Protocol):
         ends_step: bool,
     ) -> Any:
         """Starts an exchange; see :func:`farflung.comm.start`."""
+        ...
+
+    def result_of(self, number: int, part: int, values: Any) -> Any:
+        """An exchange that was whole before this replica began and is to be merged yet; ``None``: there is none."""
         ...
 
     def leave(self) -> Pending[None]:

@@ -162,6 +162,9 @@ class Merger:
     def restart(self) -> None:
         """All replicas have come to the same parameters, and nothing is under way."""
 
+    def joined(self) -> None:
+        """The state of another replica was loaded; this one stands at :meth:`common`, and has given nothing."""
+
     def state_dict(self) -> tuple[State, State]:
         """What is alike on all replicas, and what is this one's own; without what exchanges under way keep."""
         return {}, {}

@@ -120,6 +120,10 @@ class OuterSteps(Merger):
         self._speeds = {int(index): copied(int(index), speed) for index, speed in shared["speeds"].items()}
         self._fresh, self._mixed = list(own["fresh"]), list(shared["mixed"])
 
+    @override
+    def joined(self) -> None:
+        self._fresh = [False] * len(self._fresh)
+
     def _step(self, index: int, mean: Tensor, merge: Outer) -> None:
         way = mean
         if merge.momentum:

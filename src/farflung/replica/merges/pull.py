@@ -141,6 +141,11 @@ class Pulling(Merger):
         self._fresh, self._leans = list(own["fresh"]), list(shared["leans"])
         self._left = [{int(step): share for step, share in blocks.items()} for blocks in own["left"]]
 
+    @override
+    def joined(self) -> None:
+        self._given = [anchor.clone() for anchor in self._anchors]
+        self._fresh = [False] * len(self._fresh)
+
     def _recent(self, index: int) -> Tensor | None:
         """The updates since a bucket's last block, where there are any."""
         return self._buckets.weights(index).sub_(self._given[index]) if self._fresh[index] else None

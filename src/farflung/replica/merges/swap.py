@@ -87,6 +87,10 @@ class Swapping(Merger):
             for index, kept in exchange.kept.items():
                 self._blocks[index][exchange.step] = kept["own"]
 
+    @override
+    def joined(self) -> None:
+        self._fresh = [0] * len(self._fresh)
+
     def _base(self, index: int) -> Tensor:
         total = self._anchors[index].clone()
         for block in self._blocks[index].values():
