@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import farflung
 from farflung.errors import ConfigError
+from farflung.recipes import RECIPES, Recipe
 from farflung.replica import load_tree
 from farflung.telemetry import Event
 from farflung.types import State
@@ -81,12 +83,22 @@ def test_a_loop_goes_on_without_a_lost_rank(pool: Pool, lost: int, end: str, how
     assert ends[0]["members"][-1] == tuple({0, 1, 2} - {lost})
 
 
-def test_a_loop_that_needs_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        (replace(RECIPES["powersgd"], reducer="gradiveq"), "reducer .* needs all replicas: choose a codec"),
+        (RECIPES["adacomm"], "schedule .* needs all replicas: choose synchronous, "),
+        (replace(RECIPES["powersgd"], schedule="pipelined"), "learns from results in order"),
+    ],
+)
+def test_a_loop_that_needs_all_ranks_is_refused(
+    recipe: Recipe, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     model = attach_jobs.Net()
-    with pytest.raises(ConfigError, match="needs all replicas"):
-        farflung.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "powersgd", elastic=1)
+    with pytest.raises(ConfigError, match=says):
+        farflung.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe, elastic=1)
 
 
 def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

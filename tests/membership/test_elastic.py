@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from typing_extensions import override
 
 from farflung.comm import Purpose
 from farflung.errors import Left, RunLost
@@ -19,13 +21,16 @@ from farflung.faults import Fault, FaultPlan
 from farflung.membership import Elastic, View
 from farflung.network import network_profile
 from farflung.replica import Replica
+from farflung.replica.checkpoint import to_bytes
+from farflung.replica.in_flight import _packed, _unpacked
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Draw, PoolView, State
+from farflung.types import CodecState, Draw, PoolView, Reduced, State
+from farflung.workloads.synthetic import Quadratic
 
 STEPS, DEADLINE_S = 12, 2.0
 SCHEDULES = (
@@ -39,7 +44,33 @@ SCHEDULES = (
     "diloco(sync_every=4)",
     "streaming_diloco(sync_every=4,fragments=2)",
 )
-CODECS = ("identity", "int8", "error_feedback(topk(density=0.25))")
+CODECS = (
+    "codec='identity'",
+    "codec='int8'",
+    "codec='error_feedback(topk(density=0.25))'",
+    "reducer='shared_scale_qsgd(bits=4)'",
+)
+LEARNING = "reducer='powersgd(rank=1,min_ratio=1)'"
+"""For schedules without late results."""
+LATE = ("pipelined", "delayed", "streaming_diloco")
+
+
+class Square(nn.Module):
+    """A point whose parameters are a matrix."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w.detach().view(8, -1).clone())
+
+    @override
+    def forward(self, centres: torch.Tensor) -> torch.Tensor:
+        return self.w.flatten() - centres
+
+
+class Squares(Quadratic):
+    @override
+    def model(self, generator: torch.Generator) -> nn.Module:
+        return Square(next(super().model(generator).parameters()))
 
 
 class Noted(Uniform):
@@ -101,7 +132,7 @@ def note(elastic: Any, ended: Ended) -> None:
 
 def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int = 0, least: int = 1) -> Ended:
     config = SimulatedConfig.resolve(
-        {"workload": "synthetic/quadratic", "workers": size, "steps": STEPS, "recipe": recipe, "seed": seed}
+        {"workload": f"{__name__}:Squares", "workers": size, "steps": STEPS, "recipe": recipe, "seed": seed}
         | {"evaluate_every": 5, "batch_size": 4}
     )
     world = VirtualWorld(
@@ -150,6 +181,8 @@ def check(ended: Ended) -> None:
         assert all(torch.equal(model[name], tensor) for name, tensor in first.items())
     assert len(ended.samples) == len(set(ended.losses)) == 1
     survivors = ended.survivors
+    shared = {to_bytes(replica._exchanges._slots.state_dict()[0]) for replica in survivors}
+    assert len(shared) == 1, "states of the reducer that all share differ"
     elastic: Any = survivors[0].runtime.elastic
     sampler: Any = survivors[0].parts.sampler
     known = [replica.parts.sampler for replica in (*survivors, *ended.replicas)]
@@ -220,9 +253,9 @@ def plan_of(draw: random.Random, joins: bool, between: bool) -> tuple[int, Fault
 
 def plan(seed: int) -> tuple[int, FaultPlan, str]:
     draw, schedule = random.Random(seed), SCHEDULES[seed % len(SCHEDULES)]
-    return *plan_of(
-        draw, True, seed % 2 == 1
-    ), f"synchronous(schedule='{schedule}', codec='{draw.choice(CODECS)}')"
+    size, faults = plan_of(draw, True, seed % 2 == 1)
+    members = CODECS if schedule.startswith(LATE) else (*CODECS, LEARNING)
+    return size, faults, f"synchronous(schedule='{schedule}', {draw.choice(members)})"
 
 
 def checked(seed: int) -> Ended:
@@ -255,7 +288,7 @@ def test_an_exchange_is_made_again_from_the_state_that_its_codec_had() -> None:
 def test_without_a_fault_an_elastic_run_is_bit_identical(schedule: str) -> None:
     recipe = f"synchronous(schedule='{schedule}', codec='int8')"
     config = {
-        "workload": "synthetic/quadratic",
+        "workload": f"{__name__}:Squares",
         "workers": 3,
         "steps": STEPS,
         "recipe": recipe,
@@ -371,8 +404,23 @@ def test_one_that_cannot_leave_by_a_view_has_not_left() -> None:
     assert elastic._leaves.error is elastic._ended
 
 
+def test_a_result_that_is_given_teaches_what_all_share() -> None:
+    q, rider = {"8x8": torch.ones(1, 8, 1)}, torch.zeros(3, dtype=torch.float64)
+    given = _unpacked(_packed(Reduced(torch.ones(4), 2.0, rider, taught={"q": q})))
+    assert given.learn is not None
+    learned = given.learn(CodecState({"q": {}, "seed": 5}, {"residual": {"8x8": q["8x8"]}}))
+    assert torch.equal(learned.shared["q"]["8x8"], q["8x8"])
+    assert learned.shared["seed"] == 5
+    assert learned.local.keys() == {"residual"}
+
+
 @pytest.mark.parametrize("lost", [False, True])
-def test_one_that_leaves_hands_over_what_it_alone_holds(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("members", "cut_s"), [("codec='int8'", 0.1), (LEARNING, 0.084)], ids=["int8", "powersgd"]
+)
+def test_one_that_leaves_hands_over_what_it_alone_holds(
+    members: str, cut_s: float, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it is lost before that, the exchange is made again without it."""
     hand, handed = Elastic.hand, Counter[str]()
 
@@ -382,8 +430,8 @@ def test_one_that_leaves_hands_over_what_it_alone_holds(lost: bool, monkeypatch:
             hand(self, view)
 
     monkeypatch.setattr(Elastic, "hand", noted)
-    faults = FaultPlan().cut(0, 1, at_s=0.1, for_s=0.5, one_way=True).leave(0, at_s=0.12)
-    ended = run(3, faults, "synchronous(collective='ring')")
+    faults = FaultPlan().cut(0, 1, at_s=cut_s, for_s=0.5, one_way=True).leave(0, at_s=cut_s + 0.02)
+    ended = run(3, faults, f"synchronous(collective='ring', {members})")
     assert handed == {"0": 2}
     elastic: Any = ended.survivors[0].runtime.elastic
     assert elastic._view.number == 2 + lost

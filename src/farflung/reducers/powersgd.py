@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +73,9 @@ class PowerSGD(Reducer):
     References: Vogels et al. 2019, Alg. 1 and 2, with the residual of the authors' code; ``min_ratio`` is theirs too.
     """
 
+    repeatable: ClassVar[bool] = True
+    teaches: ClassVar[bool] = True
+
     rank: int = 2
     min_ratio: float = 2.0
     warm_start: bool = True
@@ -131,8 +135,10 @@ class PowerSGD(Reducer):
             cost("decode"), partial(_restored, state, tensor, matrices, p, q, flat, by, own.weight)
         )
 
+        taught: State = {"q": new_q} if self.warm_start else {}
+
         def learn(now: CodecState) -> CodecState:
-            shared = {**now.shared, "q": new_q} if self.warm_start else now.shared
+            shared = {**now.shared, **taught}
             if not self.error_feedback:
                 return CodecState(shared, now.local)
             before = now.local["residual"]
@@ -144,7 +150,7 @@ class PowerSGD(Reducer):
         def learned(now: CodecState) -> CodecState:
             return channel.compute(cost("learn"), partial(learn, now))
 
-        return Reduced(tensor, float(side[0]), side[1:], learned)
+        return Reduced(tensor, float(side[0]), side[1:], learned, taught=taught)
 
     def _projected(
         self, state: CodecState, tensor: Tensor, step: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class SharedScaleQSGD(Reducer):
     References: Vineeth S 2021, arXiv 2109.12497, QSGD-MaxNorm: quantization that an all-reduce may sum; scales for
     each bucket, and the fields, are our choice.
     """
+
+    repeatable: ClassVar[bool] = True
 
     bits: int | None = None
     levels: int | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
+from farflung.replica.checkpoint import from_bytes, to_bytes
 from farflung.replica.slots import Slots, buckets_of
 from farflung.replica.unused import Places
 from farflung.tasks import Pending, done
@@ -266,11 +267,26 @@ class Launcher:
 
 
 def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
-    """A result without what it teaches: for a codec that is a residual, which a member that lacks the result loses."""
-    return reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.rider
+    """A result with what it teaches all alike; a replica that is given it loses what it would have left of its own."""
+    result = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.rider
+    if not reduced.taught:
+        return result
+    return *result, torch.frombuffer(bytearray(to_bytes(reduced.taught)), dtype=torch.uint8)
 
 
-_VALUES = Values(_packed, lambda tensors: Reduced(tensors[0], float(tensors[1]), tensors[2]))
+def _unpacked(tensors: tuple[Tensor, ...]) -> Reduced:
+    mean, weight, rider, *taught = tensors
+    if not taught:
+        return Reduced(mean, float(weight), rider)
+    shared = from_bytes(bytes(taught[0].numpy()))
+
+    def learn(now: CodecState) -> CodecState:
+        return CodecState({**now.shared, **shared}, now.local)
+
+    return Reduced(mean, float(weight), rider, learn, taught=shared)
+
+
+_VALUES = Values(_packed, _unpacked)
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

@@ -59,6 +59,11 @@ class Parts:
             )
         if not self.reducer.repeatable:
             return f"reducer {self.reducer!r} needs all replicas: choose a codec"
+        if self.reducer.teaches and self.schedule.late:
+            return (
+                f"reducer {self.reducer!r} learns from results in order, and schedule {self.schedule!r} has several "
+                "under way: choose a schedule without late results, or a codec"
+            )
         if self.hold_shares or not self.even or not hasattr(self.sampler, "give_back"):
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
         return "--scaling needs all replicas: leave it out" if self.scales else ""

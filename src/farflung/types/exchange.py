@@ -121,6 +121,7 @@ class Reduced:
       learn: what the state becomes when the result is merged; ``None`` where it stays.
       learn_together: what the states of all parts, by number, become once the last exchange of its step is merged and
         each has learned for itself; ``None`` where they stay. For what is decided from the whole gradient.
+      taught: what :attr:`learn` changes in the shared half of the state, for a replica that was given the result.
     """
 
     mean: Tensor
@@ -128,6 +129,7 @@ class Reduced:
     rider: Tensor
     learn: Callable[[CodecState], CodecState] | None = None
     learn_together: Callable[[Mapping[int, CodecState]], Mapping[int, CodecState]] | None = None
+    taught: State = field(default_factory=dict)
 
 
 class Reducer:
@@ -141,6 +143,9 @@ class Reducer:
     __slots__ = ()
     repeatable: ClassVar[bool] = False
     """Whether an exchange may be made again among fewer replicas, from the state before it."""
+    teaches: ClassVar[bool] = False
+    """Whether results change the shared half of the state (:attr:`Reduced.taught`). Then only exchanges that are merged
+    before the next ones start may be made again, since the state before them is another on a replica that is ahead."""
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """State for one flat tensor."""
