@@ -38,6 +38,7 @@ from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
 from farflung.wall import WallRuntime
+from farflung.wall.stores import told_by
 
 T = TypeVar("T")
 
@@ -354,3 +355,13 @@ class Group:
         for view in views or tuple(self._open):
             self._open.remove(view)
             view.close()
+
+
+def admitted(runtime: WallRuntime, store: dist.Store, rank: int, *, join_s: float) -> Pending[None]:
+    """Lets a replica in once its address is in the store."""
+
+    async def lets_in() -> None:
+        said = await runtime.aside(lambda: told_by(rank, store, f"farflung/{rank}", "its address", join_s))
+        await runtime.let_in(Peer.from_json(said), join_s)
+
+    return runtime.launch(lets_in())

@@ -6,25 +6,24 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from farflung.coded import meeting
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.record import Record
+from farflung.comm import Endpoint, Peer
+from farflung.comm.visits import Access
 from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from farflung.types import Json
-from farflung.wall import WallRuntime
-from farflung.wall.stores import published
 from tests.coded_plans import DEVICES, PARTITIONS, Plan
 from tests.coded_processes import (
     Crowd,
@@ -234,22 +233,44 @@ def coordinate(address: Address, folder: str, dies_at: int, result: str) -> int:
     return 0
 
 
+def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
+    with coordinating(Address("127.0.0.1", 0), "run") as (_, at):
+        access = Access(meeting._KEY, False, ())
+        assert access.ask(str(at), {"peer": Peer(7, None, b"token").to_json()}, PATIENCE_S) == {}
+        refused: list[tuple[dict[str, Json], str]] = [
+            ({"peer": "nothing"}, ""),
+            ({"seat": False}, "no question"),
+        ]
+        for question, why in refused:
+            assert why in access.ask(str(at), question, PATIENCE_S)["refused"]
+        with pytest.raises(OSError, match="connection was closed"):
+            Access(bytes(32), False, ()).ask(str(at), {"seat": True}, PATIENCE_S)
+        with attending(at, patience_s=PATIENCE_S) as first:
+            assert first.comm.rank == 1
+
+
+def test_a_coordinator_that_cannot_be_reached_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="--advertise none: devices connect to the coordinator"),
+        coordinating(Address("127.0.0.1", 0), "run", Endpoint(advertise="none")),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("how", ["asks and is killed", "comes and never greets", "has left"])
 def test_a_seat_that_was_taken_in_vain_is_given_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The only one."""
     monkeypatch.setattr(meeting, "SEATS", 2)
-    with coordinating(Address("127.0.0.1", 0), "run", join_s=0.5) as (_, at), ExitStack() as stack:
+    with coordinating(Address("127.0.0.1", 0), "run", join_s=0.5) as (_, at):
         if how == "has left":
             with attending(at, patience_s=PATIENCE_S) as first:
                 assert first.comm.rank == 1
         else:
-            store = dist.TCPStore(at.host, at.port, is_master=False)
-            seat = meeting._seat(store.add(meeting._ASKED, 1))
-            assert published(store, seat, PATIENCE_S)
-            assert store.get(seat) == b"1"
+            access = Access(meeting._KEY, False, ())
+            assert access.ask(str(at), {"seat": True}, PATIENCE_S) == {"run": "run", "rank": 1}
             if how == "comes and never greets":
-                silent = WallRuntime(1, 2, store, members=[1])
-                stack.callback(silent.close)
+                silent = Peer(1, None, b"token")
+                assert "peer" in access.ask(str(at), {"peer": silent.to_json()}, PATIENCE_S)
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             with suppress(ConfigError), attending(at, patience_s=PATIENCE_S) as second:

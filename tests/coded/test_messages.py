@@ -23,7 +23,7 @@ from farflung.coded import messages
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device, Queue
-from farflung.coded.meeting import Address, attending, coordinating
+from farflung.coded.meeting import Address, admitted, attending, coordinating
 from farflung.coded.messages import (
     Built,
     Columns,
@@ -310,8 +310,7 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
         return Device(
             runtime,
             holding,
-            admit=runtime.admit,
-            opened=lambda: runtime.aside(lambda: None),
+            admit=partial(admitted, runtime),
             patience_s=PATIENCE_S,
             **options,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -13,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import Endpoint
+from farflung.comm import Endpoint, Peer
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Route
-from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError, WaitEnded
+from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, WaitEnded
 from farflung.types import Payload
 from farflung.wall import WallRuntime
-from tests.helpers import PATIENCE_S, Group, in_threads, number_in, numbered, parted, tag
+from tests.helpers import PATIENCE_S, Group, admitted, in_threads, number_in, numbered, parted, tag
 from tests.late import Late
 from tests.strangers import forged
 
@@ -47,12 +46,13 @@ async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, b
     return float(total.min() + total.max()), again
 
 
-async def founder(runtime: WallRuntime) -> dict[str, Any]:
+async def founder(runtime: WallRuntime, store: dist.Store) -> dict[str, Any]:
     """Lets two in while it sums, of whom one is wrong, and then hears from the other."""
     arrived, turn, again, sums = runtime.comm.arrival(), 0, True, set()
-    admitted = {rank: runtime.admit(rank, join_s=wait) for rank, wait in ((WRONG, 20.0), (RIGHT, PATIENCE_S))}
+    waits = {WRONG: 20.0, RIGHT: PATIENCE_S}
+    greeted = {rank: admitted(runtime, store, rank, join_s=wait) for rank, wait in waits.items()}
     while again:
-        total, again = await summed(runtime, turn, not all(one.done for one in admitted.values()))
+        total, again = await summed(runtime, turn, not all(one.done for one in greeted.values()))
         sums.add(total)
         turn += 1
     who, payload = await runtime.comm.recv_any(tag(2))
@@ -60,7 +60,7 @@ async def founder(runtime: WallRuntime) -> dict[str, Any]:
         "sums": sums,
         "arrived": arrived.result(),
         "heard": (who, number_in(payload)),
-        "ended": {rank: str(one.error) for rank, one in admitted.items()},
+        "ended": {rank: str(one.error) for rank, one in greeted.items()},
         "lost": runtime.view.lost,
     }
 
@@ -70,7 +70,7 @@ def as_founder(rank: int, store: dist.Store, **options: Any) -> dict[str, Any]:
         rank, SIZE, store, members=FOUNDERS, settings=SETTINGS, join_s=PATIENCE_S, **options
     )
     try:
-        return runtime.launch(founder(runtime)).wait()
+        return runtime.launch(founder(runtime, store)).wait()
     finally:
         runtime.close()
 
@@ -119,24 +119,18 @@ def test_one_comes_and_one_is_refused_alone_while_others_sum(encrypt: bool) -> N
     assert refused >= 1
 
 
+def never_greets(rank: int) -> Peer:
+    return Peer(rank, None, b"token")
+
+
 def test_who_does_not_come_is_named() -> None:
-    runtime = WallRuntime(0, 2, dist.HashStore(), members=[0])
-    with pytest.raises(DeadlinePassed, match=r"rank 1.*its address in the store"):
-        runtime.admit(1, join_s=0.05).wait()
-    runtime.close()
+    runtime = WallRuntime(0, 2, None, members=[0], come=lambda me: [me])
 
+    async def lets_in() -> None:
+        await runtime.let_in(never_greets(1), 0.05)
 
-def test_who_leaves_waits_for_nobody_to_come() -> None:
-    runtime = WallRuntime(0, 3, dist.HashStore(), members=[0])
-    due = [runtime.admit(rank, join_s=math.inf) for rank in (1, 2)]
-    runtime.close()
-    assert all(isinstance(one.error, DeadlinePassed) for one in due)
-
-
-def test_who_is_alone_has_nobody_to_admit() -> None:
-    runtime = WallRuntime(0, 1, None)
-    with pytest.raises(ConfigError, match="has no store"):
-        runtime.admit(0)
+    with pytest.raises(DeadlinePassed, match=r"rank 1.*its greeting"):
+        runtime.launch(lets_in()).wait()
     runtime.close()
 
 

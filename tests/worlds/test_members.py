@@ -25,7 +25,7 @@ from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
 from farflung.wall import WallRuntime
 from tests.forks import Fork
-from tests.helpers import PATIENCE_S, in_threads, number_in, numbered, tag
+from tests.helpers import PATIENCE_S, admitted, in_threads, number_in, numbered, tag
 
 pytestmark = pytest.mark.usefixtures("unframed")
 
@@ -230,7 +230,7 @@ def test_one_comes_leaves_and_comes_again_in_virtual_time() -> None:
 def as_host(rank: int, meeting: dist.Store) -> list[Any]:
     runtime = WallRuntime(rank, 3, meeting, members=HOSTS, join_s=PATIENCE_S)
     try:
-        body = host(runtime, lambda: runtime.admit(LATECOMER, join_s=PATIENCE_S))
+        body = host(runtime, lambda: admitted(runtime, meeting, LATECOMER, join_s=PATIENCE_S))
         return runtime.launch(body).wait()[0]
     finally:
         runtime.close()
@@ -242,6 +242,7 @@ def as_latecomer(meeting: dist.Store) -> list[list[float]]:
     for number in (8.0, 7.0):
         runtime = WallRuntime(LATECOMER, 3, meeting, members=range(3), join_s=PATIENCE_S)
         found.append(runtime.launch(latecomer(runtime, number, stays=False)).wait())
+        meeting.delete_key(f"farflung/{LATECOMER}")  # is not taken for that of the next one
         runtime.close()
     return found
 

@@ -532,7 +532,10 @@ class Coordinator:
             raise Malformed("ready for a device that is not expected")
         if pair is not None:
             del self._to_meet[meeting]
-            self._send(pair[1], Meet(rank, meeting, first=False))
+            self._meet(pair[1], rank, meeting, first=False)
+
+    def _meet(self, rank: int, other: int, meeting: int, *, first: bool) -> None:
+        self._send(rank, Meet(other, meeting, first, self._runtime.address_of(other)))
 
     def _ended(self, member: Member, report: Built | Failed) -> None:
         """Takes in that a block is made, or that it could not be."""
@@ -591,7 +594,7 @@ class Coordinator:
         for other in registry.members:
             pair = min(rank, other), max(rank, other)
             self._to_meet[self._meetings] = pair
-            self._send(pair[0], Meet(pair[1], self._meetings, first=True))
+            self._meet(pair[0], pair[1], self._meetings, first=True)
             self._meetings += 1
         registry.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw))

@@ -173,8 +173,7 @@ class Device:
     Args:
       runtime: the world; its rank is above 0.
       holding: its own data, and the blocks that it makes.
-      admit: admits another device, where that has to be asked for; see :meth:`farflung.wall.WallRuntime.admit`.
-      opened: done when all devices that were admitted so far may connect.
+      admit: admits another device, where that has to be asked for; see :func:`farflung.coded.meeting.admitted`.
       patience_s: the time for which the coordinator may be silent, in seconds.
       fetch_s: the time in which another device gives a few rows, in seconds.
       room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
@@ -185,8 +184,7 @@ class Device:
         runtime: Runtime,
         holding: Holding,
         *,
-        admit: Callable[[int], Pending[None]] = lambda _: done(None),
-        opened: Callable[[], Pending[None]] = lambda: done(None),
+        admit: Callable[[int, str | None], Pending[None]] = lambda rank, peer: done(None),
         patience_s: float = 600.0,
         fetch_s: float = 30.0,
         room_nbytes: int | None = None,
@@ -196,7 +194,7 @@ class Device:
         self.rounds = 0
         """Rounds of which a piece was answered."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
-        self._admit, self._opened = admit, opened
+        self._admit = admit
         self._met: dict[int, Pending[None]] = {}
         """Done once a device of a rank can be asked."""
         self._asked: dict[int, deque[Fetch]] = {}
@@ -319,9 +317,9 @@ class Device:
                 raise Malformed("a rank out of range")
             if self._meeting(message.rank).error is not None:  # an earlier device had this rank
                 del self._met[message.rank]
-            self._meeting(message.rank).follow(self._admit(message.rank))
+            self._meeting(message.rank).follow(self._admit(message.rank, message.peer))
             if message.first:
-                self._runtime.launch(self._report_ready(message.number))
+                self._report(Ready(message.number))
         elif isinstance(message, Lost):
             self._meeting(message.rank).fail(PeerLost(message.rank, "it is gone"))
         elif isinstance(message, (Rows, Columns)):
@@ -331,10 +329,6 @@ class Device:
                 self._holding.drop(block)
         elif isinstance(message, Probe):
             self._report(Probe())
-
-    async def _report_ready(self, meeting: int) -> None:
-        await self._opened()
-        self._report(Ready(meeting))
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 

@@ -1,45 +1,44 @@
-"""Where coordinator and devices of real processes find each other: a store at the coordinator's address.
+"""Where coordinator and devices of real processes find each other: at the coordinator's port, by visits.
 
-A device asks for a seat there. The coordinator gives it a rank, admits it when it has published its address, and takes
-the seat back when the device is gone or has not greeted in time. A coordinator that comes again makes a new store, and
-devices that have lost theirs ask for a seat in that.
+A device asks for a seat there. The coordinator gives it a rank, lets it in when it says how it is reached, and takes
+the seat back when the device is gone or has not greeted in time. A coordinator that comes again gives seats anew.
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import hashlib
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from typing_extensions import override
 
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
-from farflung.comm import Endpoint
+from farflung.comm import Endpoint, Peer
+from farflung.comm.endpoint import NO_WAY_IN
 from farflung.comm.interface import check_host, route_to
+from farflung.comm.visits import Access, answered
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, RunLost
-from farflung.tasks import Pending
+from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
+from farflung.tasks import Pending, failed
+from farflung.types import Json
 from farflung.wall import Pace, WallRuntime
-from farflung.wall.stores import published, reached, serving
+from farflung.wall.stores import reached
 
-__all__ = ["Address", "attending", "coordinating", "take_part"]
+__all__ = ["Address", "admitted", "attending", "coordinating", "take_part"]
 
 SEATS = 256
 """How many processes may be there at a time, the coordinator among them."""
-_RUN, _ASKED = "farflung/coded/run", "farflung/coded/asked"
-_LOOK_S = 0.1
-"""Seconds between two looks of the coordinator for new processes."""
-_STORE_S = 5.0
-"""How long a store may take to say what it has."""
+_KEY = hashlib.sha256(b"farflung coded").digest()
+"""Of all runs, and no secret: whatever reaches the coordinator may take part, as far as its keys allow."""
+_VISIT_S = 5.0
+"""How long one visit may take."""
 _RETRY_S = 0.5
 """How long a device that has lost its coordinator waits before it looks for another."""
 
@@ -82,34 +81,30 @@ def coordinating(
     Args:
       address: to be met at.
       run: its name.
-      endpoint: how it connects to devices.
+      endpoint: how it connects to devices; its interface and port are those of the address.
       join_s: how long a device may take from its seat to its greeting, in seconds.
 
     Raises:
       ConfigError: there is no such host, or the address cannot be used.
     """
     check_host(address.host, str(address))
-    try:
-        store = serving(address.host, address.port)
-    except OSError as error:
+    if endpoint.advertise == NO_WAY_IN:
         raise ConfigError(
-            f"{address}: cannot be listened at ({os.strerror(error.errno or 0)}): choose another address of this "
-            "machine, or another port"
+            f"--advertise {NO_WAY_IN}: devices connect to the coordinator, so it has to be reached"
+        )
+    endpoint.read_keys()
+    (_, _, _, _, (here, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    endpoint = replace(endpoint, interface=str(here), port=address.port)
+    try:
+        runtime = _runtime(0, run, endpoint, join_s, members=[0], come=lambda me: [me])
+    except ConfigError as error:
+        raise ConfigError(
+            f"{address}: cannot be listened at ({error}): choose another address of this machine, or another port"
         ) from None
-    store.set(_RUN, run)
-    store.add(_ASKED, 0)
-    runtime = _runtime(0, run, store, endpoint, address, join_s, members=[0])
-    ended = threading.Event()
-    porter = threading.Thread(
-        target=partial(_let_in, runtime, store, ended, join_s), name="farflung-porter", daemon=True
-    )
-    porter.start()
     with _closing(runtime):
-        try:
-            yield runtime, Address(address.host, store.port)
-        finally:
-            ended.set()
-            porter.join()
+        seats = _Seats(runtime, run, join_s)
+        runtime.launch(seats.listen()).wait()
+        yield runtime, Address(address.host, runtime.view.transport.me.host_and_port[1])
 
 
 @contextmanager
@@ -134,23 +129,33 @@ def attending(
 
     Raises:
       DeadlinePassed: no coordinator is reached at the address.
-      ConfigError: no seat is free.
+      ConfigError: no seat is free, or the coordinator refuses this device.
     """
-    store = _reached(address, patience_s)
-    run = store.get(_RUN).decode(errors="replace")
-    until = time.monotonic() + join_s
-    asked = store.add(_ASKED, 1)
-    _wait(store, _seat(asked), join_s)
-    rank = int(store.get(_seat(asked)))
-    if not rank:
-        raise ConfigError(
-            f"{address}: all {SEATS - 1} seats of the run are taken: try again when a device has left"
-        )
-    kept = None if pace is None else Pace(pace, rank, seed)
-    runtime = _runtime(rank, run, store, endpoint, address, join_s, members=[rank], pace=kept)
+
+    def visit(question: Mapping[str, Json], within_s: float) -> Mapping[str, Any]:
+        def ask() -> dict[str, Any]:
+            encrypted = endpoint.on(partial(route_to, address.host)).encrypts
+            return Access(_KEY, encrypted, ()).ask(str(address), question, _VISIT_S)
+
+        return reached(ask, f"a coordinator at {address}", within_s)
+
+    def come(me: Peer) -> list[Peer]:
+        match visit({"peer": me.to_json()}, join_s):
+            case {"peer": str(text)} if (peer := Peer.from_json(text)).rank == 0:
+                return [peer, me]
+            case {"refused": str(why)}:
+                raise ConfigError(f"the coordinator at {address} refuses this device: {why}")
+            case _:
+                raise PeerLost(0, "this device took too long to come")
+
+    match visit({"seat": True}, patience_s):
+        case {"run": str(run), "rank": int(rank)} if 0 < rank < SEATS:
+            kept = None if pace is None else Pace(pace, rank, seed)
+        case answer:
+            raise ConfigError(f"{address}: {answer.get('refused', 'no coordinator answers there')}")
+    here = endpoint.on(partial(route_to, address.host))
+    runtime = _runtime(rank, run, here, join_s, members=[0, rank], come=come, pace=kept)
     with _closing(runtime):
-        _wait(store, _open(asked), until - time.monotonic())
-        runtime.admit(0, join_s=join_s).wait()
         yield runtime
 
 
@@ -210,8 +215,7 @@ def take_part(
                 device = Device(
                     runtime,
                     holding,
-                    admit=partial(_admit, runtime, join_s=join_s),
-                    opened=lambda: runtime.launch(_opened(runtime)),
+                    admit=partial(admitted, runtime, join_s=join_s),
                     patience_s=patience_s,
                 )
                 met(device, runtime)
@@ -225,120 +229,69 @@ def take_part(
         time.sleep(_RETRY_S)
 
 
-def _admit(runtime: WallRuntime, rank: int, *, join_s: float) -> Pending[None]:
-    """Admits a device of which the coordinator has told: it has been there, so where its address is gone, it is too.
+def admitted(runtime: WallRuntime, rank: int, said: str | None, *, join_s: float = 30.0) -> Pending[None]:
+    """Lets a device in of which the coordinator has told; on the communication thread.
 
     Args:
       runtime: that of a device.
       rank: of the other.
+      said: how it is reached, see :meth:`farflung.comm.Peer.to_json`.
       join_s: how long it may take to greet, in seconds.
 
     Returns:
-      Fails with :class:`PeerLost` where it is gone.
+      Fails where it does not come, or may not.
     """
-    met: Pending[None] = Pending()
-
-    def look(there: Pending[bool]) -> None:
-        if there.error is None and there.result():
-            met.follow(runtime.admit(rank, join_s=join_s))
-        else:
-            met.fail(PeerLost(rank, "it has left the run"))
-
-    runtime.aside(lambda: runtime.has_come(rank)).on_done(look)
-    return met
-
-
-async def _opened(runtime: WallRuntime) -> None:
-    """Waits until all that :func:`_admit` was asked for so far may come."""
-    for _ in range(2):  # behind the look whether each is there, and behind what lets it in
-        await runtime.aside(lambda: None)
-
-
-def _runtime(
-    rank: int, run: str, store: dist.Store, endpoint: Endpoint, address: Address, join_s: float, **more: Any
-) -> WallRuntime:
-    return WallRuntime(
-        rank,
-        SEATS,
-        store,
-        endpoint=endpoint.on(partial(route_to, address.host)),
-        settings={"coded run": run},
-        join_s=join_s,
-        **more,
-    )
-
-
-def _reached(address: Address, patience_s: float) -> dist.Store:
-    """The store of a coordinator that is there and has said what it runs."""
-
-    def connect() -> dist.Store:
-        return dist.TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
-
-    store = reached(address.host, address.port, connect, f"a coordinator at {address}", patience_s)
-    _wait(store, _RUN, _STORE_S)
-    return store
-
-
-def _let_in(runtime: WallRuntime, store: dist.Store, ended: threading.Event, join_s: float) -> None:
-    """Gives devices the seats that they ask for, admits those that have published their address, and takes seats back,
-    as long as the run goes on.
-    """
-    free = deque(range(1, SEATS))  # a seat that was left lately comes last: not all may have seen that it was
-    coming: dict[int, tuple[int, float]] = {}
-    """By rank, which request it was given for, and until when it may publish an address."""
-    admitted: dict[int, Pending[None]] = {}
-    heard = 0
-    while not ended.wait(_LOOK_S):
-        try:
-            newest = min(store.add(_ASKED, 0), heard + SEATS)
-            for asked in range(heard + 1, newest + 1):
-                rank = free.popleft() if free else 0
-                if rank:
-                    coming[rank] = asked, runtime.now() + join_s
-                store.set(_seat(asked), str(rank))
-            heard = newest
-            come = [rank for rank in coming if runtime.has_come(rank)]
-            for rank in come:
-                admitted[rank] = runtime.admit(rank, join_s=join_s)
-            if come:
-                runtime.aside(
-                    lambda: None
-                ).wait()  # until then they would knock at a door that is not open yet
-                for rank in come:
-                    asked, _ = coming.pop(rank)
-                    store.set(_open(asked), "")
-            late = [rank for rank, (_, until) in coming.items() if runtime.now() >= until]
-            settled = [rank for rank, greeted in admitted.items() if greeted.done]
-            present = runtime.launch(_present(runtime)).wait()
-            for rank in (*late, *(rank for rank in settled if rank not in present)):
-                coming.pop(rank, None)
-                admitted.pop(rank, None)
-                runtime.forget(rank)
-                free.append(rank)
-        except (RuntimeError, RunLost):  # the store or the run has ended
-            return
-
-
-async def _present(runtime: WallRuntime) -> set[int]:
-    """The ranks that are there; the view belongs to the thread that this is launched on."""
-    return runtime.view.present()
-
-
-def _seat(asked: int) -> str:
-    """The place of the rank that a device is given; 0: no seat is free."""
-    return f"farflung/coded/seat/{asked}"
-
-
-def _open(asked: int) -> str:
-    """Says that a device may greet."""
-    return f"farflung/coded/open/{asked}"
-
-
-def _wait(store: dist.Store, key: str, join_s: float) -> None:
-    why = ""
     try:
-        if published(store, key, join_s):
-            return
-    except RuntimeError as error:  # the store has ended
-        why = f" ({type(error).__name__})"
-    raise DeadlinePassed(0, f"its coordinator to let it in{why}", join_s)
+        peer = Peer.from_json(said or "")
+        if peer.rank != rank:
+            raise ProtocolError(f"rank {peer.rank} was announced as rank {rank}")
+        return runtime.let_in(peer, join_s)
+    except FarflungError as error:
+        return failed(error)
+
+
+def _runtime(rank: int, run: str, endpoint: Endpoint, join_s: float, **more: Any) -> WallRuntime:
+    settings: dict[str, Json] = {"coded run": run}
+    return WallRuntime(rank, SEATS, None, endpoint=endpoint, settings=settings, join_s=join_s, **more)
+
+
+class _Seats:
+    """Gives devices ranks and lets them in; on the communication thread.
+
+    A question is a JSON object: ``seat``, of a device that comes; ``peer``, how one that has a rank is reached.
+    """
+
+    def __init__(self, runtime: WallRuntime, run: str, join_s: float) -> None:
+        self._runtime, self._run, self._join_s = runtime, run, join_s
+        self._free = deque(range(1, SEATS))
+        self._due: dict[int, float] = {}
+        """Until when each device that has a seat may take to greet, by rank."""
+
+    async def listen(self) -> None:
+        """Answers from now on."""
+        self._runtime.view.transport.receive(_KEY, partial(answered, self._find))
+
+    def _find(self, question: object) -> Mapping[str, Json]:
+        match question:
+            case {"seat": True}:
+                return {"run": self._run, "rank": self._give()}
+            case {"peer": str(text)}:
+                peer = Peer.from_json(text)
+                if self._due.get(peer.rank, 0.0) <= self._runtime.now():
+                    return {}  # it has no seat, or not any more
+                self._runtime.let_in(peer, self._join_s)
+                self._due[peer.rank] = self._runtime.now() + self._join_s
+                return {"peer": self._runtime.view.transport.me.to_json()}
+            case _:
+                raise ValueError("no question")
+
+    def _give(self) -> int:
+        present, now = self._runtime.view.present(), self._runtime.now()
+        for rank in [rank for rank, until in self._due.items() if rank not in present and now >= until]:
+            del self._due[rank]
+            self._free.append(rank)  # one that was left lately comes last: not all may have seen that it was
+        if not self._free:
+            raise ConfigError(f"all {SEATS - 1} seats of the run are taken: try again when a device has left")
+        rank = self._free.popleft()
+        self._due[rank] = now + self._join_s
+        return rank

@@ -144,11 +144,13 @@ class Meet:
       number: of their meeting.
       first: whether this device gets ready for it first, and reports so. The other one, of a higher rank, connects; it
         is told only then, so that it finds an open door.
+      peer: how it is reached, see :meth:`farflung.comm.Peer.to_json`; ``None`` where the world knows.
     """
 
     rank: int
     number: int
     first: bool
+    peer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +360,7 @@ def packed(message: Message) -> Payload:
         value = getattr(message, name)
         if kind is Tensor:
             tensors.append(value)
-        else:
+        elif value is not None:
             body[name] = _plain(value)
     text = json.dumps(body, separators=(",", ":")).encode()
     return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors))
@@ -387,6 +389,8 @@ def unpacked(payload: Payload, kinds: Iterable[type[M]]) -> M:
         if due is Tensor:
             values[name] = _tensor(tensors)
         elif name not in body:
+            if due == str | None:
+                continue
             raise Malformed(f"{kind.__name__} without {name}")
         else:
             values[name] = _checked(body.pop(name), due)
@@ -419,6 +423,7 @@ def _checked(value: Any, due: Any) -> Any:
         if type(value) not in (int, float) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
             raise Malformed("no finite number")
         return float(value)
+    due = str if due == str | None else due
     if due in (int, str, bool):
         if (
             type(value) is not due

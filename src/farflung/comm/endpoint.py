@@ -79,6 +79,11 @@ class Endpoint:
         return is_loopback(self.address) and self.advertise in (None, NO_WAY_IN)
 
     @property
+    def encrypts(self) -> bool:
+        """Whether messages are encrypted."""
+        return self.keys is not None or self.encrypt or not self.is_local
+
+    @property
     def ports(self) -> range:
         """The ports of which one is listened at.
 
@@ -105,7 +110,7 @@ class Endpoint:
         Raises:
           ConfigError: the folder of keys cannot be used.
         """
-        return self.read_keys() or (Keys.fresh() if self.encrypt or not self.is_local else None)
+        return self.read_keys() or (Keys.fresh() if self.encrypts else None)
 
 
 def ports_in(asked: str | int) -> range:

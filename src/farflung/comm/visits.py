@@ -16,15 +16,16 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from farflung.comm.keys import certificate_of
 from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR
+from farflung.errors import FarflungError
 from farflung.types import Json
 
-__all__ = ["LENGTH", "MOST_NBYTES", "Access", "visit_proof"]
+__all__ = ["LENGTH", "MOST_NBYTES", "Access", "answered", "visit_proof"]
 
 LENGTH = struct.Struct("<I")
 """Comes before a question and its answer, which are JSON."""
@@ -45,6 +46,15 @@ def visit_proof(
     shown = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
     text = b"farflung " + end.encode() + nonces + hashlib.sha256(shown).digest()
     return hmac.digest(key, text, "sha256")
+
+
+def answered(find: Callable[[Any], Mapping[str, Json]], said: bytes) -> bytes:
+    """Answers a question by what ``find`` returns for it, or by the error that it raises."""
+    try:
+        found = find(json.loads(said))
+    except (FarflungError, RecursionError, ValueError) as error:
+        found = {"refused": str(error)}
+    return json.dumps(found).encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,9 @@ class VirtualRuntime:
     def decisions(self) -> DecisionLog:
         return self._world.decisions
 
+    def address_of(self, rank: int) -> str | None:
+        return None
+
     def now(self) -> float:
         return self._world.clock.now()
 

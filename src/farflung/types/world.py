@@ -452,6 +452,10 @@ class Runtime(Protocol):
     elastic: Elastic | None
     """Makes exchanges again where replicas are lost; ``None``: the first loss ends the run."""
 
+    def address_of(self, rank: int) -> str | None:
+        """How a replica that has come is reached, for others to let it in; ``None`` where the world knows."""
+        ...
+
     @property
     def off_clock(self) -> Runtime | None:
         """The world with its clock at rest, for what is no part of training, such as evaluations and checkpoints.

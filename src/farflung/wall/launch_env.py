@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -132,13 +133,16 @@ class LaunchEnv:
             return self._kept(address, int(port), patience)
 
         def connect() -> dist.Store:
+            socket.create_connection(
+                (address, int(port)), timeout=join_s
+            ).close()  # else torch prints its stack
             if agent:
                 found = rendezvous("env://", self.rank, self.size, timeout=patience)
                 store: dist.Store = next(iter(found))[0]
                 return store
             return dist.TCPStore(address, int(port), self.size, is_master=False, timeout=patience)
 
-        return reached(address, int(port), connect, f"its store at {address}:{port}", join_s)
+        return reached(connect, f"its store at {address}:{port}", join_s)
 
     def _kept(self, address: str, port: int, patience: timedelta) -> dist.Store:
         """Serves the store of rank 0: on loopback at that address alone, else as torch makes it.

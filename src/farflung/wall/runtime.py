@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +27,7 @@ from farflung.comm import (
 )
 from farflung.comm.staging import to_host
 from farflung.decisions import COLLECTIVE, DecisionLog, adopt_collectives, collectives_of, decide_by_rank_0
-from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
+from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Elastic, Json, Payload
@@ -66,8 +64,8 @@ class WallRuntime:
       native: whether to join a process group for the backend's own collectives.
       decisions: where decisions are kept; they are not when not given.
       pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
-      members: the ranks that are there from the start, this one too; others come later, see :meth:`admit`, and one that
-        is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
+      members: the ranks that are there from the start, this one too; others come later, see :meth:`let_in`, and one
+        that is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
       come: tells the members of a run of this replica, which joins it, and returns all of them.
       kept_nbytes: see :class:`farflung.comm.View`.
       transport: makes what carries messages, from rank, size and the options of
@@ -112,14 +110,13 @@ class WallRuntime:
         self.pace = pace
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
-        self._store, self._whole = store, whole
+
         self.decisions = decisions or DecisionLog(keep=False)
         if native and size > 1:
             assert store is not None
             self._group = _gloo(store, rank, size, address, deadline_s)
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
-        self._closes = threading.Event()
         carrier = transport(
             rank,
             size,
@@ -323,10 +320,6 @@ class WallRuntime:
 
         A relay first goes on relaying until it has relayed no message for the run's deadline.
         """
-        if not self._whole:
-            with suppress(RuntimeError):  # the store may have ended before
-                self.forget(self.comm.rank)
-        self._closes.set()
         self._aside.shutdown()
         self._staging.shutdown()  # payloads that are still being copied are sent before the leave
         self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
@@ -334,69 +327,35 @@ class WallRuntime:
         if self._group is not None:
             self._group.shutdown()
 
-    def admit(self, rank: int, *, join_s: float = DEADLINE_S) -> Pending[None]:
-        """Lets a replica in that was not there at the start, or is there again; see :meth:`farflung.comm.View.admit`.
-
-        Args:
-          rank: of it, below the size of the run.
-          join_s: how long it may take to publish its address in the store, and as long again to greet, in seconds;
-            then this fails with :class:`DeadlinePassed`, and it may not come.
-
-        Raises:
-          ConfigError: there is no store.
-        """
-        store = self._store
-        if store is None:
-            raise ConfigError("a replica that runs alone has no store where another could be found")
-        greeted: Pending[None] = Pending()
-
-        def let_in(peer: Peer) -> None:
-            try:
-                greeted.follow(self.let_in(peer, join_s))
-            except FarflungError as error:
-                greeted.fail(error)
-
-        def find() -> None:
-            try:
-                peer = self._peer(store, rank, self.now() + join_s)
-            except BaseException as error:
-                self._thread.soon(partial(greeted.fail, error))
-            else:
-                self._thread.soon(partial(let_in, peer))  # the view belongs to that thread
-
-        self._aside.submit(find)
-        return greeted
+    def address_of(self, rank: int) -> str | None:
+        """How a replica that has come is reached; see :meth:`farflung.comm.Peer.to_json`."""
+        return self.peers[rank].to_json() if rank in self.peers else None
 
     def let_in(self, peer: Peer, join_s: float = DEADLINE_S) -> Pending[None]:
-        """Does what :meth:`admit` does with a replica whose address is known; on the communication thread."""
+        """Lets a replica in that was not there at the start, or is there again; on the communication thread.
+
+        See :meth:`farflung.comm.View.admit`.
+
+        Args:
+          peer: how it is reached; its rank is below the size of the run.
+          join_s: how long it may take to greet, in seconds; then this fails with :class:`DeadlinePassed`, and it may
+            not come.
+        """
         greeted = self.view.admit(peer)
         self.peers[peer.rank] = peer
         late = DeadlinePassed(peer.rank, "its greeting", join_s)
         self._thread.at(self.now() + join_s, lambda: self.view.dismiss(peer.rank, late))
         return greeted
 
-    def has_come(self, rank: int) -> bool:
-        """Whether a replica has published its address in the store, so that it can be admitted; from any thread."""
-        return self._store is not None and self._store.check([_place(rank)])
-
-    def forget(self, rank: int) -> None:
-        """Removes the address of a replica that leaves or is gone from the store, so that it is not taken for that of
-        another which comes under its rank.
-        """
-        if self._store is not None:
-            self._store.delete_key(_place(rank))
-
     def _meet(self, store: dist.Store, join_s: float, members: Collection[int], me: Peer) -> list[Peer]:
         store.set(_place(me.rank), me.to_json())
-        return [self._peer(store, rank, join_s) for rank in sorted(members)]
-
-    def _peer(self, store: dist.Store, rank: int, until: float) -> Peer:
-        """What a replica publishes before a time, and before this one leaves."""
-        left_s = max(0.0, until - self.now())
-        peer = Peer.from_json(told_by(rank, store, _place(rank), "its address", left_s, self._closes))
-        if peer.rank != rank:
-            raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
-        return peer
+        found = []
+        for rank in sorted(members):
+            left_s = max(0.0, join_s - self.now())
+            found.append(Peer.from_json(told_by(rank, store, _place(rank), "its address", left_s)))
+            if found[-1].rank != rank:
+                raise ProtocolError(f"the store holds rank {found[-1].rank} under the name of rank {rank}")
+        return found
 
     def _await_greetings(self, join_s: float) -> None:
         def give_up() -> None:

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from farflung.errors import DeadlinePassed
+from farflung.errors import ConfigError, DeadlinePassed
 
-__all__ = ["published", "reached", "serving", "told_by"]
+__all__ = ["reached", "serving", "told_by"]
 
-S = TypeVar("S", bound=dist.Store)
+T = TypeVar("T")
 
 _LOOK_S = 0.02
 """How often it is looked whether a key has been published."""
@@ -57,13 +57,11 @@ def serving(host: str, port: int) -> dist.TCPStore:
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
 
 
-def reached(host: str, port: int, connect: Callable[[], S], what: str, patience_s: float) -> S:
-    """Connects to the store of another process, as soon as that listens.
+def reached(connect: Callable[[], T], what: str, patience_s: float) -> T:
+    """Connects to another process, as soon as that listens.
 
     Args:
-      host: of the other process.
-      port: at which it listens.
-      connect: makes the store.
+      connect: makes the connection, or what comes of it.
       what: it is, for messages.
       patience_s: how long to try, in seconds.
 
@@ -73,30 +71,13 @@ def reached(host: str, port: int, connect: Callable[[], S], what: str, patience_
     until, seen = time.monotonic() + patience_s, "no attempt was made"
     while (left_s := until - time.monotonic()) > 0:
         try:
-            socket.create_connection((host, port), timeout=min(left_s, _TRY_S)).close()
             return _on_a_thread(connect, min(left_s, _TRY_S))
         except TimeoutError:
             seen = "no answer"
-        except (OSError, RuntimeError) as error:
+        except (ConfigError, OSError, RuntimeError) as error:
             seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         time.sleep(min(_RETRY_S, max(0.0, until - time.monotonic())))
     raise DeadlinePassed(0, f"{what} ({seen})", patience_s)
-
-
-def published(store: dist.Store, key: str, patience_s: float, ended: threading.Event | None = None) -> bool:
-    """Waits until a key is in a store; whether it is.
-
-    Args:
-      store: where.
-      key: which.
-      patience_s: how long to wait, in seconds.
-      ended: ends the wait when it is set.
-    """
-    until, ended = time.monotonic() + patience_s, ended or threading.Event()
-    while not store.check([key]):
-        if time.monotonic() >= until or ended.wait(_LOOK_S):
-            return False
-    return True
 
 
 def told_by(
@@ -105,7 +86,6 @@ def told_by(
     key: str,
     what: str,
     patience_s: float,
-    ended: threading.Event | None = None,
 ) -> bytes:
     """Waits until a rank has set a key of a store; the value.
 
@@ -115,23 +95,26 @@ def told_by(
       key: to wait for.
       what: the value is, for messages.
       patience_s: how long to wait, in seconds.
-      ended: ends the wait when it is set.
 
     Raises:
       DeadlinePassed: the rank has not set the key, or the store has ended.
     """
     begin, why = time.monotonic(), ""
     try:
-        if published(store, key, patience_s, ended):
+        while not store.check([key]):
+            if time.monotonic() - begin >= patience_s:
+                break
+            time.sleep(_LOOK_S)
+        else:
             return store.get(key)
     except RuntimeError as error:  # the store has ended
         why = f" ({type(error).__name__})"
     raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
 
 
-def _on_a_thread(connect: Callable[[], S], patience_s: float) -> S:
+def _on_a_thread(connect: Callable[[], T], patience_s: float) -> T:
     """Connects on another thread: torch waits for ever for a process that listens and is no store."""
-    made: Future[S] = Future()
+    made: Future[T] = Future()
 
     def run() -> None:
         try:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farflung.comm import Peer, Purpose
-from farflung.comm.visits import Access
+from farflung.comm.visits import Access, answered
 from farflung.errors import ConfigError, FarflungError, RunLost
 from farflung.membership import Elastic, Page
 from farflung.types import Json, Payload, Tag
@@ -103,7 +103,7 @@ class _Visits:
         """Answer from now on, and hear from other members of replicas that join, beside those that do already."""
         for peer in guests:
             self._admit(peer)
-        self._runtime.view.transport.receive(self._key, self._answer)
+        self._runtime.view.transport.receive(self._key, partial(answered, self._find))
         self.told(self.elastic.changes[-1].ranks)
         while True:
             _, payload = await self._runtime.comm.recv_any(_GUEST, deadline_s=math.inf)
@@ -128,21 +128,17 @@ class _Visits:
             with suppress(RuntimeError):  # this runtime has ended
                 runtime.aside(lambda: publish(access))
 
-    def _answer(self, said: bytes) -> bytes:
-        try:
-            match json.loads(said):
-                case {"certificate": str(text)}:
-                    self.elastic.certified(text.encode())
-                    found: Mapping[str, Json] = {}
-                case {"join": bool(here)}:
-                    found = self._invite(here)
-                case {"peer": str(text)}:
-                    found = self._welcome(Peer.from_json(text))
-                case _:
-                    raise ValueError("no question")
-        except (FarflungError, RecursionError, ValueError) as error:
-            found = {"refused": str(error)}
-        return json.dumps(found).encode()
+    def _find(self, question: object) -> Mapping[str, Json]:
+        match question:
+            case {"certificate": str(text)}:
+                self.elastic.certified(text.encode())
+                return {}
+            case {"join": bool(here)}:
+                return self._invite(here)
+            case {"peer": str(text)}:
+                return self._welcome(Peer.from_json(text))
+            case _:
+                raise ValueError("no question")
 
     def _invite(self, here: bool) -> dict[str, Json]:
         """Give a replica a rank, or name the member to ask for one: one alone gives ranks."""

@@ -55,7 +55,9 @@ _WORDS = {
 
 @spoken
 @dataclass(frozen=True)
-@with_options({**_SETTINGS, **ENDPOINT})
+@with_options(
+    {**_SETTINGS, **{name: one for name, one in ENDPOINT.items() if name not in ("interface", "port")}}
+)
 class Coordinate(OutputOptions):
     """Coordinate a run: wait for devices, have their data encoded, and train.
 
