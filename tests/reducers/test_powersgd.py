@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from farflung.reducers import PowerSGD
 from farflung.seeding import generator
 from farflung.types import Placed, Seeds, TensorSpec
-from tests.reducers.replicas import SIDE, SPEC, gradient, left, once, run
+from tests.reducers.replicas import PARTS, SIDE, SPEC, gradient, left, once, run
+
+powersgd_hook: Any = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
 
 
 def low_rank(rank: int, step: int) -> Tensor:
@@ -87,3 +93,56 @@ def test_columns_that_depend_are_dropped() -> None:
     replicas = run(reducer, 2, 4, spec=spec, make=lambda rank, step: matrix.clone(), weighted=False)
     for result in replicas[0].results:
         torch.testing.assert_close(result.mean, matrix, rtol=1e-4, atol=1e-4)
+
+
+class Bucket:
+    """What PyTorch's hook asks of a :class:`torch.distributed.GradBucket`."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def gradients(self) -> list[Tensor]:
+        return [self._flat[p.start : p.start + p.numel].view(p.shape) for p in PARTS]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def alone(tensor: Tensor, **_: object) -> SimpleNamespace:
+    """An all-reduce of one rank."""
+    done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    done.set_result([tensor])
+    return SimpleNamespace(get_future=lambda: done)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_it_goes_the_way_of_the_hook_of_pytorch(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same first Q; all sums are linear, so one rank with the mean gradient has the mean residual."""
+    monkeypatch.setattr(powersgd_hook.dist, "all_reduce", alone)
+    size, steps, spec = 3, 8, TensorSpec(SPEC.shape, torch.float64, PARTS)
+
+    def make(rank: int, step: int) -> Tensor:
+        return gradient(rank, step).double()
+
+    reducer = PowerSGD(rank=rank, min_ratio=1.0)
+    first = reducer.init(spec, Seeds(5, 100)).shared["q"]
+    q = torch.cat([first[shape].reshape(-1) for shape in ("4x36", "10x10")])
+
+    theirs = powersgd_hook.PowerSGDState(
+        SimpleNamespace(size=lambda: 1), rank, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    theirs.iter = 2
+    theirs.p_memory_dict[0], theirs.q_memory_dict[0] = torch.empty(rank * 14, dtype=torch.float64), q.clone()
+    ours = run(reducer, size, steps, spec=spec, make=make, weighted=False)
+    for step in range(steps):
+        mean = torch.stack([make(each, step) for each in range(size)]).mean(dim=0)
+        found = powersgd_hook.powerSGD_hook(theirs, Bucket(mean)).wait()
+        torch.testing.assert_close(ours[0].results[step].mean, found, rtol=1e-9, atol=1e-9)
+    residual = torch.stack([left(replica) for replica in ours]).mean(dim=0)
+    torch.testing.assert_close(residual, theirs.error_dict[0], rtol=1e-9, atol=1e-9)
