@@ -125,6 +125,7 @@ def attach(
     nonfinite: str | None = None,
     sampler: ImportanceSampler | None = None,
     elastic: int = 0,
+    quorum: str = "majority",
     show: Sink | None = None,
     seat: LaunchEnv | None = None,
 ) -> Handle:
@@ -163,6 +164,8 @@ def attach(
         all ranks whether to draw by scores.
       elastic: replicas with which the run at least goes on where others are lost, see :attr:`Handle.members`; 0: the
         first loss ends it.
+      quorum: ``majority``, or ``1``: replicas that lose touch with the majority go on alone, each part with a model of
+        its own.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.TensorBoard`.
       seat: the earlier name of ``launch_env``, until 0.3.
@@ -190,6 +193,8 @@ def attach(
         why := parts.needs_all or (sampler is not None and "an importance sampler needs all replicas")
     ):
         raise ConfigError(f"attach: elastic: {why}")
+    if quorum not in ("majority", "1"):
+        raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
     check_sole(model)
     check_whole(model)
     accumulating = partial(accumulates, optimizer)
@@ -220,6 +225,7 @@ def attach(
             "network": None if profile is None else profile.name,
             "nonfinite": nonfinite,
             "elastic": elastic,
+            "quorum": quorum,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
             "model": fingerprint(model),
             **optimizer_settings(optimizer),
@@ -262,6 +268,7 @@ def attach(
                 range(size),
                 page=Page.inherited(),
                 least=elastic,
+                quorum=quorum,
                 patience_s=deadline_s,
                 reach=parts.schedule.reach,
             )

@@ -130,7 +130,15 @@ def note(elastic: Any, ended: Ended) -> None:
     elastic.made, elastic._has, elastic._adopt = made, noted_has, noted_adopt
 
 
-def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int = 0, least: int = 1) -> Ended:
+def run(
+    size: int,
+    faults: FaultPlan,
+    recipe: str = "synchronous",
+    *,
+    seed: int = 0,
+    least: int = 1,
+    quorum: str = "majority",
+) -> Ended:
     config = SimulatedConfig.resolve(
         {"workload": f"{__name__}:Squares", "workers": size, "steps": STEPS, "recipe": recipe, "seed": seed}
         | {"evaluate_every": 5, "batch_size": 4}
@@ -153,7 +161,7 @@ def run(size: int, faults: FaultPlan, recipe: str = "synchronous", *, seed: int 
         reach = replica.parts.schedule.reach
         members = [rank for rank in range(size) if rank not in faults.absent]
         runtime.elastic = Elastic(
-            runtime, b"key", least=least, patience_s=DEADLINE_S, reach=reach, members=members
+            runtime, b"key", least=least, quorum=quorum, patience_s=DEADLINE_S, reach=reach, members=members
         )
         note(runtime.elastic, ended)
         ended.replicas.append(replica)
@@ -333,6 +341,18 @@ def test_a_run_ends_where_too_few_are_left() -> None:
 def test_the_junior_of_two_stops_where_the_death_of_the_senior_is_not_certified() -> None:
     ended = run(2, FaultPlan((Fault("crash", rank=0, at_step=3),)))
     assert "may be alive: 0; needed: more than half of 2 members, or half with 0" in str(ended.error)
+
+
+def test_with_a_quorum_of_one_parts_go_on_alone() -> None:
+    cut = FaultPlan().cut(0, group=(1,), at_s=0.1)
+    ended = run(5, cut, quorum="1")
+    assert ended.error is None
+    parts: list[Any] = [replica.runtime.elastic for replica in ended.replicas]
+    assert [one.changes[-1].ranks for one in parts] == [(0, 1)] * 2 + [(2, 3, 4)] * 3
+    first, _, _, other, _ = (model["w"] for model in ended.models)
+    assert not torch.equal(first, other)
+    for model, of in zip(ended.models, (first, first, other, other, other), strict=True):
+        assert torch.equal(model["w"], of)
 
 
 def test_one_that_was_silent_hears_that_it_is_out() -> None:

@@ -265,3 +265,20 @@ def test_where_there_is_no_run_to_join(
     said = capfd.readouterr().err
     assert says in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--elastic 3", "--elastic 3: must be MIN or MIN:MAX with MIN from 1 to --workers"),
+        ("--elastic 1 --quorum half", "--quorum half: must be majority, or 1 beside --elastic"),
+        ("--quorum 1", "--quorum 1: must be majority, or 1 beside --elastic"),
+        ("--elastic 1 --collective native", "the backend's own collectives need all replicas"),
+        ("--elastic 1 --partition iid", "the share of a lost replica would be missing"),
+    ],
+)
+def test_bad_options_are_one_line(options: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--workload", "synthetic/quadratic", "--workers", "2", *options.split()]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) <= 2

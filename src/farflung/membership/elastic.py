@@ -93,6 +93,7 @@ class Elastic:
       key: a secret of the run, which signs certificates.
       page: takes the reports that a supervisor reads after this process's end; ``None``: it has no supervisor.
       least: the number of members with less of which the run ends.
+      quorum: ``"majority"``, or ``"1"``: members without a majority go on too, each part with a model of its own.
       patience_s: seconds for which to wait for an agreement.
       first_step: of the run.
       reach: the most steps that a member begins after the last one whose exchanges are all there.
@@ -107,6 +108,7 @@ class Elastic:
         *,
         page: Page | None = None,
         least: int = 1,
+        quorum: str = "majority",
         patience_s: float = 60.0,
         first_step: int = 0,
         reach: int = 1,
@@ -124,7 +126,9 @@ class Elastic:
         self.joins = comm.rank not in ranks
         """Whether this member has yet to be given the state of the run."""
         first = None if self.joins else self._view
-        self._member = Member(str(comm.rank), self, self._codec.certify, first)
+        self._member = Member(
+            str(comm.rank), self, self._codec.certify, first, quorum=1 if quorum == "1" else "majority"
+        )
         self._member.connected.update(set(names) - {str(comm.rank)})
         self.step = first_step
         """The last step that has begun here."""

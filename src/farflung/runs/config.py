@@ -89,6 +89,8 @@ class RunConfig:
         from each replica's own samples.
       elastic: MIN, the replicas with which the run at least goes on where others are lost; or MIN:MAX, where others may
         join, up to MAX ranks in all with those that were lost; when not given, the first loss ends the run.
+      quorum: majority, or 1: with --elastic, replicas that lose touch with the majority go on alone, so that several
+        parts of the run may end with models of their own; majority when not given.
       deadline: seconds that any message may take before its sender counts as lost; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
@@ -106,6 +108,7 @@ class RunConfig:
     data: str
     partition: str | Partition
     elastic: str
+    quorum: str
     deadline: float
     encrypt: bool
     threads: int
@@ -122,6 +125,8 @@ class RunConfig:
                 f"--elastic {self.elastic}: must be MIN or MIN:MAX with MIN from 1 to --workers and MAX from there on; "
                 f"--workers is {self.workers}"
             )
+        if self.quorum not in ("majority", "1") or (self.quorum == "1" and not self.elastic):
+            raise ConfigError(f"--quorum {self.quorum}: must be majority, or 1 beside --elastic")
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads}: must be 1 or more, or 0 to leave it to the machine")
         if not (self.deadline > 0 and math.isfinite(self.deadline)):
@@ -232,6 +237,7 @@ class RunConfig:
             "data": data,
             "partition": said.get("partition", "iid" if holds_shares else "shared"),
             "elastic": str(said.get("elastic", "")),
+            "quorum": str(said.get("quorum", "majority")),
             "deadline": float(said.get("deadline", 60.0)),
             "encrypt": bool(said.get("encrypt", False)),
             "threads": int(said.get("threads", 0)),

@@ -179,6 +179,7 @@ def join(
                     takes=takes,
                     guest=guest,
                     least=config.least,
+                    quorum=config.quorum,
                     patience_s=config.deadline,
                     first_step=start,
                     reach=replica.parts.schedule.reach,

@@ -178,6 +178,7 @@ def _simulated(
                     runtime,
                     b"simulated",
                     least=config.least,
+                    quorum=config.quorum,
                     patience_s=config.deadline,
                     first_step=start,
                     reach=replica.parts.schedule.reach,
