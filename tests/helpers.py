@@ -361,7 +361,9 @@ def admitted(runtime: WallRuntime, store: dist.Store, rank: int, *, join_s: floa
     """Lets a replica in once its address is in the store."""
 
     async def lets_in() -> None:
-        said = await runtime.aside(lambda: told_by(rank, store, f"farflung/{rank}", "its address", join_s))
+        said = await runtime.aside(
+            lambda: told_by(rank, store, f"farflung/{rank}", "its address in the store", join_s)
+        )
         await runtime.let_in(Peer.from_json(said), join_s)
 
     return runtime.launch(lets_in())

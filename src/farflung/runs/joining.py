@@ -71,7 +71,7 @@ def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
     """
     if rank == 0:
         store.set(_FOLDER, str(run_folder(title)))
-    return Path(told_by(0, store, _FOLDER, "the run's folder", JOIN_S).decode())
+    return Path(told_by(0, store, _FOLDER, "the run's folder in the store", JOIN_S).decode())
 
 
 def join(

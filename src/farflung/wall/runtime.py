@@ -352,7 +352,8 @@ class WallRuntime:
         found = []
         for rank in sorted(members):
             left_s = max(0.0, join_s - self.now())
-            found.append(Peer.from_json(told_by(rank, store, _place(rank), "its address", left_s)))
+            said = told_by(rank, store, _place(rank), "its address in the store", left_s)
+            found.append(Peer.from_json(said))
             if found[-1].rank != rank:
                 raise ProtocolError(f"the store holds rank {found[-1].rank} under the name of rank {rank}")
         return found

@@ -109,7 +109,7 @@ def told_by(
             return store.get(key)
     except RuntimeError as error:  # the store has ended
         why = f" ({type(error).__name__})"
-    raise DeadlinePassed(rank, f"{what} in the store{why}", time.monotonic() - begin)
+    raise DeadlinePassed(rank, f"{what}{why}", time.monotonic() - begin)
 
 
 def _on_a_thread(connect: Callable[[], T], patience_s: float) -> T:
