@@ -260,6 +260,7 @@ class Elastic:
         return await self._runtime.launch(self._given())
 
     async def _given(self) -> bytes:
+        self._runtime.launch(self._seek())
         await self._admitted
         while True:
             self._state.follow(self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf))
@@ -619,12 +620,27 @@ class Elastic:
                 self._runtime.launch(self._miss())
             self._settle_soon()
 
+    async def _seek(self) -> None:
+        """End a member that joins where those that have the state are silent, or had ended before it came."""
+        while self.joins and self._ended is None:
+            view, began_s = self._view, self._runtime.now()
+            for name in sorted(self._member.connected.intersection(view.holders[0])):
+                self._comm.send(_payload(_PROBE), int(name), _TAG, -1)
+            await self._runtime.sleep_until(began_s + self._patience_s)
+            if view is self._view and all(self._heard.get(x, -math.inf) < began_s for x in view.holders[0]):
+                self._cannot_begin()
+
     async def _miss(self) -> None:
         """End a member that joins where no member that has the state is connected, or is again in time."""
         if not self._member.connected.intersection(self._view.holders[0]):
             await self._runtime.sleep_until(self._runtime.now() + min(_REPAIR_S, self._patience_s / 2))
-        if self.joins and not self._member.connected.intersection(self._view.holders[0]):
-            self.stop("all members that have the state of the run are lost")
+        if not self._member.connected.intersection(self._view.holders[0]):
+            self._cannot_begin()
+
+    def _cannot_begin(self) -> None:
+        if self.joins and self._ended is None:
+            lost = ", ".join(self._view.holders[0])
+            self.stop(f"rank {self._member.name} cannot begin: members {lost} are lost or silent")
 
     def _settle_soon(self) -> None:
         """Let the member act once all that has arrived is heard."""
