@@ -381,6 +381,18 @@ def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None
         check(ended)
 
 
+def test_batches_are_given_back_at_the_earliest_change_where_a_later_view_begins_at_an_earlier_step() -> None:
+    """A member that alone holds exchanges is lost before it has handed them over, after the view that counts on them."""
+    faults = FaultPlan().join(4, at_s=0.174).crash(2, at_s=0.368).crash(0, at_s=0.381)
+    for peer in (1, 3):
+        faults = faults.cut(0, peer, at_s=0.346, for_s=3.0, one_way=True)
+    ended = run(5, faults, "synchronous(schedule='delayed(delay=3)')")
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 3, 4]
+    elastic: Any = ended.survivors[0].runtime.elastic
+    assert [change.step for change in elastic.changes] == [0, 9, 12, 10]
+    check(ended)
+
+
 @pytest.mark.parametrize(
     ("schedule", "joined_s"),
     [("synchronous", 0.637), ("pipelined(width=2)", 0.639), ("delayed(delay=3)", 0.639)],
