@@ -382,7 +382,7 @@ def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None
 
 
 def test_batches_are_given_back_at_the_earliest_change_where_a_later_view_begins_at_an_earlier_step() -> None:
-    """A member that alone holds exchanges is lost before it has handed them over, after the view that counts on them."""
+    """A member that alone holds exchanges is lost before it hands them over, after the view that counts on them."""
     faults = FaultPlan().join(4, at_s=0.174).crash(2, at_s=0.368).crash(0, at_s=0.381)
     for peer in (1, 3):
         faults = faults.cut(0, peer, at_s=0.346, for_s=3.0, one_way=True)
