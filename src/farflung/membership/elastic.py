@@ -204,7 +204,9 @@ class Elastic:
         """Return the change that gives back a batch, by the step that it was taken at and the rank."""
         return {
             (before, rank): change
-            for change in sorted(self.changes, key=lambda x: (x.step, x.view), reverse=True)  # the first counts
+            for change in sorted(
+                self.changes, key=lambda x: (x.step, x.view), reverse=True
+            )  # the first counts
             for before in change.again
             for rank in change.lost
             if rank in self.at(before).ranks
