@@ -21,7 +21,7 @@ from farflung.coded.meeting import Address, attending, coordinating
 from farflung.coded.record import Record
 from farflung.comm import Endpoint, Peer
 from farflung.comm.visits import Access
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, FarflungError
 from farflung.replica import load_tree, save_tree
 from farflung.types import Json
 from tests.coded_plans import DEVICES, PARTITIONS, Plan
@@ -238,7 +238,8 @@ def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
         access = Access(meeting._KEY, False, ())
         assert access.ask(str(at), {"peer": Peer(7, None, b"token").to_json()}, PATIENCE_S) == {}
         refused: list[tuple[dict[str, Json], str]] = [
-            ({"peer": "nothing"}, ""),
+            ({"peer": "nothing"}, "where an address was due"),
+            ({"peer": '{"rank": 1e400, "token": "00"}'}, "where an address was due"),
             ({"seat": False}, "no question"),
         ]
         for question, why in refused:
@@ -249,10 +250,60 @@ def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
             assert first.comm.rank == 1
 
 
-def test_a_coordinator_that_cannot_be_reached_is_refused() -> None:
+def test_what_comes_with_the_rank_of_another_or_from_another_run_is_refused_alone() -> None:
+    access = Access(meeting._KEY, False, ())
+    with coordinating(Address("127.0.0.1", 0), "run") as (_, at):
+
+        def come(me: Peer) -> list[Peer]:
+            return [Peer.from_json(access.ask(str(at), {"peer": me.to_json()}, PATIENCE_S)["peer"]), me]
+
+        with attending(at, patience_s=PATIENCE_S) as first:
+            mine = first.view.transport.me
+            assert come(mine)[1] == mine, "an answer that was lost is given again"
+            other = {"peer": Peer(1, None, b"another").to_json()}
+            assert access.ask(str(at), other, PATIENCE_S) == {"refused": "rank 1 has come already"}
+            rank = access.ask(str(at), {"seat": True}, PATIENCE_S)["rank"]
+            with pytest.raises(FarflungError, match="disagree on coded run"):
+                meeting._runtime(rank, "another", Endpoint(), PATIENCE_S, members=[0, rank], come=come)
+            with attending(at, patience_s=PATIENCE_S) as second:
+                assert (first.comm.rank, second.comm.rank) == (1, rank + 1)
+            assert first.view.present() == {0}
+
+
+@pytest.mark.parametrize("sealed", ["coordinator", "device"])
+def test_a_device_that_encrypts_where_the_coordinator_does_not_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch, sealed: str
+) -> None:
+    """And the other way round: at once, and not after its patience."""
+    monkeypatch.setattr(meeting, "_VISIT_S", 1.0)
+    coordinators, devices = (Endpoint(encrypt=sealed == name) for name in ("coordinator", "device"))
+    with coordinating(Address("127.0.0.1", 0), "run", coordinators) as (_, at):
+        with (
+            pytest.raises(ConfigError, match=r"refuses this device: rank . listens on its own machine alone"),
+            attending(at, devices, patience_s=PATIENCE_S),
+        ):
+            pytest.fail("it is in")
+        with attending(at, coordinators, patience_s=PATIENCE_S) as fits:
+            assert fits.comm.rank == 2
+
+
+def test_a_coordinator_is_met_where_it_says() -> None:
+    forwarded = Endpoint(advertise="127.0.0.2:7999")
+    with coordinating(Address("127.0.0.1", 0), "run", forwarded) as (_, at):
+        assert at == Address("127.0.0.2", 7999)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "said"),
+    [
+        ("none", "^--advertise none: devices connect to the coordinator"),
+        ("a:b:c", "^--advertise a:b:c: must be HOST or HOST:PORT"),
+    ],
+)
+def test_a_coordinator_that_cannot_be_reached_is_refused(advertise: str, said: str) -> None:
     with (
-        pytest.raises(ConfigError, match="--advertise none: devices connect to the coordinator"),
-        coordinating(Address("127.0.0.1", 0), "run", Endpoint(advertise="none")),
+        pytest.raises(ConfigError, match=said),
+        coordinating(Address("127.0.0.1", 0), "run", Endpoint(advertise=advertise)),
     ):
         pass
 

@@ -18,6 +18,7 @@ from farflung.cli.main import main
 from farflung.comm import Peer
 from farflung.comm.interface import interface_address, is_loopback, route_to, tcp
 from farflung.comm.keys import Keys, fingerprint, is_public_key, load_keys, make_keys
+from farflung.comm.peer import VISITOR
 from farflung.errors import ConfigError, ProtocolError
 
 
@@ -223,6 +224,9 @@ def test_a_peer_is_published_whole(address: str, key: str | None) -> None:
         {"key": "short"},
         {"key": 7},
         {"rank": "first"},
+        {"rank": -1},
+        {"rank": float("inf")},
+        {"rank": VISITOR},
     ],
 )
 def test_nonsense_is_no_peer(fields: dict[str, object]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typing_extensions import override
 from farflung.coded.blocks import Holding
 from farflung.coded.device import Device
 from farflung.comm import Endpoint, Peer
-from farflung.comm.endpoint import NO_WAY_IN
+from farflung.comm.endpoint import NO_WAY_IN, advertised
 from farflung.comm.interface import check_host, route_to
 from farflung.comm.visits import Access, answered
 from farflung.devices import DeviceProfile
@@ -76,7 +77,7 @@ class Address:
 def coordinating(
     address: Address, run: str, endpoint: Endpoint = Endpoint(), *, join_s: float = 30.0
 ) -> Iterator[tuple[WallRuntime, Address]]:
-    """Rank 0 of a run, and where it is met; devices that come are admitted.
+    """Rank 0 of a run, and where it is met: by the address that it advertises, if any; devices that come are admitted.
 
     Args:
       address: to be met at.
@@ -92,6 +93,8 @@ def coordinating(
         raise ConfigError(
             f"--advertise {NO_WAY_IN}: devices connect to the coordinator, so it has to be reached"
         )
+    if endpoint.advertise is not None:
+        advertised(endpoint.advertise, address.port or 1)
     endpoint.read_keys()
     (_, _, _, _, (here, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
     endpoint = replace(endpoint, interface=str(here), port=address.port)
@@ -104,7 +107,8 @@ def coordinating(
     with _closing(runtime):
         seats = _Seats(runtime, run, join_s)
         runtime.launch(seats.listen()).wait()
-        yield runtime, Address(address.host, runtime.view.transport.me.host_and_port[1])
+        host, port = runtime.view.transport.me.host_and_port
+        yield runtime, Address(address.host if endpoint.advertise is None else host, port)
 
 
 @contextmanager
@@ -131,11 +135,18 @@ def attending(
       DeadlinePassed: no coordinator is reached at the address.
       ConfigError: no seat is free, or the coordinator refuses this device.
     """
+    unlike = False
 
     def visit(question: Mapping[str, Json], within_s: float) -> Mapping[str, Any]:
         def ask() -> dict[str, Any]:
-            encrypted = endpoint.on(partial(route_to, address.host)).encrypts
-            return Access(_KEY, encrypted, ()).ask(str(address), question, _VISIT_S)
+            nonlocal unlike
+            encrypted = endpoint.on(partial(route_to, address.host)).encrypts != unlike
+            try:
+                return Access(_KEY, encrypted, ()).ask(str(address), question, _VISIT_S)
+            except (TimeoutError, ssl.SSLError):
+                # One that encrypts where this device does not, or the reverse, refuses it and says why.
+                unlike = not unlike
+                raise
 
         return reached(ask, f"a coordinator at {address}", within_s)
 
@@ -279,8 +290,12 @@ class _Seats:
                 peer = Peer.from_json(text)
                 if self._due.get(peer.rank, 0.0) <= self._runtime.now():
                     return {}  # it has no seat, or not any more
-                self._runtime.let_in(peer, self._join_s)
-                self._due[peer.rank] = self._runtime.now() + self._join_s
+                come = self._runtime.peers.get(peer.rank)
+                if come is None:
+                    self._runtime.let_in(peer, self._join_s)
+                    self._due[peer.rank] = self._runtime.now() + self._join_s
+                elif come != peer:
+                    raise ConfigError(f"rank {peer.rank} has come already")
                 return {"peer": self._runtime.view.transport.me.to_json()}
             case _:
                 raise ValueError("no question")
@@ -289,6 +304,7 @@ class _Seats:
         present, now = self._runtime.view.present(), self._runtime.now()
         for rank in [rank for rank, until in self._due.items() if rank not in present and now >= until]:
             del self._due[rank]
+            self._runtime.peers.pop(rank, None)
             self._free.append(rank)  # one that was left lately comes last: not all may have seen that it was
         if not self._free:
             raise ConfigError(f"all {SEATS - 1} seats of the run are taken: try again when a device has left")

@@ -37,8 +37,8 @@ class Endpoint:
         listens at: behind port forwarding, in a container. none where no peer can connect to it, as behind a home
         router: it connects to its peers, and one that can be reached relays between two that cannot.
       keys: the folder made by farflung keys, with this machine's secret key and the public keys of all; everything is
-        encrypted then. When not given, keys are made for the run and exchanged through its store, so whatever reaches
-        that store can take part.
+        encrypted then. When not given, keys are made for the run and exchanged through its store, or its coordinator,
+        so whatever reaches that can take part.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       connections: how many connections large messages to each peer share, 1 to 64: several are faster where packets are
         lost or the way is long. When not given, as many as help, by what is measured; of two peers the larger number

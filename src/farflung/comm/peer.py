@@ -72,11 +72,11 @@ class Peer:
             fields = json.loads(text)
             token, address, key = bytes.fromhex(fields["token"]), fields.get("address"), fields.get("key")
             peer = Peer(int(fields["rank"]), None if address is None else str(address), token, key)
-            valid = 0 < len(token) < 256 and (key is None or is_public_key(key))
+            valid = 0 <= peer.rank < VISITOR and 0 < len(token) < 256 and (key is None or is_public_key(key))
             if not valid or (address is not None and not peer.host):
                 raise ValueError(text)
             return peer
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise ProtocolError(f"the store holds {text[:60]!r} where an address was due") from None
 
 
