@@ -123,7 +123,7 @@ def never_greets(rank: int) -> Peer:
     return Peer(rank, None, b"token")
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_a_rank_that_does_not_come_is_named() -> None:
     runtime = WallRuntime(0, 2, None, members=[0], come=lambda me: [me])
 
     async def lets_in() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from benchmarks.elastic.run import SCHEDULES
 from farflung.comm import Purpose
 from farflung.errors import Left, RunLost
 from farflung.faults import Fault, FaultPlan
@@ -32,17 +33,6 @@ from farflung.types import CodecState, Draw, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
 
 STEPS, DEADLINE_S = 12, 2.0
-SCHEDULES = (
-    "synchronous",
-    "pipelined(width=2)",
-    "pipelined(width=3)",
-    "delayed(delay=2,period=2)",
-    "delayed(delay=3)",
-    "local_sgd(sync_every=3)",
-    "post_local_sgd(until=4,sync_every=3)",
-    "diloco(sync_every=4)",
-    "streaming_diloco(sync_every=4,fragments=2)",
-)
 CODECS = (
     "codec='identity'",
     "codec='int8'",

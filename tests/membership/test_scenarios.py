@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.elastic.run import SCHEDULES
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
-from tests.membership.test_elastic import SCHEDULES, check, run
+from tests.membership.test_elastic import check, run
 
 PLAN = FaultPlan()
 ALL = (0, 1, 2)

@@ -56,16 +56,16 @@ class _Logged(Started[T], Generic[T]):
     number: int
     exchange: int
     part: int
-    make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None
+    make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None = None
     """``None`` once it is whole, so that what was contributed is freed at once."""
-    values: Values[T]
-    rewind: Callable[[], None] | None
-    ends_step: bool
-    begun: int
+    values: Values[T] = field(default_factory=lambda: cast("Values[T]", Values(tuple, tuple)))
+    rewind: Callable[[], None] | None = None
+    ends_step: bool = False
+    begun: int = 0
     """The last step that had begun when it started."""
-    drops: list[_Logged[Any]]
+    drops: list[_Logged[Any]] = field(default_factory=list)
     """Exchanges whose results all members have, once this one is whole."""
-    kept: tuple[Tensor, ...] | None = field(default=None)
+    kept: tuple[Tensor, ...] | None = None
     """The result, for members that lack it; ``None``: the exchange is not whole here."""
 
     @property
@@ -202,11 +202,10 @@ class Elastic:
 
     def _lost_batches(self) -> dict[tuple[int, int], Change]:
         """Return the change that gives back a batch, by the step that it was taken at and the rank."""
+        first_last = sorted(self.changes, key=lambda change: (change.step, change.view), reverse=True)
         return {
             (before, rank): change
-            for change in sorted(
-                self.changes, key=lambda x: (x.step, x.view), reverse=True
-            )  # the first counts
+            for change in first_last  # the first counts
             for before in change.again
             for rank in change.lost
             if rank in self.at(before).ranks
@@ -233,7 +232,7 @@ class Elastic:
                 "changes": self.changes,
                 "auto": list(self._comm.auto.items()),
                 "complete": list(self._complete.items()),
-                "log": [(n, x.exchange, x.part, x.begun, len(x.kept or ())) for n, x in self._log.items()],
+                "log": [(n, x.exchange, x.part, len(x.kept or ())) for n, x in self._log.items()],
             }
             told = _bytes(json.dumps(found, default=_plain).encode())
             results = (tensor for logged in self._log.values() for tensor in logged.kept or ())
@@ -281,23 +280,11 @@ class Elastic:
         for change in self.changes:
             self._begins.update(dict.fromkeys(change.joined, change.step))
         self._complete = dict(found["complete"])
-        for number, exchange, part, begun, count in found["log"]:
+        for number, exchange, part, count in found["log"]:
             kept, results = tuple(tensor.clone() for tensor in results[:count]), results[count:]
             channel: Any = ExchangeChannel(self._comm, exchange, part)
             self._log[number] = logged = _Logged[Any](
-                channel,
-                Pending(),
-                self,
-                number,
-                exchange,
-                part,
-                None,
-                Values(tuple, tuple),
-                None,
-                False,
-                begun,
-                [],
-                kept,
+                channel, Pending(), self, number, exchange, part, kept=kept
             )
             self.taken.append(logged)
         self.joins = False
@@ -331,19 +318,9 @@ class Elastic:
         self._started += 1
         drops, self.taken = self.taken, []
         channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
+        at = self._started, number, part
         logged = _Logged(
-            channel,
-            result,
-            self,
-            self._started,
-            number,
-            part,
-            make,
-            values,
-            rewind,
-            ends_step,
-            self.step,
-            drops,
+            channel, result, self, *at, make, values, rewind, ends_step, begun=self.step, drops=drops
         )
         self._runtime.launch(self._enter(logged))
         return logged

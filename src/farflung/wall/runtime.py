@@ -110,7 +110,6 @@ class WallRuntime:
         self.pace = pace
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
-
         self.decisions = decisions or DecisionLog(keep=False)
         if native and size > 1:
             assert store is not None
