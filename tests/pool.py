@@ -122,7 +122,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         whole.update(name.encode())
         whole.update(
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             if tensor.numel()
             else b""
         )

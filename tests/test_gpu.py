@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,8 +25,10 @@ pytestmark = pytest.mark.gpu
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Inside, whatever has the host wait for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -55,8 +58,10 @@ def on_gpu(rank: int, step: int) -> torch.Tensor:
     return gradient(rank, step).cuda()
 
 
-# What a window has seen is decided on the host, and so is each vote.
-@pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("gradiveq (")])
+# What a window has seen is decided on the host, and so is each vote on what to send.
+@pytest.mark.parametrize(
+    "name", [name for name in ROWS if not name.startswith(("gradiveq (", "adaptive_topk"))]
+)
 def test_no_reducer_waits_for_the_device(name: str) -> None:
     world = VirtualWorld(3, LINK)
     made = {(rank, step): on_gpu(rank, step) for rank in range(3) for step in range(4)}
@@ -87,6 +92,9 @@ def test_no_reducer_waits_for_the_device(name: str) -> None:
 )
 def test_gradients_of_a_device_travel_between_processes(reducer: Reducer) -> None:
     """Staged through pinned memory; the same means as in virtual time on the same device."""
+    torch.linalg.eigh(
+        torch.eye(2, device="cuda")
+    )  # torch loads its solvers once, in one thread (pytorch 90613)
     cluster = Cluster()
     real = cluster.run(
         2, lambda runtime, number: Replica(runtime, reducer, make=on_gpu, first=1000 * number).run(range(5))

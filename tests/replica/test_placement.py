@@ -135,7 +135,12 @@ def test_a_run_ends_where_it_ends_on_the_host(schedule: str, parts: dict[str, st
 def test_a_run_resumed_on_the_device_ends_as_the_whole(schedule: str, optimizer: str, tmp_path: Path) -> None:
     if "predict" in schedule and optimizer != "sgd":
         pytest.skip("predictions follow SGD")
-    settings = {"momentum": 0.9, "optimizer": optimizer, "learning_rate_schedule": "cosine(warmup=3)"}
+    settings = {
+        "momentum": 0.9,
+        "optimizer": optimizer,
+        "learning_rate": 0.01,
+        "learning_rate_schedule": "cosine(warmup=3)",
+    }
 
     def run(**more: Any) -> Run:
         given: dict[str, Any] = {**settings, **more}

@@ -84,7 +84,7 @@ class ErrorFeedback:
         """For a step that is sent as it is: gradient and residual, and a state that keeps nothing of them."""
         residual = state.local["residual"]
         return grad.add(residual.to(grad.device), alpha=self.decay), with_residual(
-            state, torch.zeros_like(residual)
+            state, torch.zeros_like(residual, device=grad.device)
         )
 
     def decode(

@@ -158,7 +158,7 @@ class PowerSGD(Reducer):
         """What is dense, the matrices, and P of each shape."""
         layout, matrices = state.shared["layout"], self._matrices(state, tensor)
         q = {
-            shape: self._usable(state, shape, q.to(tensor.device), step)
+            shape: self._usable(state, shape, q, tensor.device, step)
             for shape, q in state.shared["q"].items()
         }
         dense = [tensor[start : start + numel] for start, numel in layout["dense"]]
@@ -180,12 +180,13 @@ class PowerSGD(Reducer):
             found[shape] = stacked.add_(residual[shape].to(tensor.device)) if shape in residual else stacked
         return found
 
-    def _usable(self, state: CodecState, shape: str, q: Tensor, step: int) -> Tensor:
-        """Q, with random columns where it has none."""
-        noise = generator_on(q.device, state.shared["seed"], shape, step)
+    def _usable(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
+        """Q on the device, with random columns where it has none."""
+        noise = generator_on(device, state.shared["seed"], shape, step)
         fresh = _random(shape, len(q), self.rank, q.dtype, noise)
         if not self.warm_start:
             return fresh
+        q = q.to(device)
         size = q.norm(dim=1, keepdim=True)
         return torch.where(size.isfinite() & (size > 0), q, fresh)
 
