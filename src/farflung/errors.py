@@ -28,6 +28,7 @@ __all__ = [
     "ProtocolError",
     "RunLost",
     "StorageError",
+    "Suspended",
     "Undecodable",
     "UnknownName",
     "Unsupported",
@@ -128,6 +129,10 @@ class Left(RunLost):
     """This replica has left an elastic run, as it was asked to; the others go on without it."""
 
     exit_code = 0
+
+
+class Suspended(RunLost):
+    """This replica was silent, and the others go on without it until it is admitted again."""
 
 
 class PeerLost(RunLost):

@@ -74,6 +74,9 @@ class Effects:
     def hand(self, view: View) -> None:
         pass
 
+    def suspend(self, view: View) -> bool:
+        return False
+
     def stop(self, reason: str) -> None:
         self.reason = reason
 

@@ -94,5 +94,8 @@ class Wire:
     def hand(self, view: View) -> None:
         self.script.handed[self.name] = view
 
+    def suspend(self, view: View) -> bool:
+        return False
+
     def stop(self, reason: str) -> None:
         self.script.reasons[self.name] = reason

@@ -127,6 +127,7 @@ def run(
     seed: int = 0,
     least: int = 1,
     quorum: str = "majority",
+    returns: bool = True,
 ) -> Ended:
     config = SimulatedConfig.resolve(
         {"workload": f"{__name__}:Squares", "workers": size, "steps": STEPS, "recipe": recipe, "seed": seed}
@@ -141,21 +142,38 @@ def run(
         count_evaluation=True,
         deadline_s=DEADLINE_S,
     )
-    ended = Ended([])
+    ended, again = Ended([]), []
     for runtime in world.runtimes:
-        telemetry = Telemetry(runtime.comm.rank, ended.events.append, world.injector)
-        replica = make_replica(runtime, config.task, config.recipe, config.training, telemetry)
-        replica.parts.sampler.__class__ = Noted
-        replica.parts.sampler.drawn = {}  # type: ignore[attr-defined]
-        reach = replica.parts.schedule.reach
+        rank = runtime.comm.rank
+        telemetry = Telemetry(rank, ended.events.append, world.injector)
+
+        drawn: dict[int, list[int]] = {}
+
+        def make(
+            runtime: Any = runtime, telemetry: Any = telemetry, rank: int = rank, drawn: Any = drawn
+        ) -> Replica:
+            replica = make_replica(runtime, config.task, config.recipe, config.training, telemetry)
+            replica.parts.sampler.__class__ = Noted
+            replica.parts.sampler.drawn = drawn  # type: ignore[attr-defined]
+            ended.replicas[rank : rank + 1] = [replica]
+            return replica
+
+        again.append(make)
+        reach = make().parts.schedule.reach
         members = [rank for rank in range(size) if rank not in faults.absent]
         runtime.elastic = Elastic(
-            runtime, b"key", least=least, quorum=quorum, patience_s=DEADLINE_S, reach=reach, members=members
+            runtime,
+            b"key",
+            least=least,
+            quorum=quorum,
+            patience_s=DEADLINE_S,
+            returns=returns,
+            reach=reach,
+            members=members,
         )
         note(runtime.elastic, ended)
-        ended.replicas.append(replica)
     try:
-        for summary, model in world.run([whole(replica) for replica in ended.replicas]):
+        for summary, model in world.run([whole(*each) for each in zip(ended.replicas, again, strict=True)]):
             ended.models.append(model)
             ended.losses.append(summary.final_loss or 0.0)
             ended.samples.add(summary.samples)
@@ -192,7 +210,7 @@ def check(ended: Ended) -> None:
             )
             counts.update([] if returned else positions)
             drawn: Any = ended.replicas[rank].parts.sampler
-            assert ended.replicas[rank].step_done < STEPS or drawn.drawn[step] == positions
+            assert returned or ended.replicas[rank].step_done < STEPS or drawn.drawn[step] == positions
     assert counts == Counter(range(sampler._cursor))
     assert ended.samples == {counts.total() - sum(map(len, sampler._returned))}
     contributed: dict[int, set[int]] = {}

@@ -129,6 +129,9 @@ class Node:
             if giver == self.name:
                 self.send(receiver, Gift(view.number, exchange, self.whole))
 
+    def suspend(self, view: View) -> bool:
+        return False
+
     def stop(self, reason: str) -> None:
         self.reason = reason
         self.running = False

@@ -74,6 +74,10 @@ class WallCommunicator(Receiving):
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
         return self.view.reconnect(rank, relay)
 
+    @override
+    def quiet_s(self, rank: int) -> float:
+        return self.view.transport.quiet_s(rank)
+
     def relay(self, one: int, other: int) -> None:
         self.view.relay.serve(one, other)
 

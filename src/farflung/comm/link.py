@@ -96,6 +96,8 @@ class Link:
         """Makes the connection again, later."""
         self.state = State.CONNECTING
         self.receiver: Receiver | None = None
+        self.read_s = time.monotonic()
+        """When bytes have arrived last."""
         self.busy_s, self.busy_nbytes = 0.0, 0
         """For how long there was more to send than could be, and what was sent in that time."""
         self._loop, self._owner, self._tls, self._fd = loop, owner, tls, sock.fileno()
@@ -108,6 +110,11 @@ class Link:
         self._blocked, self._broken = False, False
         """Whether the kernel takes nothing now, or never again."""
         self._looked_at, self._since = 0.0, 0
+
+    def give_up_connecting(self) -> None:
+        """Ends it where the other end has not answered yet."""
+        if self.state is State.CONNECTING:
+            self.end(TimeoutError())
 
     # --- up to a member ---------------------------------------------------------------------------------------------
 
@@ -334,6 +341,7 @@ class Link:
                     self._take(nbytes)
             if not nbytes:
                 self.end(None)
+            self.read_s = time.monotonic()
             if self.state is State.GONE:
                 return False
             if self._tls is None and nbytes < _MUCH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from torch import Tensor
@@ -45,6 +46,11 @@ class Receiving(ABC):
     ) -> Pending[tuple[int, Payload]]:
         """Waits for a message of any rank."""
         return self._mailbox.recv_any(tag, expect, self._wait_begins(deadline_s), deadline_s)
+
+    def quiet_s(self, rank: int) -> float:
+        """The seconds since bytes of a member have arrived; infinite where that is not known."""
+        del rank
+        return math.inf
 
     def forget(self, exchange: int) -> None:
         """Gives its waits up, and drops what comes."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
+import math
 import os
 import resource
 import secrets
@@ -58,6 +59,9 @@ CROWD = 64
 """Strangers at once, beside the members that are due."""
 RETRY_S, RETRY_MOST_S = 0.2, 5.0
 """After how long a rank dials again, doubled each time, and the most."""
+QUICK_DIALS, QUICK_S = 100, (1.0, 1.0, 3.0)
+"""How often a rank that was connected before is dialled soon, and for how many seconds at a time, in turn: the kernel
+asks again after 1 and 3 seconds."""
 LINGER_S = 5.0
 """How long what was sent may take to leave at the end."""
 OTHERS_S = 1.0
@@ -104,6 +108,8 @@ class _Member:
     """Whether its connections have ended."""
     again: bool = False
     """Whether it was connected before."""
+    dials: int = 0
+    """How often it was dialled since."""
     failed: bool = False
     """Whether a process was reached at its address that did not prove to be it."""
     settled: bool = False
@@ -230,6 +236,10 @@ class TcpTransport:
         self._visits, self._tls = (key, answer), None
         self._mind()
 
+    def quiet_s(self, rank: int) -> float:
+        links = self._members[rank].links.values() if rank in self._members else ()
+        return min((time.monotonic() - link.read_s for link in links), default=math.inf)
+
     def failed_at(self, rank: int) -> bool:
         return rank in self._members and self._members[rank].failed
 
@@ -336,8 +346,12 @@ class TcpTransport:
         link = Link(self._loop, self, sock, peer.rank, context)
         link.index = index
         if connects(self.me, peer):  # and no probe
-            again = partial(self._dial, member, index, min(2 * again_s, RETRY_MOST_S))
+            quick = member.again and member.dials < QUICK_DIALS
+            again = partial(self._dial, member, index, again_s if quick else min(2 * again_s, RETRY_MOST_S))
             link.retry = partial(self._loop.after, again_s, again)
+            if quick:
+                member.dials += 1
+                self._loop.after(QUICK_S[member.dials % len(QUICK_S)], link.give_up_connecting)
         self._await(link, HANDSHAKE_S)
         link.connect((host, port))
 

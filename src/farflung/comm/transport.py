@@ -117,6 +117,10 @@ class Transport(Protocol):
         """
         ...
 
+    def quiet_s(self, rank: int) -> float:
+        """The seconds since bytes of a member have arrived; infinite where it is not connected."""
+        ...
+
     def failed_at(self, rank: int) -> bool:
         """Whether a process at a member's address failed to authenticate as that member."""
         ...

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
@@ -16,12 +17,12 @@ from typing_extensions import override
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
 from farflung.comm.channel import describe, step_of
 from farflung.errors import (
-    DeadlinePassed,
     FarflungError,
     Left,
     PeerFailed,
     PeerLost,
     RunLost,
+    Suspended,
     Unsupported,
     WaitEnded,
 )
@@ -40,8 +41,13 @@ _TAG = Tag(Purpose.VIEWS.at(0))
 _DONE = b"done"
 """Says that its sender has every result of the run."""
 _PROBE, _ANSWER = b"?", b"!"
-_PROBE_S = 2.0
-"""Seconds for which a member may take to answer, once an exchange has passed its deadline, at most."""
+"""A question whether a member is there, and the answer, which the number of exchanges that it has started follows."""
+_ADMIT = b"again"
+"""Asks to be admitted again."""
+_BUSY, _STUCK = 10, 100
+"""For how many times the patience members that answer are waited for: one that is busy, and all."""
+_BACK_OFF_S = 60.0
+"""The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
 _DIAL_S, _REPAIR_S = 1.5, 3.0
 """Seconds for which votes wait for a broken connection to be made again directly, and through a relay, at most."""
 _FLAPS, _FLAPS_S = 5, 60.0
@@ -63,6 +69,8 @@ class _Logged(Started[T], Generic[T]):
     ends_step: bool = False
     begun: int = 0
     """The last step that had begun when it started."""
+    made_s: float = math.inf
+    """When it was made or asked for, the last time; infinite: not yet."""
     drops: list[_Logged[Any]] = field(default_factory=list)
     """Exchanges whose results all members have, once this one is whole."""
     kept: tuple[Tensor, ...] | None = None
@@ -94,7 +102,10 @@ class Elastic:
       page: takes the reports that a supervisor reads after this process's end; ``None``: it has no supervisor.
       least: the number of members with less of which the run ends.
       quorum: ``"majority"``, or ``"1"``: members without a majority go on too, each part with a model of its own.
-      patience_s: seconds for which to wait for an agreement.
+      patience_s: seconds without a sign of life after which a member that is waited for is left out, and for which to
+        wait for an agreement.
+      returns: whether this member asks to be admitted again where the others went on without it (:meth:`given`). Its
+        exchanges fail with :class:`farflung.errors.Suspended` first.
       first_step: of the run.
       reach: the most steps that a member begins after the last one whose exchanges are all there.
       members: the ranks that are there at the start; all when not given. One that is not among them asks to join.
@@ -110,6 +121,7 @@ class Elastic:
         least: int = 1,
         quorum: str = "majority",
         patience_s: float = 60.0,
+        returns: bool = False,
         first_step: int = 0,
         reach: int = 1,
         members: Sequence[int] | None = None,
@@ -119,6 +131,7 @@ class Elastic:
         ranks = tuple(range(comm.size) if members is None else members)
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
         self._reach, self._told = reach, told
+        self._returns = returns and quorum != "1"
         self._page = page
         self._codec = MessageCodec(key)
         names = tuple(map(str, ranks))
@@ -147,7 +160,7 @@ class Elastic:
         self._log: dict[int, _Logged[Any]] = {}
         self._base, self._complete = 0, {0: first_step - 1}
         """The number up to which all exchanges are whole, and the steps that end with an exchange, by its number."""
-        self._frozen = self._settling = self._over = False
+        self._frozen = self._settling = self._over = self._others_ended = False
         self._closed = set[str]()
         """The members whose connections are gone."""
         self._cuts: dict[frozenset[str], float] = {}
@@ -155,12 +168,24 @@ class Elastic:
         self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
         """Connections that are being made again, by member: the relay and when the connection is made."""
         self._breaks: dict[str, list[float]] = {}
-        """When connections to each member were found broken; a silent member's are not made again directly."""
+        """When connections to each member were found broken."""
         self._silent = set[str]()
         self._malformed = set[str]()
         """Members that have sent what is malformed; they are heard no more, nor are connections to them made again."""
         self._heard: dict[str, float] = {}
         """When each process was heard last by this driver."""
+        self._answers: dict[str, int] = {}
+        """How many exchanges each member had started when it answered last."""
+        self._awake_s = -math.inf
+        """Until when this process stood still itself, as far as it knows."""
+        self._waits: Pending[None] = Pending()
+        """Done once an exchange is waited for."""
+        self._suspended: Suspended | None = None
+        """Why exchanges fail, until this member is admitted again."""
+        self._suspensions: list[float] = []
+        """When this member was suspended."""
+        self._asks = False
+        """Whether it asks to be admitted again: its replica knows that it was suspended."""
         self._known = set(names)
         """All that have been members."""
         self._last: _Logged[Any] | None = None
@@ -171,6 +196,7 @@ class Elastic:
             runtime.launch(self._listen())
             runtime.launch(self._watch())
             runtime.launch(self._welcome())
+            runtime.launch(self._attend())
 
     @property
     def view(self) -> View:
@@ -261,7 +287,9 @@ class Elastic:
         return await self._runtime.launch(self._given())
 
     async def _given(self) -> bytes:
+        self._asks = self._suspended is not None
         self._runtime.launch(self._seek())
+        self._runtime.launch(self._ask())
         await self._admitted
         while True:
             self._state.follow(self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf))
@@ -313,8 +341,9 @@ class Elastic:
         *,
         rewind: Callable[[], None] | None = None,
         ends_step: bool = False,
+        last: bool = False,
     ) -> Started[T]:
-        """Start an exchange; see :func:`farflung.comm.start`."""
+        """Start an exchange; see :func:`farflung.comm.start`. The ``last`` one of the run is whole once any member ends."""
         self._started += 1
         drops, self.taken = self.taken, []
         channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
@@ -322,6 +351,7 @@ class Elastic:
         logged = _Logged(
             channel, result, self, *at, make, values, rewind, ends_step, begun=self.step, drops=drops
         )
+        self._last = logged if last else None
         self._runtime.launch(self._enter(logged))
         return logged
 
@@ -355,8 +385,7 @@ class Elastic:
             )
 
         if len(self._view.members) > 1:
-            self._last = last = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))  # type: ignore[assignment]
-            await last.result
+            await self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple), last=True).result
         await self._runtime.launch(self._end())
 
     async def _end(self) -> None:
@@ -367,8 +396,8 @@ class Elastic:
             self._comm.send(_payload(_DONE), int(name), _TAG, -1)
 
     async def _enter(self, logged: _Logged[Any]) -> None:
-        if self._ended is not None:
-            logged.result.fail(self._ended)
+        if (ended := self._ended or self._suspended) is not None:
+            logged.result.fail(ended)
             return
         self._log[logged.number] = logged
         if logged.ends_step:
@@ -379,43 +408,28 @@ class Elastic:
     async def _make(self, logged: _Logged[Any]) -> None:
         view = self._view
         assert logged.make is not None
+        self._is_waited_for(logged)
         try:
             value = await logged.make(_Channel(self._among(logged), logged))
-        except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded) as error:
+        except (PeerLost, PeerFailed, WaitEnded) as error:
             rank = getattr(error, "rank", None)
             if view is self._view and isinstance(rank, int) and not isinstance(error, WaitEnded):
-                if isinstance(error, DeadlinePassed):
-                    await self._probe(view, min(_PROBE_S, self._patience_s / 4), str(rank))
-                else:
-                    self._member.lost(str(rank))
-                    self._settle_soon()
+                self._member.lost(str(rank))
+                self._settle_soon()
         except Exception as error:
             logged.result.fail(error)
         else:
             if view is self._view and not self._frozen:
                 self._has(logged, value)
 
-    async def _probe(self, view: View, seconds: float, slow: str | None = None) -> None:
-        """Take members for lost that do not answer in time; where all answer and none is lost, the slow one."""
-        asked, began_s = self._member.connected.intersection(view.members), self._runtime.now()
-        for name in sorted(asked):
-            self._comm.send(_payload(_PROBE), int(name), _TAG, -1)
-        await self._runtime.sleep_until(began_s + seconds)
-        silent = [name for name in asked if self._heard.get(name, -math.inf) < began_s]
-        if slow is not None and not silent:
-            await self._runtime.sleep_until(began_s + 2 * seconds)  # another may have found the cause
-            silent = [] if self._frozen else [slow]
-        if view is self._view and not self._over:
-            for name in sorted(self._member.connected.intersection(silent)):
-                self._silent.add(name)
-                self._member.lost(name)
-            self._settle_soon()
-
     async def _adopt(self, logged: _Logged[Any], giver: int) -> None:
         view = self._view
+        self._is_waited_for(logged)
         try:
-            payload = await self._comm.recv(giver, Tag(Purpose.ADOPTION.at(logged.number)))
-        except (PeerLost, PeerFailed, DeadlinePassed, WaitEnded):
+            payload = await self._comm.recv(
+                giver, Tag(Purpose.ADOPTION.at(logged.number)), deadline_s=math.inf
+            )
+        except (PeerLost, PeerFailed, WaitEnded):
             if view is self._view and str(giver) not in view.members:
                 self._member.redo()  # one that has left was lost before it had handed over
                 self._settle_soon()
@@ -439,6 +453,120 @@ class Elastic:
             del self._complete[number]
         logged.result.set(value)
 
+    # --- silent and busy members ------------------------------------------------------------------------------------
+
+    def _is_waited_for(self, logged: _Logged[Any]) -> None:
+        logged.made_s = self._runtime.now()
+        self._waits.set(None)
+
+    async def _attend(self) -> None:
+        """Ask members for a sign of life where an exchange takes long, and leave out those that give none.
+
+        The questions begin at half of the patience, one in each quarter. A member is silent where for all of the
+        patience nothing of it has arrived, not even a part of a message. One that is busy answers, since the thread
+        that carries exchanges does.
+        """
+        while not self._over and self._ended is None:
+            waited = [one for one in self._log.values() if one.kept is None and one.made_s < math.inf]
+            if self._frozen or not waited:
+                self._waits = Pending()
+                await self._waits
+                continue
+            oldest = min(waited, key=lambda one: one.number)
+            begins_s = oldest.made_s + self._patience_s / 2
+            if self._runtime.now() < begins_s:
+                await self._runtime.sleep_until(begins_s)
+                continue
+            view, asked = self._view, await self._asked(self._patience_s / 4)
+            if view is self._view and not self._frozen and oldest.kept is None:
+                self._judge(oldest, asked)
+
+    async def _asked(self, seconds: float) -> set[str]:
+        """Return the members that were asked so many seconds ago whether they are there."""
+        while True:
+            asked, asked_s = self._member.connected.intersection(self._view.members), self._runtime.now()
+            for name in sorted(asked):
+                self._comm.send(_payload(_PROBE), int(name), _TAG, -1)
+            await self._runtime.sleep_until(asked_s + seconds)
+            if self._runtime.now() <= asked_s + 1.5 * seconds:
+                return asked
+            self._awake_s = self._runtime.now()  # it stood still itself: what has arrived is not heard yet
+
+    def _silent_s(self, name: str) -> float:
+        """Return for how many seconds nothing of a member has arrived, while this process did not stand still."""
+        now = self._runtime.now()
+        heard = max(self._heard.get(name, -math.inf), self._awake_s, now - self._comm.quiet_s(int(name)))
+        return now - heard
+
+    def _judge(self, oldest: _Logged[Any], asked: set[str]) -> None:
+        """Leave out what is silent or busy for too long, of the members that were asked for signs of life."""
+        waits_s = self._runtime.now() - max(oldest.made_s, self._awake_s)
+        why = {
+            name: f"nothing has arrived from it for {silent_s:.2f} s"
+            for name in asked
+            if (silent_s := min(self._silent_s(name), waits_s)) >= self._patience_s
+        }
+        if not why and waits_s >= _BUSY * self._patience_s:
+            least = min((self._answers.get(name, 0) for name in asked), default=oldest.number)
+            if least < oldest.number:
+                late = [name for name in asked if self._answers.get(name, 0) == least]
+                why = dict.fromkeys(late, "it answers, but has not come to that exchange")
+            elif waits_s >= _STUCK * self._patience_s:
+                self.stop(
+                    f"exchange {oldest.number} is not whole after {waits_s:.0f} s, but all members answer"
+                )
+        for name in sorted(why):
+            logging.getLogger("farflung").warning(
+                "rank %s is left out: %s (exchange %d, step %d, is %.2f s old)",
+                name,
+                why[name],
+                oldest.number,
+                oldest.step,
+                waits_s,
+            )
+        self._are_silent(why)
+
+    def _are_silent(self, names: Iterable[str]) -> None:
+        for name in sorted(self._member.connected.intersection(names)):
+            self._silent.add(name)
+            self._member.lost(name)
+            self._settle_soon()
+
+    async def _hear_all(self, view: View) -> None:
+        """Take members for lost that do not answer while a view ends."""
+        asked = await self._asked(self._patience_s / 2)
+        if view is self._view and not self._over:
+            self._are_silent(name for name in asked if self._silent_s(name) >= self._patience_s / 2)
+
+    def suspend(self, view: View) -> bool:
+        self._suspended = Suspended(
+            f"view {view.number} is without this replica, which the others did not hear"
+        )
+        if not self._returns or self._ended is not None:
+            return False
+        logging.getLogger("farflung").warning("%s: it asks to be admitted again", self._suspended)
+        self.joins, self._view, self._unseen = True, view, []
+        self._known.update(view.members)
+        for waited in (self._admitted, self._state):
+            waited.fail(self._suspended)
+        self._admitted, self._state, self._offer = Pending(), Pending(), None
+        for logged in self._log.values():
+            logged.result.fail(self._suspended)
+        self._log.clear()
+        self.taken.clear()
+        self._suspensions.append(self._runtime.now())
+        return True
+
+    async def _ask(self, *names: str) -> None:
+        """Ask members to admit this one again; later, where it was suspended before."""
+        if not self._asks:
+            return
+        last, count = self._suspensions[-1], len(self._suspensions)
+        await self._runtime.sleep_until(last + min(2.0 ** (count - 2), _BACK_OFF_S) * (count > 1))
+        if self._asks and self._ended is None:
+            for name in sorted(self._member.connected.intersection(names or self._known)):
+                self._comm.send(_payload(_ADMIT), int(name), _TAG, -1)
+
     # --- effects of the agreement -----------------------------------------------------------------------------------
 
     def send(self, name: str, message: Message) -> None:
@@ -450,10 +578,12 @@ class Elastic:
 
     def freeze(self) -> tuple[int, ...]:
         self._frozen = True
+        if self._others_ended:
+            self._ends_without()
         if self.joins:
             return ()
         self._runtime.launch(self._lose_patience(self._view))
-        self._runtime.launch(self._probe(self._view, self._patience_s / 2))
+        self._runtime.launch(self._hear_all(self._view))
         return (
             self._base,
             *sorted(n for n, one in self._log.items() if n > self._base and one.kept is not None),
@@ -461,8 +591,12 @@ class Elastic:
 
     def install(self, view: View) -> None:
         before, self._view, self._frozen = self._view, view, False
+        self._suspended, self._asks = None, False
         self._known.update(view.members)
         self._comm.advance(view.number)
+        if self._returns:
+            for name in sorted(self._silent.intersection(before.members).difference(view.members)):
+                self._comm.reconnect(int(name))
         if self.joins:
             self._unseen.append(view)
             self._admitted.set(view)
@@ -548,16 +682,16 @@ class Elastic:
             self._silent.discard(source)
             self._member.back(source)  # it was silent, or joins too
         if text == _PROBE:
-            self._comm.send(_payload(_ANSWER), int(source), _TAG, -1)
-        if text in (_PROBE, _ANSWER):
+            self._comm.send(_payload(_ANSWER + b"%d" % self._started), int(source), _TAG, -1)
+        elif text == _ADMIT:
+            self._member.guest(source)
+        elif text.startswith(_ANSWER) and text[1:].isdigit():
+            self._answers[source] = int(text[1:])
+        if text in (_PROBE, _ADMIT) or text.startswith(_ANSWER):
             self._settle_soon()
             return
         if text == _DONE:
-            self._over = True
-            if self._last is not None:
-                self._last.result.set(())
-            elif self.joins:
-                self.stop("the run has ended before this replica could begin")
+            self._ends_without()
             return
         try:
             message = self._codec.decode(text)
@@ -567,6 +701,15 @@ class Elastic:
         else:
             self._member.hear(source, message)
         self._settle_soon()
+
+    def _ends_without(self) -> None:
+        """End where another member has every result of the run."""
+        self._others_ended = True
+        if self._last is not None:
+            self._over = True
+            self._last.result.set(())
+        elif self.joins or self._frozen:
+            self.stop("the run has ended before this replica could begin or return")
 
     def certified(self, text: bytes) -> None:
         """Hear the supervisor's certificate of another process; on the thread that carries exchanges."""
@@ -582,6 +725,7 @@ class Elastic:
                 self._closed.discard(name)
                 self._silent.discard(name)
                 self._member.back(name)
+                self._runtime.launch(self._ask(name))
             else:
                 self._member.guest(name)
             self._settle_soon()
@@ -642,7 +786,7 @@ class Elastic:
         Returns:
           Whether votes wait for a connection.
         """
-        now, cuts = self._runtime.now(), self._member.cuts()
+        now, cuts, stranded = self._runtime.now(), self._member.cuts(), self._member.stranded
         dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(_REPAIR_S, self._patience_s / 2)
         for _ in cuts.difference(self._cuts):
             for seconds in (dial_s, repair_s):
@@ -658,9 +802,12 @@ class Elastic:
                     continue
                 through, made = self._dials.get(name, (None, None))
                 ended = made is not None and through is None and made.error is not None
-                if made is None and now < since + dial_s and not self._flaps(name):
+                silent = name in self._silent  # it has been waited for
+                again = stranded and relay is None and self._returns if silent else now < since + dial_s
+                if made is None and again and not self._flaps(name):
                     made = self._reconnect(name, None)
                 dials = made is not None and through is None and not made.done and now < since + dial_s
+                dials &= not silent
                 connected = (
                     made is not None and made.done and made.error is None
                 )  # the other end has yet to tell
@@ -687,9 +834,9 @@ class Elastic:
         return made
 
     def _flaps(self, name: str) -> bool:
-        """Return whether a member is silent, or its connection breaks again and again."""
+        """Return whether the connection to a member breaks again and again."""
         since = self._runtime.now() - _FLAPS_S
-        return name in self._silent or sum(t > since for t in self._breaks.get(name, ())) > _FLAPS
+        return sum(t > since for t in self._breaks.get(name, ())) > _FLAPS
 
     def _relay(self, pair: frozenset[str]) -> str | None:
         """Return the most senior member that is connected to both of a pair."""
@@ -704,14 +851,17 @@ class Elastic:
         self._settle_soon()
 
     async def _lose_patience(self, view: View) -> None:
-        """Give up an agreement where nothing has become known of the view for as long as patience lasts."""
-        ballot = -1
+        """Give up an agreement where nothing has become known of the view for as long as patience lasts.
+
+        A member that may return waits for others to be back for as long as for one that is busy.
+        """
+        ballot, patience_s = -1, self._patience_s * (_BUSY if self._returns else 1)
         while self._frozen and self._view is view and not self._over and self._ended is None:
             if ballot == self._member.ballot:
                 self._member.give_up()
                 return
             ballot = self._member.ballot
-            await self._runtime.sleep_until(self._runtime.now() + self._patience_s)
+            await self._runtime.sleep_until(self._runtime.now() + patience_s)
 
 
 def _payload(text: bytes) -> Payload:
@@ -742,7 +892,9 @@ class _Channel(ExchangeChannel):
 
     @override
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
-        return super().recv(src, hop, expect) if self._is_current else self._ended(src, hop)
+        if not self._is_current:
+            return self._ended(src, hop)
+        return self._comm.recv(src, self.tag(hop), expect, deadline_s=math.inf)
 
     @override
     def land(self, src: int, hop: int, into: Tensor) -> None:
@@ -805,6 +957,9 @@ class Among:
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
         return self._comm.recv(self.ranks[src], tag, expect, deadline_s=deadline_s)
+
+    def quiet_s(self, rank: int) -> float:
+        return self._comm.quiet_s(self.ranks[rank])
 
     def land(self, src: int, tag: Tag, into: Tensor) -> None:
         self._comm.land(self.ranks[src], tag, into)

@@ -55,6 +55,14 @@ class Driver(Protocol):
         """Give members of a view what they lack; see :meth:`View.transfers`. This process may have left."""
         ...
 
+    def suspend(self, view: View) -> bool:
+        """Handle a view without this process, which did not ask to leave.
+
+        Returns:
+          Whether the process forgets the model and asks to be admitted again, as one that joins does; else it stops.
+        """
+        ...
+
     def stop(self, reason: str) -> None:
         """End the process's part in the run, once what it has to hand over is sent."""
         ...
@@ -67,7 +75,7 @@ class Member:
     reports, votes and installs. Nothing is ever sent to a process that is not connected.
 
     Args:
-      name: of this process; no other process ever has it.
+      name: of this process; no other process ever has it. A process that is admitted again keeps it.
       driver: carries out effects.
       certify: signs a certificate; see :meth:`MessageCodec.certify`.
       view: the first view of a run; ``None``: this process asks to join one.
@@ -89,6 +97,8 @@ class Member:
         self.connected, self._guests, self._down = set[str](), set[str](), set[str]()
         self._certificates: dict[str, Certificate] = {}
         self._leaving = False
+        self._past = 0
+        """The number of the view that this member was suspended by."""
         self.left = False
         """Whether it has left as it asked to: by a view without it, or before it had a view."""
         self._begin()
@@ -194,6 +204,14 @@ class Member:
         """How much this member knows of the view; it grows with each change that is noted or heard of."""
         return self._report().ballot
 
+    @property
+    def stranded(self) -> bool:
+        """Whether the view ends, and those that this member reaches are too few to agree on the next."""
+        if self.view is None or not self.frozen:
+            return False
+        reached = {self.name, *self.connected.intersection(self.view.members)}
+        return not self._is_quorum(reached, self._wills.keys())
+
     def cuts(self) -> set[frozenset[str]]:
         """Return the pairs of members, not certified dead, between which a connection is known to be broken."""
         alive = {x for x in self.view.members if x not in self._wills} if self.view is not None else set()
@@ -226,7 +244,7 @@ class Member:
     def _hear_report(self, source: str, report: Report) -> None:
         for certificate in report.wills.values():
             self.died(certificate)
-        if self.view is None or report.view.number > self.view.number:
+        if report.view.number > (self._past if self.view is None else self.view.number):
             if self.view is not None or self.name in report.view.members:
                 self._install(report.view)
         if self.view is None:
@@ -365,13 +383,17 @@ class Member:
         """Enter a view with the facts that last, or stop where it has no place for this process."""
         if self.stopped:
             return
+        evicted = self.name not in view.members
+        if evicted and not self._leaving and self._driver.suspend(view):
+            self.view, self._past = None, view.number
+            self._begin()
+            return
         gone = set(self.view.members if self.view else ()).difference(view.members)
         self.view = view
         self._begin()
         for name in gone:  # no other process gets its name
             self._certificates.pop(name, None)
             self._down.discard(name)
-        evicted = self.name not in view.members
         self.left = evicted and self._leaving
         if not evicted:
             self._wills = {x: self._certificates[x] for x in view.members if x in self._certificates}

@@ -147,7 +147,8 @@ def join(
         met = True
         try:
             checkpoints = files.checkpoints(rank, size, leader=leader, any_size=bool(config.elastic))
-            replica = make_replica(
+            make = partial(
+                make_replica,
                 runtime,
                 config.task,
                 config.recipe,
@@ -158,6 +159,7 @@ def join(
                 stop_asked=asked.is_set,
                 device=placed,
             )
+            replica = make()
             if not replica.parts.sharing.data_leaves_device:
                 runtime.expect(chain(replica.model.parameters(), replica.model.buffers()))
             known = os.environ.get(NETWORK)
@@ -181,6 +183,7 @@ def join(
                     least=config.least,
                     quorum=config.quorum,
                     patience_s=config.deadline,
+                    returns=True,
                     first_step=start,
                     reach=replica.parts.schedule.reach,
                 )
@@ -188,7 +191,7 @@ def join(
                     elastic.leave()
             if files.resumed and guest is None:
                 replica.resume(start)
-            ended, state = runtime.run(whole(replica))
+            ended, state = runtime.run(whole(replica, make))
             summary = {
                 **ended.to_json(),
                 "collective": collective,

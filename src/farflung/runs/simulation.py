@@ -17,7 +17,7 @@ import torch
 
 from farflung.comm import AUTO
 from farflung.devices import DeviceProfile
-from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.errors import CheckpointError, ConfigError, DataError, Suspended
 from farflung.files import naming, reading, write_json, write_whole
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
@@ -151,12 +151,14 @@ def _simulated(
         open_files.callback(decisions.write)
         recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.ranks))
         replicas: list[Replica] = []
+        bodies: list[Callable[[Replica], Coroutine[Pending[Any], None, tuple[Summary, State]]]] = []
         for rank, runtime in enumerate(world.runtimes):
             file = open_files.enter_context(JsonLines(files.telemetry(rank)))
             checkpoints = files.checkpoints(
                 rank, config.workers, leader=rank == 0, any_size=bool(config.elastic)
             )
-            replica = make_replica(
+            make = partial(
+                make_replica,
                 runtime,
                 config.task,
                 config.recipe,
@@ -168,7 +170,8 @@ def _simulated(
                 trace=trace,
                 kind=partial(RecordedReplica, recorder=recorder),
             )
-            replicas.append(replica)
+            replicas.append(make())
+            bodies.append(partial(whole, again=make))
         start = checkpoints.newest() if files.resumed else 0
         if config.elastic:
             from farflung.membership import Elastic
@@ -180,8 +183,9 @@ def _simulated(
                     least=config.least,
                     quorum=config.quorum,
                     patience_s=config.deadline,
+                    returns=True,
                     first_step=start,
-                    reach=replica.parts.schedule.reach,
+                    reach=replicas[0].parts.schedule.reach,
                     members=range(config.workers),
                 )
         collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
@@ -191,7 +195,8 @@ def _simulated(
         if not config.make_faults().faults:
             keep_once(replicas)
         _say_if_long(world, config.recipe, replicas[0])
-        summary, model = _run(world, replicas, whole)
+        with one_thread():
+            summary, model = world.run([body(one) for body, one in zip(bodies, replicas, strict=True)])[0]
     save_tree(files.model, model)
     return _kept(run, {**summary.to_json(), "collective": collective}, world)
 
@@ -215,12 +220,24 @@ def _say_if_long(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
         )
 
 
-async def whole(replica: Replica) -> tuple[Summary, State]:
-    """All of a run, and the model that came of it."""
-    ended = await replica.run(), await replica.trained()
-    if replica.runtime.elastic is not None:
-        await replica.runtime.elastic.finish(replica.step_done)
-    return ended
+async def whole(replica: Replica, again: Callable[[], Replica] | None = None) -> tuple[Summary, State]:
+    """All of a run, and the model that came of it.
+
+    Args:
+      replica: the replica.
+      again: makes another, which goes on from the state of the run where this one was suspended.
+    """
+    while True:
+        try:
+            ended = await replica.run(), await replica.trained()
+            if replica.runtime.elastic is not None:
+                await replica.runtime.elastic.finish(replica.step_done)
+        except Suspended:
+            if again is None:
+                raise
+            replica = again()
+        else:
+            return ended
 
 
 def retime(
@@ -321,10 +338,13 @@ def _retimed(
         settle = partial(world.settle_collective, fresh=True)
         collective = settled_collective(settle, config.recipe, replicas[0])
         _say_if_long(world, config.recipe, replicas[0])
-        with reading(
-            stored.path, "cannot be retimed by its events and its traffic; simulate it anew", DataError
+        with (
+            reading(
+                stored.path, "cannot be retimed by its events and its traffic; simulate it anew", DataError
+            ),
+            one_thread(),
         ):
-            _run(world, replicas, Replica.run)
+            world.run([replica.run() for replica in replicas])
     if stored.model.exists():
         write_whole(files.model, partial(shutil.copyfile, stored.model))
     (end,) = (event for event in files.events()[0] if event["event"] == "end")
@@ -357,16 +377,6 @@ def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Eve
     if told.count("begin") > 1:
         raise ConfigError(f"{stored.path}: the run was resumed, and only one in one piece can be retimed")
     return events, "checkpoint" in told
-
-
-def _run(
-    world: VirtualWorld,
-    replicas: Sequence[Replica],
-    body: Callable[[Replica], Coroutine[Pending[Any], None, T]],
-) -> T:
-    """What ``body`` gives of rank 0, once it is through on all."""
-    with one_thread():
-        return world.run([body(replica) for replica in replicas])[0]
 
 
 def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:

@@ -224,6 +224,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def quiet_s(self, rank: int) -> float:
+        """The seconds since bytes of a member have arrived; infinite where that is not known."""
+        ...
+
     def relay(self, one: int, other: int) -> None:
         """Passes the messages of two other members on that reconnect through this one."""
         ...
