@@ -37,6 +37,8 @@ from tests.membership.plans import check
 
 STALL = "stall of survivors after kill -9, {}"
 CUT = "stall after a silent cut"
+BACK = "a silent cut of 10 s: from its end to the first step of the member that was suspended"
+HEALTHY = "healthy members put out in 10 min of jitter, loss, a 2 s cut and a 20 s checkpoint"
 PARTIAL = "two members cannot reach each other, a third reaches both: members lost"
 JOIN = "a joiner: from its start to its first committed step, wifi-100mbps"
 HALVES = "views that train at once after all connections between two halves are reset, both alive"
@@ -52,6 +54,8 @@ GOODPUT = (
 )
 NODES, MODEL = 4, "fashion-mnist/mlp"
 DEADLINE_S = 2.0
+HEALTHY_DEADLINE_S, HEALTHY_STEPS = 5.0, 900
+"""Of the run on links that lose packets, which is to take ten minutes."""
 AT, STEPS, FROM = 40, 70, 10
 """The step of a fault, those of a run, and the first that counts as ordinary."""
 SHORT = 12, 16, 5
@@ -79,6 +83,7 @@ def trained(
       LabError: it did not begin; says what the command said.
     """
     both: dict[str, Any] = {
+        "workload": MODEL,
         "codec": "int8",
         "steps": steps,
         "evaluate_every": 10**6,
@@ -87,7 +92,7 @@ def trained(
     }
     if quick:
         told: list[Event] = []
-        farflung.simulate(MODEL, show=told.append, network=network, workers=nodes, faults=plan, **both)
+        farflung.simulate(show=told.append, network=network, workers=nodes, faults=plan, **both)
         return {rank: [event for event in told if event["rank"] == rank] for rank in range(nodes)}
     with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
         (Path(folder) / "plan.toml").write_text("".join(map(as_toml, plan.faults)), encoding="utf-8")
@@ -103,12 +108,7 @@ def trained(
             *lab,
             *faults,
             "train",
-            "--workload",
-            MODEL,
-            "--data",
-            "packaged",
-            "--out",
-            "run",
+            *("--data", "packaged", "--out", "run"),
             *options,
         ]
         done = subprocess.run(
@@ -323,6 +323,73 @@ def silent_cut(quick: bool) -> Mapping[str, Measured]:
     return {CUT: Measured(statistics.median(found), (min(found), max(found)), config)}
 
 
+def back_again(quick: bool) -> Mapping[str, Measured]:
+    """Cuts each rank off for 10 s, and times how soon it takes part again."""
+    found, cut_s, after_s = [], 10.0, 5.0
+    for turn in range(1 if quick else 4):
+        rank = turn % NODES
+        plan = FaultPlan((Fault("cut", rank, at_s=after_s, for_s=cut_s),))
+        steps = 60 if quick else 2500
+        events = trained(quick, WIFI, NODES, plan, steps, elastic="1", deadline=DEADLINE_S)
+        begins = [event for event in events[rank] if event["event"] == "begin"]
+        views = [event for event in events[(rank + 1) % NODES] if event["event"] == "view"]
+        if not quick and [(view["lost"], view["joined"]) for view in views] != [([rank], []), ([], [rank])]:
+            raise LabError(f"rank {rank} was not suspended and admitted again: {views}")
+        if not quick:
+            first = next(e for e in events[rank] if e["event"] == "step" and e["step"] == begins[-1]["step"])
+            found.append(float(str(first["t"])) - (float(str(begins[0]["t"])) + after_s + cut_s))
+    config = {"trials": found, "deadline_s": DEADLINE_S}
+    best = statistics.median(found) if found else None
+    return {BACK: Measured(best, (min(found), max(found)) if found else None, config)}
+
+
+PROFILE = """name = "four-regions-disturbed"
+source = "four-regions, with a jitter of a fifth of the delay and a loss of 1 %"
+"""
+
+
+def disturbed(folder: Path) -> str:
+    """Writes the profile of four regions with jitter and loss; its name."""
+    profile = network_profile("four-regions").for_nodes(NODES)
+    lines = [PROFILE, *(f'[[site]]\nname = "{number}"\nnodes = 1\n' for number in range(NODES))]
+    for a in range(NODES):
+        for b in range(NODES):
+            if a != b:
+                link = profile.link(profile.site_index(a), profile.site_index(b))
+                lines.append(
+                    f'[[link]]\nfrom = "{a}"\nto = "{b}"\nlatency_s = {link.latency_s}\n'
+                    f"jitter_s = {link.latency_s / 5}\nbandwidth_bps = {link.bandwidth_bps}\nloss = 0.01\n"
+                )
+    file = folder / "disturbed.toml"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return str(file)
+
+
+def healthy(quick: bool) -> Mapping[str, Measured]:
+    """Ten minutes on links that lose packets: a cut of 2 s, a checkpoint of 20 s, and 30 % loss for 10 s."""
+    plan = FaultPlan((
+        Fault("cut", 1, at_s=150.0, for_s=2.0),
+        Fault("lose", 2, at_s=300.0, for_s=10.0, loss=0.3),
+        Fault("cut", 3, at_s=450.0, for_s=2.0),
+    ))  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
+        events = trained(
+            quick, disturbed(Path(folder)), NODES, plan, 20 if quick else HEALTHY_STEPS,
+            workload=MODEL if quick else "benchmarks.elastic.slow:Slow", checkpoint_every=100,
+            elastic="1", deadline=HEALTHY_DEADLINE_S,
+        )  # fmt: skip
+    steps = [event for event in events[0] if event["event"] == "step"]
+    lost = [event["lost"] for event in events[0] if event["event"] == "view" and event["lost"]]
+    config = {
+        "seconds": float(str(steps[-1]["t"])),
+        "steps": len(steps),
+        "longest_step_s": max(float(str(event["duration_s"])) for event in steps),
+        "deadline_s": HEALTHY_DEADLINE_S,
+        "lost": lost,
+    }
+    return {HEALTHY: Measured(float(len(lost)), None, config)}
+
+
 def partial_cut(quick: bool) -> Mapping[str, Measured]:
     """Cuts two ranks of five off from each other."""
     found, (at, steps, _) = [], SHORT if quick else (AT, STEPS, FROM)
@@ -495,6 +562,8 @@ BENCHMARK = Benchmark(
         Group((STALL.format(WIFI),), partial(stall, WIFI), "measured", 4.0, CANARIES),
         Group((STALL.format("four-regions"),), partial(stall, "four-regions"), "measured", 8.0, CANARIES),
         Group((CUT,), silent_cut, "measured", 2.0, CANARIES),
+        Group((BACK,), back_again, "measured", 3.0, CANARIES),
+        Group((HEALTHY,), healthy, "measured", 12.0, CANARIES),
         Group((PARTIAL,), partial_cut, "measured", 2.0, CANARIES),
         Group((STATIC,), without_faults, "measured", 6.0, CANARIES),
         Group((TWO,), one_of_two, "measured", 3.0, CANARIES),

@@ -85,6 +85,7 @@ class Ended:
     """A run: the models and losses of those that came to its end, and all replicas."""
 
     replicas: list[Replica]
+    steps: int = STEPS
     models: list[State] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     samples: set[int] = field(default_factory=set)
@@ -94,7 +95,7 @@ class Ended:
     @property
     def survivors(self) -> list[Replica]:
         """Those that have done all steps and are in the newest view of these."""
-        done: list[Any] = [replica for replica in self.replicas if replica.step_done == STEPS]
+        done: list[Any] = [replica for replica in self.replicas if replica.step_done == self.steps]
         newest = max((one.runtime.elastic._view.number for one in done), default=0)
         return [one for one in done if one.runtime.elastic._view.number == newest]
 
@@ -128,9 +129,11 @@ def run(
     least: int = 1,
     quorum: str = "majority",
     returns: bool = True,
+    steps: int = STEPS,
+    deadline_s: float = DEADLINE_S,
 ) -> Ended:
     config = SimulatedConfig.resolve(
-        {"workload": f"{__name__}:Squares", "workers": size, "steps": STEPS, "recipe": recipe, "seed": seed}
+        {"workload": f"{__name__}:Squares", "workers": size, "steps": steps, "recipe": recipe, "seed": seed}
         | {"evaluate_every": 5, "batch_size": 4}
     )
     world = VirtualWorld(
@@ -140,9 +143,9 @@ def run(
         faults=faults,
         whole=False,
         count_evaluation=True,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     )
-    ended, again = Ended([]), []
+    ended, again = Ended([], steps), []
     for runtime in world.runtimes:
         rank = runtime.comm.rank
         telemetry = Telemetry(rank, ended.events.append, world.injector)
@@ -166,7 +169,7 @@ def run(
             b"key",
             least=least,
             quorum=quorum,
-            patience_s=DEADLINE_S,
+            patience_s=deadline_s,
             returns=returns,
             reach=reach,
             members=members,
@@ -200,17 +203,17 @@ def check(ended: Ended) -> None:
     sampler: Any = survivors[0].parts.sampler
     known = [replica.parts.sampler for replica in (*survivors, *ended.replicas)]
     counts = Counter(position for one in sampler._returned for position in one)
-    for step in range(STEPS):
+    for step in range(ended.steps):
         taken, count = next(one._latest[step] for one in known if step in one._latest)  # type: ignore[attr-defined]
         for place, rank in enumerate(elastic.at(step).ranks):
             positions = _part(taken, place * count, count)
             returned = any(
-                rank in change.lost and step in change.again and change.step < STEPS
+                rank in change.lost and step in change.again and change.step < ended.steps
                 for change in elastic.changes
             )
             counts.update([] if returned else positions)
             drawn: Any = ended.replicas[rank].parts.sampler
-            assert returned or ended.replicas[rank].step_done < STEPS or drawn.drawn[step] == positions
+            assert returned or ended.replicas[rank].step_done < ended.steps or drawn.drawn[step] == positions
     assert counts == Counter(range(sampler._cursor))
     assert ended.samples == {counts.total() - sum(map(len, sampler._returned))}
     contributed: dict[int, set[int]] = {}
@@ -225,7 +228,7 @@ def check(ended: Ended) -> None:
         assert lacking <= given_back, f"batches of {lacking - given_back} at step {step} are in no update"
 
 
-def partitions(draw: random.Random, size: int) -> list[Fault]:
+def partitions(draw: random.Random, size: int, lasts: list[float]) -> list[Fault]:
     """Connections that are reset, and links that are cut between two replicas or parts, perhaps one way."""
     faults = []
     for _ in range(draw.randint(1, 3)):
@@ -240,22 +243,21 @@ def partitions(draw: random.Random, size: int) -> list[Fault]:
         if draw.random() < 0.6:
             faults.append(Fault("reset", **of))
         else:
-            lasts = draw.choice([0.3, 5.0, 30.0])
-            faults.append(Fault("cut", **of, for_s=lasts, one_way=draw.random() < 0.3))
+            faults.append(Fault("cut", **of, for_s=draw.choice(lasts), one_way=draw.random() < 0.3))
     return faults
 
 
-def plan_of(draw: random.Random, joins: bool, between: bool) -> tuple[int, FaultPlan]:
+def plan_of(draw: random.Random, joins: bool, between: bool, lasts: list[float]) -> tuple[int, FaultPlan]:
     """Crashes, replicas that hang and links that are cut, of up to all but one of two to six replicas; others join."""
     size = draw.choice([2, 3, 3, 4, 4, 5, 6])
-    faults = partitions(draw, size) if between else []
+    faults = partitions(draw, size, lasts) if between else []
     for rank in draw.sample(range(size), draw.randint(0 if between else 1, size - 1)):
         kind = draw.choice(["crash", "crash", "leave", "hang", "cut"])
         at: dict[str, Any] = (
             {"at_step": draw.randrange(1, STEPS)} if draw.random() < 0.3 else {"at_s": draw.uniform(0.0, 0.5)}
         )
-        lasts: dict[str, Any] = {} if kind in ("crash", "leave") else {"for_s": draw.choice([0.3, 5.0, 30.0])}
-        faults.append(Fault(kind, rank=rank, **at, **lasts))
+        for_s = None if kind in ("crash", "leave") else draw.choice(lasts)
+        faults.append(Fault(kind, rank=rank, **at, for_s=for_s))
     for rank in range(size, size + (draw.randint(0, 2) if joins else 0)):
         faults.append(Fault("join", rank=rank, at_s=draw.uniform(0.0, 0.4)))
         if draw.random() < 0.2:
@@ -264,20 +266,25 @@ def plan_of(draw: random.Random, joins: bool, between: bool) -> tuple[int, Fault
     return size, FaultPlan(tuple(faults))
 
 
-def plan(seed: int) -> tuple[int, FaultPlan, str]:
+def plan(seed: int) -> tuple[int, FaultPlan, str, dict[str, Any]]:
+    """Return the plan of a seed; every third run is so long that replicas which were silent come back."""
     draw, schedule = random.Random(seed), SCHEDULES[seed % len(SCHEDULES)]
-    size, faults = plan_of(draw, True, seed % 2 == 1)
+    long = seed // len(SCHEDULES) % 3 == 0
+    lasts = [0.05, 0.2, 0.4] if long else [0.3, 5.0, 30.0]
+    size, faults = plan_of(draw, True, seed % 2 == 1, lasts)
     members = CODECS if schedule.startswith(LATE) else (*CODECS, LEARNING)
-    return size, faults, f"synchronous(schedule='{schedule}', {draw.choice(members)})"
+    how = {"steps": 80, "deadline_s": 0.1} if long else {}
+    return size, faults, f"synchronous(schedule='{schedule}', {draw.choice(members)})", how
 
 
 def checked(seed: int) -> Ended:
-    """Run the plan of a seed and check the laws; where all members come to the end, no fault has changed a bit."""
-    size, faults, recipe = plan(seed)
-    ended = run(size, faults, recipe, seed=seed)
+    """Run the plan of a seed and check the laws; where no replica is lost or suspended, no fault has changed a bit."""
+    size, faults, recipe, how = plan(seed)
+    ended = run(size, faults, recipe, seed=seed, **how)
     check(ended)
-    if len(ended.models) == size and not faults.absent:
-        plain = run(size, FaultPlan(), recipe, seed=seed).models[0]
+    changes = [one.runtime.elastic.changes for one in ended.replicas if one.runtime.elastic is not None]
+    if len(ended.models) == size and not any(one.lost or one.joined for each in changes for one in each):
+        plain = run(size, FaultPlan(), recipe, seed=seed, **how).models[0]
         assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.items())
     return ended
 

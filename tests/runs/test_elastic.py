@@ -109,12 +109,13 @@ def test_it_goes_on_from_a_checkpoint_with_any_number(tmp_path: Path) -> None:
     assert run.summary["steps"] == STEPS + 10
 
 
-def test_one_that_was_stopped_hears_that_it_is_out(tmp_path: Path) -> None:
-    strikes = Strikes((1,), signal.SIGSTOP)
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
+def test_one_that_was_stopped_is_suspended_and_comes_back(schedule: str, tmp_path: Path) -> None:
+    strikes, steps = Strikes((1,), signal.SIGSTOP), 3000
 
     def show(event: Event) -> None:
         strikes(event)
-        if event["event"] == "view" and event["rank"] == 0:
+        if event["event"] == "view" and event["rank"] == 0 and event["lost"]:
             os.kill(strikes._pids[1], signal.SIGCONT)
 
     run = farflung.train(
@@ -123,11 +124,18 @@ def test_one_that_was_stopped_hears_that_it_is_out(tmp_path: Path) -> None:
         out=tmp_path / "run",
         workers=3,
         elastic=1,
-        steps=STEPS,
-        deadline=5.0,
+        steps=steps,
+        deadline=2.0,
+        schedule=schedule,
     )
-    assert run.summary["steps"] == STEPS
-    assert strikes.of("view")[0]["lost"] == [1]
+    assert run.summary["steps"] == steps
+    views = [event for event in strikes.of("view") if event["rank"] == 0]
+    assert [(event["lost"], event["joined"], event["members"]) for event in views] == [
+        ([1], [], [0, 2]),
+        ([], [1], [0, 2, 1]),
+    ]
+    assert sorted(int(str(event["rank"])) for event in strikes.of("end")) == [0, 1, 2]
+    assert len({event["final_loss"] for event in strikes.of("end")}) == 1
 
 
 def test_it_ends_by_name_where_too_few_are_left(tmp_path: Path) -> None:

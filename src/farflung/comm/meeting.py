@@ -15,7 +15,10 @@ from farflung.errors import PeerLost, ProtocolError
 from farflung.tasks import Pending
 from farflung.types import Json
 
-__all__ = ["Meeting"]
+__all__ = ["ENDED", "Meeting"]
+
+ENDED = "no process listens at its address any more"
+"""The detail of an error where a member's process has ended."""
 
 
 class Meeting(Listener):
@@ -130,7 +133,7 @@ class Meeting(Listener):
 
     @override
     def ended(self, rank: int) -> None:
-        self.dismiss(rank, PeerLost(rank, "no process listens at its address any more"))
+        self.dismiss(rank, PeerLost(rank, ENDED))
 
     def _let_in(self, peer: Peer, *, again: bool = False) -> Pending[None]:
         self._reset(peer.rank)

@@ -59,9 +59,9 @@ CROWD = 64
 """Strangers at once, beside the members that are due."""
 RETRY_S, RETRY_MOST_S = 0.2, 5.0
 """After how long a rank dials again, doubled each time, and the most."""
-QUICK_DIALS, QUICK_S = 100, (1.0, 1.0, 3.0)
+QUICK_DIALS, QUICK_S = 200, (0.5, 0.5, 0.5, 1.5)
 """How often a rank that was connected before is dialled soon, and for how many seconds at a time, in turn: the kernel
-asks again after 1 and 3 seconds."""
+asks again after 1 second."""
 LINGER_S = 5.0
 """How long what was sent may take to leave at the end."""
 OTHERS_S = 1.0

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
 from farflung.comm.channel import describe, step_of
+from farflung.comm.meeting import ENDED
 from farflung.errors import (
     FarflungError,
     Left,
@@ -46,6 +48,8 @@ _ADMIT = b"again"
 """Asks to be admitted again."""
 _BUSY, _STUCK = 10, 100
 """For how many times the patience members that answer are waited for: one that is busy, and all."""
+_AGAIN_S = 0.5
+"""Seconds after which a connection that failed is tried again."""
 _BACK_OFF_S = 60.0
 """The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
 _DIAL_S, _REPAIR_S = 1.5, 3.0
@@ -167,6 +171,8 @@ class Elastic:
         """The pairs of members without a connection, and since when that is known here."""
         self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
         """Connections that are being made again, by member: the relay and when the connection is made."""
+        self._made: dict[str, Pending[None]] = {}
+        """When the newest connection to each member that was connected before is made, unless it is through a relay."""
         self._breaks: dict[str, list[float]] = {}
         """When connections to each member were found broken."""
         self._silent = set[str]()
@@ -276,7 +282,8 @@ class Elastic:
         if next(rank for rank in ranks if self._begins.get(rank, -1) < step) == self._comm.rank:
             for rank in ranks:
                 if self._begins.get(rank, -1) == step:
-                    self._comm.send(payload, rank, Tag(Purpose.STATE.at(0)))
+                    admitted = next(one.view for one in reversed(self.changes) if rank in one.joined)
+                    self._comm.send(payload, rank, Tag(Purpose.STATE.at(admitted)))
 
     async def given(self) -> bytes:
         """Wait until a view admits this member, and for the state of the run.
@@ -290,9 +297,9 @@ class Elastic:
         self._asks = self._suspended is not None
         self._runtime.launch(self._seek())
         self._runtime.launch(self._ask())
-        await self._admitted
+        tag = Tag(Purpose.STATE.at((await self._admitted).number))
         while True:
-            self._state.follow(self._comm.recv_any(Tag(Purpose.STATE.at(0)), deadline_s=math.inf))
+            self._state.follow(self._comm.recv_any(tag, deadline_s=math.inf))
             _, payload = await self._state
             if not self._frozen:
                 break
@@ -343,7 +350,7 @@ class Elastic:
         ends_step: bool = False,
         last: bool = False,
     ) -> Started[T]:
-        """Start an exchange; see :func:`farflung.comm.start`. The ``last`` one of the run is whole once any member ends."""
+        """Start an exchange; see :func:`farflung.comm.start`. The ``last`` of a run is whole once any member ends."""
         self._started += 1
         drops, self.taken = self.taken, []
         channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
@@ -533,7 +540,14 @@ class Elastic:
             self._settle_soon()
 
     async def _hear_all(self, view: View) -> None:
-        """Take members for lost that do not answer while a view ends."""
+        """Take members for lost that do not answer while a view ends.
+
+        One that has given no sign of life for three quarters of the patience is lost at once: it was asked already.
+        """
+        waited = [one.made_s for one in self._log.values() if one.kept is None and one.made_s < math.inf]
+        waits_s = self._runtime.now() - min(waited, default=math.inf)
+        names = self._member.connected.intersection(view.members)
+        self._are_silent(x for x in names if min(self._silent_s(x), waits_s) >= 0.75 * self._patience_s)
         asked = await self._asked(self._patience_s / 2)
         if view is self._view and not self._over:
             self._are_silent(name for name in asked if self._silent_s(name) >= self._patience_s / 2)
@@ -555,7 +569,29 @@ class Elastic:
         self._log.clear()
         self.taken.clear()
         self._suspensions.append(self._runtime.now())
+        self._await_back(view.members)
         return True
+
+    def _await_back(self, names: Iterable[str]) -> None:
+        """Connect again to processes that are not connected; the other ends do so too, where they are alive."""
+        if not self._returns or self._over or self._ended is not None:
+            return
+        for name in sorted({*names} - self._member.connected - self._malformed - {self._member.name}):
+            made = self._made.get(name)
+            if made is None or made.done:
+                self._made[name] = made = self._comm.reconnect(int(name))
+                made.on_done(partial(self._back_or_again, name))
+
+    def _back_or_again(self, name: str, made: Pending[None]) -> None:
+        """Connect once more where a connection was lost before both ends had greeted."""
+
+        async def again() -> None:
+            await self._runtime.sleep_until(self._runtime.now() + _AGAIN_S)
+            if self._made.get(name) is made:
+                self._await_back([name])
+
+        if isinstance(made.error, PeerLost) and made.error.detail != ENDED:
+            self._runtime.launch(again())
 
     async def _ask(self, *names: str) -> None:
         """Ask members to admit this one again; later, where it was suspended before."""
@@ -594,9 +630,7 @@ class Elastic:
         self._suspended, self._asks = None, False
         self._known.update(view.members)
         self._comm.advance(view.number)
-        if self._returns:
-            for name in sorted(self._silent.intersection(before.members).difference(view.members)):
-                self._comm.reconnect(int(name))
+        self._await_back(set(before.members).difference(view.members))
         if self.joins:
             self._unseen.append(view)
             self._admitted.set(view)
@@ -741,6 +775,8 @@ class Elastic:
             self._member.lost(name)
             if self.joins:
                 self._runtime.launch(self._miss())
+            if self._suspended is not None or (name in self._known and name not in self._view.members):
+                self._await_back([name])
             self._settle_soon()
 
     async def _seek(self) -> None:
@@ -829,6 +865,9 @@ class Elastic:
         self._closed.add(name)
         self._member.lost(name)
         made = self._comm.reconnect(int(name), None if relay is None else int(relay))
+        self._made.pop(name, None)
+        if relay is None:
+            self._made[name] = made
         self._dials[name] = relay, made
         made.on_done(lambda _: self._settle_soon())
         return made

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from farflung.comm.mailbox import Mailbox
+from farflung.comm.meeting import ENDED
 from farflung.errors import PeerLost
 from farflung.tasks import Pending, failed
 
@@ -130,7 +131,7 @@ class Membership:
         if member is None:
             return failed(PeerLost(peer, "it had left the run"))
         if other is None:
-            gone = PeerLost(peer, "no process listens at its address any more")
+            gone = PeerLost(peer, ENDED)
             self._say(rank, peer, lambda: self._say(peer, rank, lambda: made.fail(gone)))
             return made
         if peer in member.knows:

@@ -1,0 +1,41 @@
+"""A workload whose first checkpoint takes one replica long, as a slow disk would."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from torch import nn
+
+from farflung.types import Workload
+from farflung.workloads import workload
+
+__all__ = ["SAVES_S", "Slow"]
+
+SAVES_S, AFTER_S = 20.0, 60.0
+"""For how many seconds a replica copies its model, and how long after it was made, at the earliest."""
+
+
+def Slow(**options: Any) -> Workload:  # noqa: N802
+    """Make ``fashion-mnist/mlp``, whose state one replica of those in a folder takes :data:`SAVES_S` to copy, once."""
+    made = workload("fashion-mnist/mlp", **options)
+    model_of = made.model
+
+    def model(generator: Any) -> nn.Module:
+        net, began_s = model_of(generator), time.monotonic()
+
+        def wait(*_: object) -> None:
+            if time.monotonic() < began_s + AFTER_S:
+                return
+            try:
+                os.close(os.open("slow", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+            time.sleep(SAVES_S)
+
+        net.register_state_dict_pre_hook(wait)
+        return net
+
+    made.model = model  # type: ignore[method-assign]
+    return made
