@@ -343,15 +343,13 @@ def back_again(quick: bool) -> Mapping[str, Measured]:
     return {BACK: Measured(best, (min(found), max(found)) if found else None, config)}
 
 
-PROFILE = """name = "four-regions-disturbed"
-source = "four-regions, with a jitter of a fifth of the delay and a loss of 1 %"
-"""
-
-
 def disturbed(folder: Path) -> str:
-    """Writes the profile of four regions with jitter and loss; its name."""
+    """Writes the profile of four regions with a jitter of a fifth of the delay and a loss of 1 %; its name."""
     profile = network_profile("four-regions").for_nodes(NODES)
-    lines = [PROFILE, *(f'[[site]]\nname = "{number}"\nnodes = 1\n' for number in range(NODES))]
+    lines = [
+        'name = "four-regions-disturbed"',
+        *(f'[[site]]\nname = "{number}"\nnodes = 1\n' for number in range(NODES)),
+    ]
     for a in range(NODES):
         for b in range(NODES):
             if a != b:

@@ -40,6 +40,7 @@ class Plan:
             window=draw.choice((1, 1, 2, 3)),
             codec=MessageCodec(b"key") if seed % 16 == 0 else None,
             lanes=draw.random() < 0.5,
+            returns=seed % 2 == 1,
         )
         self.heals = draw.random() < 0.5
         self.apart: list[set[str]] = []

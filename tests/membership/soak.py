@@ -51,7 +51,7 @@ def agreement(seed: int) -> str:
 
 def lab(seed: int) -> str:
     """Train in real processes under a seed's plan without its joins: those that end have one model, others say why."""
-    size, plan, recipe = test_elastic.plan(seed)
+    size, plan, recipe, _ = test_elastic.plan(seed)
     nodes = size - len(plan.absent)
     plan = FaultPlan(tuple(fault for fault in plan.faults if fault.rank < nodes))
     crashing, leaving = (

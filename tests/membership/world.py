@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from farflung.membership import Certificate, Member, Message, MessageCodec, Report, View
+from farflung.membership import Certificate, Member, Message, MessageCodec, Report, View, Vote
 
 __all__ = ["LAST", "Broken", "Link", "Node", "World", "unsigned"]
 
@@ -39,6 +39,10 @@ class Gift(NamedTuple):
     number: int
     exchange: int
     whole: tuple[int, ...]
+
+
+class Again(NamedTuple):
+    """A wish of a process that was evicted, to be admitted again."""
 
 
 def unsigned(name: str, exit_code: int, will: Report | None) -> Certificate:
@@ -91,12 +95,12 @@ class Node:
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def send(self, name: str, message: Message | Data | Gift) -> None:
+    def send(self, name: str, message: Message | Data | Gift | Again) -> None:
         if self.fuse >= 0:
             self.fuse -= 1
             if self.fuse < 0:
                 raise Crashed
-        if not isinstance(message, Data | Gift):
+        if isinstance(message, Report | Vote | Certificate):
             self.world.messages += 1
         self.world.transmit(self, name, message)
 
@@ -130,7 +134,19 @@ class Node:
                 self.send(receiver, Gift(view.number, exchange, self.whole))
 
     def suspend(self, view: View) -> bool:
-        return False
+        self.running = False
+        if not self.world.returns:
+            return False
+        self.view, self.has_model = None, False
+        self.base, self.extra, self.lacking = -1, set(), {}
+        self.world.after(self.world.batch(), partial(self.do, self.ask))
+        return True
+
+    def ask(self) -> None:
+        """Ask to be admitted again."""
+        if self.member.view is None:
+            for name in sorted(self.member.connected):
+                self.send(name, Again())
 
     def stop(self, reason: str) -> None:
         self.reason = reason
@@ -247,9 +263,11 @@ class Node:
         self.epochs[name] = epoch
         (self.member.back if has_view else self.member.guest)(name)
 
-    def receive(self, source: str, message: Message | Data | Gift) -> None:
+    def receive(self, source: str, message: Message | Data | Gift | Again) -> None:
         if isinstance(message, Data | Gift):
             self.take(source, message)
+        elif isinstance(message, Again):
+            self.member.guest(source)
         else:
             self.member.hear(source, message)
 
@@ -264,6 +282,7 @@ class World:
       without: what drivers leave out: ``"freeze"``, ``"refusal"``.
       delay: one-way delay of a message; ``None``: drawn for each.
       window: exchanges in flight.
+      returns: whether members that are evicted ask to be admitted again.
       codec: encodes and decodes each message; ``None``: objects are passed.
     """
 
@@ -277,12 +296,13 @@ class World:
         delay: float | None = None,
         window: int = 1,
         quorum: Literal["majority", 1] = "majority",
+        returns: bool = False,
         codec: MessageCodec | None = None,
         lanes: bool = False,
     ) -> None:
         self.draw = random.Random(seed)
         self.rules, self.without, self.window, self.quorum, self.lanes = rules, without, window, quorum, lanes
-        self.codec, self.delay = codec, delay
+        self.codec, self.delay, self.returns = codec, delay, returns
         self.certify = codec.certify if codec else unsigned
         self.now, self.messages, self.refused = 0.0, 0, 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -336,7 +356,7 @@ class World:
     def transmit(self, source: Node, name: str, message: Any) -> None:
         link = self.link(source.name, name)
         if link.up and source.epochs.get(name) == link.epoch:
-            if self.codec is not None and not isinstance(message, Data | Gift):
+            if self.codec is not None and isinstance(message, Report | Vote | Certificate):
                 message = self.codec.decode(self.codec.encode(message))
             self.pass_on(link, source.name, name, lambda node: node.receive(source.name, message), message)
 

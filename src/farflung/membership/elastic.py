@@ -484,9 +484,7 @@ class Elastic:
             if self._runtime.now() < begins_s:
                 await self._runtime.sleep_until(begins_s)
                 continue
-            view, asked = self._view, await self._asked(self._patience_s / 4)
-            if view is self._view and not self._frozen and oldest.kept is None:
-                self._judge(oldest, asked)
+            await self._judge(self._view, oldest)
 
     async def _asked(self, seconds: float) -> set[str]:
         """Return the members that were asked so many seconds ago whether they are there."""
@@ -505,8 +503,11 @@ class Elastic:
         heard = max(self._heard.get(name, -math.inf), self._awake_s, now - self._comm.quiet_s(int(name)))
         return now - heard
 
-    def _judge(self, oldest: _Logged[Any], asked: set[str]) -> None:
-        """Leave out what is silent or busy for too long, of the members that were asked for signs of life."""
+    async def _judge(self, view: View, oldest: _Logged[Any]) -> None:
+        """Ask members for a sign of life, and leave out those that are silent or busy for too long."""
+        asked = await self._asked(self._patience_s / 4)
+        if view is not self._view or self._frozen or oldest.kept is not None:
+            return
         waits_s = self._runtime.now() - max(oldest.made_s, self._awake_s)
         why = {
             name: f"nothing has arrived from it for {silent_s:.2f} s"
@@ -595,7 +596,7 @@ class Elastic:
 
     async def _ask(self, *names: str) -> None:
         """Ask members to admit this one again; later, where it was suspended before."""
-        if not self._asks:
+        if not self._suspensions:
             return
         last, count = self._suspensions[-1], len(self._suspensions)
         await self._runtime.sleep_until(last + min(2.0 ** (count - 2), _BACK_OFF_S) * (count > 1))

@@ -186,7 +186,9 @@ class Member:
           ready: whether to vote now; a driver may wait for connections that are being made again.
         """
         view = None
-        while view != self.view and not self.stopped:  # again after each view that is installed here
+        while (
+            self.view not in (None, view) and not self.stopped
+        ):  # again after each view that is installed here
             view = self.view
             if not self.frozen and self._ends():
                 self._held = self._driver.freeze()
