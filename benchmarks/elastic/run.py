@@ -373,7 +373,7 @@ def healthy(quick: bool) -> Mapping[str, Measured]:
     with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
         events = trained(
             quick, disturbed(Path(folder)), NODES, plan, 20 if quick else HEALTHY_STEPS,
-            workload=MODEL if quick else "benchmarks.elastic.slow:Slow", checkpoint_every=100,
+            workload=MODEL if quick else "benchmarks.elastic.slow:slow", checkpoint_every=100,
             elastic="1", deadline=HEALTHY_DEADLINE_S,
         )  # fmt: skip
     steps = [event for event in events[0] if event["event"] == "step"]

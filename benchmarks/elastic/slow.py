@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from torch import nn
 
 from farflung.types import Workload
 from farflung.workloads import workload
+from farflung.workloads.classification import Classification
 
-__all__ = ["SAVES_S", "Slow"]
+__all__ = ["SAVES_S", "slow"]
 
 SAVES_S, AFTER_S = 20.0, 60.0
 """For how many seconds a replica copies its model, and how long after it was made, at the earliest."""
 
 
-def Slow(**options: Any) -> Workload:  # noqa: N802
+def slow(**options: Any) -> Workload:
     """Make ``fashion-mnist/mlp``, whose state one replica of those in a folder takes :data:`SAVES_S` to copy, once."""
-    made = workload("fashion-mnist/mlp", **options)
-    model_of = made.model
+    made = cast("Classification", workload("fashion-mnist/mlp", **options))
 
-    def model(generator: Any) -> nn.Module:
-        net, began_s = model_of(generator), time.monotonic()
+    def network() -> nn.Module:
+        net, began_s = made.network(), time.monotonic()
 
         def wait(*_: object) -> None:
             if time.monotonic() < began_s + AFTER_S:
@@ -37,5 +38,4 @@ def Slow(**options: Any) -> Workload:  # noqa: N802
         net.register_state_dict_pre_hook(wait)
         return net
 
-    made.model = model  # type: ignore[method-assign]
-    return made
+    return replace(made, network=network)
