@@ -20,6 +20,8 @@ class Script:
         view = View(1, tuple(members), (0,), (tuple(members),))
         self.wires: defaultdict[tuple[str, str], list[Message]] = defaultdict(list)
         self.kept: dict[str, Report] = {}
+        self.returns = False
+        """Whether those that are evicted ask to be admitted again."""
         self.ends_with_vote = ""
         """A member that ends as soon as it has sent a vote."""
         self.members = {
@@ -95,7 +97,7 @@ class Wire:
         self.script.handed[self.name] = view
 
     def suspend(self, view: View) -> bool:
-        return False
+        return self.script.returns
 
     def stop(self, reason: str) -> None:
         self.script.reasons[self.name] = reason

@@ -131,10 +131,11 @@ def run(
     returns: bool = True,
     steps: int = STEPS,
     deadline_s: float = DEADLINE_S,
+    evaluate_every: int = 5,
 ) -> Ended:
     config = SimulatedConfig.resolve(
         {"workload": f"{__name__}:Squares", "workers": size, "steps": steps, "recipe": recipe, "seed": seed}
-        | {"evaluate_every": 5, "batch_size": 4}
+        | {"evaluate_every": evaluate_every, "batch_size": 4}
     )
     world = VirtualWorld(
         size,
@@ -367,10 +368,78 @@ def test_with_a_quorum_of_one_parts_go_on_alone() -> None:
         assert torch.equal(model["w"], of)
 
 
-def test_one_that_was_silent_hears_that_it_is_out() -> None:
-    ended = run(3, FaultPlan((Fault("hang", rank=1, at_step=3, for_s=10.0),)))
+LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
+
+
+def views_of(ended: Ended) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Which ranks each view is without and which come to it, as a member of all views knows it."""
+    elastics: list[Any] = [replica.runtime.elastic for replica in ended.survivors]
+    return [(change.lost, change.joined) for change in max((one.changes for one in elastics), key=len)[1:]]
+
+
+@pytest.mark.parametrize("fault", ["hang", "cut"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_that_was_silent_is_suspended_and_comes_back(schedule: str, fault: str) -> None:
+    plan = FaultPlan((Fault(fault, rank=1, at_s=0.2, for_s=0.3),))
+    ended = run(3, plan, f"synchronous(schedule='{schedule}')", **LONG)
+    check(ended)
+    assert len(ended.models) == 3
+    assert views_of(ended) == [((1,), ()), ((), (1,))]
+
+
+def test_a_half_that_was_cut_off_comes_back() -> None:
+    ended = run(4, FaultPlan().cut(3, group=(2,), at_s=0.2, for_s=0.3), **LONG)
+    check(ended)
+    assert len(ended.models) == 4
+    lost, joined = map(set, zip(*views_of(ended), strict=True))
+    assert (
+        {rank for ranks in lost for rank in ranks} == {rank for ranks in joined for rank in ranks} == {2, 3}
+    )
+
+
+def test_without_the_wish_to_return_one_that_was_silent_ends() -> None:
+    ended = run(3, FaultPlan().hang(1, at_step=3, for_s=10.0), returns=False)
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
     check(ended)
+
+
+def test_one_that_is_back_after_the_end_of_the_run_ends_by_name() -> None:
+    ended = run(3, FaultPlan().hang(1, at_step=3, for_s=10.0))
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
+    elastic: Any = ended.replicas[1].runtime.elastic
+    assert "no agreement on view 2" in str(elastic._ended)
+    assert elastic._runtime.now() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
+
+
+def test_one_that_is_busy_is_waited_for() -> None:
+    """Its computation takes eight times the patience; its thread that carries exchanges answers meanwhile."""
+    slow = FaultPlan().slow(1, factor=200.0, at_step=5, for_s=0.1)
+    ended, plain = run(3, slow, **LONG), run(3, FaultPlan(), **LONG)
+    assert max(float(str(one["duration_s"])) for one in ended.events if one["event"] == "step") > 0.7
+    assert views_of(ended) == []
+    assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.models[0].items())
+
+
+def test_one_that_is_busy_for_too_long_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    ended = run(3, FaultPlan().slow(1, factor=400.0, at_step=5, for_s=0.1), **{**LONG, "steps": 200})
+    check(ended)
+    assert views_of(ended) == [((1,), ()), ((), (1,))]
+    assert "rank 1 is left out: it answers, but has not come to that exchange" in caplog.text
+
+
+def test_one_that_flaps_comes_back_later_each_time() -> None:
+    plan = FaultPlan()
+    for number in range(3):
+        plan = plan.hang(2, at_s=0.5 + 5 * number, for_s=0.5)
+    ended = run(3, plan, **{**LONG, "steps": 1500})
+    check(ended)
+    elastic: Any = ended.survivors[0].runtime.elastic
+    back = [change.t for change in elastic.changes if change.joined]
+    delays = [t - (1.0 + 5 * number) for number, t in enumerate(back)]
+    assert len(delays) == 3
+    assert delays[0] < 0.2
+    assert delays[1] == pytest.approx(1.0, abs=0.2)
+    assert delays[2] == pytest.approx(2.0, abs=0.2)
 
 
 @pytest.mark.parametrize("members", CODECS[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.membership import Transfer, View
+from farflung.membership import Report, Transfer, View
 from tests.membership.script import Script
 
 
@@ -151,3 +151,20 @@ def test_a_process_in_no_relation_is_no_concern() -> None:
     script.certify("b", "b")
     script.until_quiet()
     assert not any(member.frozen for member in script.members.values())
+
+
+def test_one_that_is_suspended_takes_no_older_view_for_its_own() -> None:
+    """Another that was suspended too tells it of the view before."""
+    script = Script("abc")
+    script.returns = True
+    script.lose("a", "c")
+    script.lose("b", "c")
+    script.until_quiet()
+    left, view = script.members["c"], View(1, tuple("abc"), (0,), (tuple("abc"),))
+    left.hear("a", Report(View(2, ("a", "b"), (0,), (("a", "b"),)), {}, {}, None, None))
+    assert left.view is None
+    left.hear("b", Report(view, {}, {}, None, None))
+    assert left.view is None
+    again = View(3, tuple("abc"), (0,), (("a", "b"),))
+    left.hear("a", Report(again, {}, {}, None, None))
+    assert left.view == again

@@ -841,8 +841,8 @@ class Elastic:
                 ended = made is not None and through is None and made.error is not None
                 silent = name in self._silent  # it has been waited for
                 again = stranded and relay is None and self._returns if silent else now < since + dial_s
-                if made is None and again and not self._flaps(name):
-                    made = self._reconnect(name, None)
+                if (made is None or (silent and through is not None)) and again and not self._flaps(name):
+                    through, made = None, self._reconnect(name, None)
                 dials = made is not None and through is None and not made.done and now < since + dial_s
                 dials &= not silent
                 connected = (
@@ -893,15 +893,25 @@ class Elastic:
     async def _lose_patience(self, view: View) -> None:
         """Give up an agreement where nothing has become known of the view for as long as patience lasts.
 
-        A member that may return waits for others to be back for as long as for one that is busy.
+        A member that may return waits for others to be back for as long as for one that is busy, unless all of their
+        processes have ended.
         """
-        ballot, patience_s = -1, self._patience_s * (_BUSY if self._returns else 1)
+        ballot, since_s = -1, self._runtime.now()
         while self._frozen and self._view is view and not self._over and self._ended is None:
-            if ballot == self._member.ballot:
+            now = self._runtime.now()
+            if ballot != self._member.ballot:
+                ballot, since_s = self._member.ballot, now
+            elif not self._may_be_back() or now >= since_s + _BUSY * self._patience_s:
                 self._member.give_up()
                 return
-            ballot = self._member.ballot
-            await self._runtime.sleep_until(self._runtime.now() + patience_s)
+            await self._runtime.sleep_until(now + self._patience_s)
+
+    def _may_be_back(self) -> bool:
+        """Return whether this member waits for another that may be alive."""
+        away = set(self._view.members) - self._member.connected - {self._member.name}
+        errors = [made.error for name in away if (made := self._made.get(name)) is not None]
+        ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
+        return self._returns and ended < len(away)
 
 
 def _payload(text: bytes) -> Payload:
