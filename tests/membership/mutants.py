@@ -140,7 +140,7 @@ TWO_RESETS = (("reset", "a", "b"), ("reset", "a", "c"))
 MUTANTS = {
     "": Mutant(Member),
     "majority": Mutant(AnySet, seed=9, faults=TWO_RESETS),
-    "denominator": Mutant(CutLeaveDenominator, seed=869, faults=TWO_RESETS),
+    "denominator": Mutant(CutLeaveDenominator, seed=2296, faults=TWO_RESETS),
     "senior": Mutant(AnyHalf, seed=215),
     "will-vote": Mutant(WillWithoutVote, seed=67),
     "will-knowledge": Mutant(WillWithoutKnowledge),

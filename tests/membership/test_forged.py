@@ -71,7 +71,7 @@ class Forged(Elastic):
                 with pytest.raises(Malformed, match="signature"):
                     self.certified(OTHER.encode(OTHER.certify(dead, -9, None)))
                 return "wrong key"
-            case 1 if str(CRASHED) in self._closed:
+            case 1 if str(CRASHED) in self._connections.closed:
                 certificate = self._codec.certify(str(CRASHED), -9, None)
                 super()._hear(source, self._codec.encode(certificate))
                 return "certificate again"
@@ -82,7 +82,7 @@ class Forged(Elastic):
         try:
             message = self._codec.decode(text)
         except Malformed:
-            gone = [str(CRASHED)] if str(CRASHED) in self._closed else []
+            gone = [str(CRASHED)] if str(CRASHED) in self._connections.closed else []
             for name in gone:
                 super()._hear(name, text)
             return "malformed, of a rank that has crashed" if gone else "malformed"

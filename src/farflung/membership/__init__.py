@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
-    from farflung.membership.elastic import Among, Elastic
+    from farflung.membership.among import Among
+    from farflung.membership.elastic import Elastic
     from farflung.membership.member import Certify, Driver, Member
     from farflung.membership.messages import Certificate, Fact, Malformed, Message, MessageCodec, Report, Vote
     from farflung.membership.supervision import SUPERVISOR, Page, certify

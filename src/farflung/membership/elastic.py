@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,8 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
-from farflung.comm.channel import describe, step_of
-from farflung.comm.meeting import ENDED
+from farflung.comm.channel import step_of
 from farflung.errors import (
     FarflungError,
     Left,
@@ -25,37 +23,31 @@ from farflung.errors import (
     PeerLost,
     RunLost,
     Suspended,
-    Unsupported,
     WaitEnded,
 )
+from farflung.membership.among import Among, ViewChannel
+from farflung.membership.connections import PROBE, REPAIR_S, TAG, Connections, as_bytes, text_payload
 from farflung.membership.member import Member
 from farflung.membership.messages import Malformed, Message, MessageCodec, Report
 from farflung.membership.supervision import Page
 from farflung.membership.views import View
-from farflung.tasks import Pending, failed
-from farflung.types import AllReduce, Change, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
+from farflung.tasks import Pending
+from farflung.types import Change, Payload, Runtime, Tag
 
-__all__ = ["Among", "Elastic"]
+__all__ = ["Elastic"]
 
 T = TypeVar("T")
 
-_TAG = Tag(Purpose.VIEWS.at(0))
 _DONE = b"done"
 """Says that its sender has every result of the run."""
-_PROBE, _ANSWER = b"?", b"!"
-"""A question whether a member is there, and the answer, which the number of exchanges that it has started follows."""
+_ANSWER = b"!"
+"""Says that its sender is there; the number of exchanges that it has started follows."""
 _ADMIT = b"again"
 """Asks to be admitted again."""
 _BUSY, _STUCK = 10, 100
 """For how many times the patience members that answer are waited for: one that is busy, and all."""
-_AGAIN_S = 0.5
-"""Seconds after which a connection that failed is tried again."""
 _BACK_OFF_S = 60.0
 """The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
-_DIAL_S, _REPAIR_S = 1.5, 3.0
-"""Seconds for which votes wait for a broken connection to be made again directly, and through a relay, at most."""
-_FLAPS, _FLAPS_S = 5, 60.0
-"""How often a member's connection may break within so many seconds before it is not made again directly."""
 
 
 @dataclass(eq=False, slots=True)
@@ -165,25 +157,11 @@ class Elastic:
         self._base, self._complete = 0, {0: first_step - 1}
         """The number up to which all exchanges are whole, and the steps that end with an exchange, by its number."""
         self._frozen = self._settling = self._over = self._others_ended = False
-        self._closed = set[str]()
-        """The members whose connections are gone."""
-        self._cuts: dict[frozenset[str], float] = {}
-        """The pairs of members without a connection, and since when that is known here."""
-        self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
-        """Connections that are being made again, by member: the relay and when the connection is made."""
-        self._made: dict[str, Pending[None]] = {}
-        """When the newest connection to each member that was connected before is made, unless it is through a relay."""
-        self._breaks: dict[str, list[float]] = {}
-        """When connections to each member were found broken."""
-        self._silent = set[str]()
-        self._malformed = set[str]()
-        """Members that have sent what is malformed; they are heard no more, nor are connections to them made again."""
-        self._heard: dict[str, float] = {}
-        """When each process was heard last by this driver."""
+        self._connections = Connections(
+            runtime, self._member, self._view, patience_s, self._returns, self._settle_soon
+        )
         self._answers: dict[str, int] = {}
         """How many exchanges each member had started when it answered last."""
-        self._awake_s = -math.inf
-        """Until when this process stood still itself, as far as it knows."""
         self._waits: Pending[None] = Pending()
         """Done once an exchange is waited for."""
         self._suspended: Suspended | None = None
@@ -266,9 +244,9 @@ class Elastic:
                 "complete": list(self._complete.items()),
                 "log": [(n, x.exchange, x.part, len(x.kept or ())) for n, x in self._log.items()],
             }
-            told = _bytes(json.dumps(found, default=_plain).encode())
+            told = as_bytes(json.dumps(found, default=_plain).encode())
             results = (tensor for logged in self._log.values() for tensor in logged.kept or ())
-            self._offer = step, Payload((told, _bytes(state), *results))
+            self._offer = step, Payload((told, as_bytes(state), *results))
             self._send_state()
 
         await self._runtime.launch(offer())
@@ -400,7 +378,7 @@ class Elastic:
         if self._leaves is not None:
             self._leaves.set(None)
         for name in sorted(self._member.connected):
-            self._comm.send(_payload(_DONE), int(name), _TAG, -1)
+            self._comm.send(text_payload(_DONE), int(name), TAG, -1)
 
     async def _enter(self, logged: _Logged[Any]) -> None:
         if (ended := self._ended or self._suspended) is not None:
@@ -417,7 +395,9 @@ class Elastic:
         assert logged.make is not None
         self._is_waited_for(logged)
         try:
-            value = await logged.make(_Channel(self._among(logged), logged))
+            value = await logged.make(
+                ViewChannel(self._among(logged), logged.channel, lambda: self._view is view)
+            )
         except (PeerLost, PeerFailed, WaitEnded) as error:
             rank = getattr(error, "rank", None)
             if view is self._view and isinstance(rank, int) and not isinstance(error, WaitEnded):
@@ -486,33 +466,16 @@ class Elastic:
                 continue
             await self._judge(self._view, oldest)
 
-    async def _asked(self, seconds: float) -> set[str]:
-        """Return the members that were asked so many seconds ago whether they are there."""
-        while True:
-            asked, asked_s = self._member.connected.intersection(self._view.members), self._runtime.now()
-            for name in sorted(asked):
-                self._comm.send(_payload(_PROBE), int(name), _TAG, -1)
-            await self._runtime.sleep_until(asked_s + seconds)
-            if self._runtime.now() <= asked_s + 1.5 * seconds:
-                return asked
-            self._awake_s = self._runtime.now()  # it stood still itself: what has arrived is not heard yet
-
-    def _silent_s(self, name: str) -> float:
-        """Return for how many seconds nothing of a member has arrived, while this process did not stand still."""
-        now = self._runtime.now()
-        heard = max(self._heard.get(name, -math.inf), self._awake_s, now - self._comm.quiet_s(int(name)))
-        return now - heard
-
     async def _judge(self, view: View, oldest: _Logged[Any]) -> None:
         """Ask members for a sign of life, and leave out those that are silent or busy for too long."""
-        asked = await self._asked(self._patience_s / 4)
+        asked = await self._connections.asked(self._patience_s / 4)
         if view is not self._view or self._frozen or oldest.kept is not None:
             return
-        waits_s = self._runtime.now() - max(oldest.made_s, self._awake_s)
+        waits_s = self._runtime.now() - max(oldest.made_s, self._connections.awake_s)
         why = {
             name: f"nothing has arrived from it for {silent_s:.2f} s"
             for name in asked
-            if (silent_s := min(self._silent_s(name), waits_s)) >= self._patience_s
+            if (silent_s := min(self._connections.silent_s(name), waits_s)) >= self._patience_s
         }
         if not why and waits_s >= _BUSY * self._patience_s:
             least = min((self._answers.get(name, 0) for name in asked), default=oldest.number)
@@ -532,13 +495,7 @@ class Elastic:
                 oldest.step,
                 waits_s,
             )
-        self._are_silent(why)
-
-    def _are_silent(self, names: Iterable[str]) -> None:
-        for name in sorted(self._member.connected.intersection(names)):
-            self._silent.add(name)
-            self._member.lost(name)
-            self._settle_soon()
+        self._connections.are_silent(why)
 
     async def _hear_all(self, view: View) -> None:
         """Take members for lost that do not answer while a view ends.
@@ -548,10 +505,11 @@ class Elastic:
         waited = [one.made_s for one in self._log.values() if one.kept is None and one.made_s < math.inf]
         waits_s = self._runtime.now() - min(waited, default=math.inf)
         names = self._member.connected.intersection(view.members)
-        self._are_silent(x for x in names if min(self._silent_s(x), waits_s) >= 0.75 * self._patience_s)
-        asked = await self._asked(self._patience_s / 2)
+        silent_s, patience_s = self._connections.silent_s, self._patience_s
+        self._connections.are_silent(x for x in names if min(silent_s(x), waits_s) >= 0.75 * patience_s)
+        asked = await self._connections.asked(patience_s / 2)
         if view is self._view and not self._over:
-            self._are_silent(name for name in asked if self._silent_s(name) >= self._patience_s / 2)
+            self._connections.are_silent(name for name in asked if silent_s(name) >= patience_s / 2)
 
     def suspend(self, view: View) -> bool:
         self._suspended = Suspended(
@@ -560,7 +518,7 @@ class Elastic:
         if not self._returns or self._ended is not None:
             return False
         logging.getLogger("farflung").warning("%s: it asks to be admitted again", self._suspended)
-        self.joins, self._view, self._unseen = True, view, []
+        self.joins, self._view, self._connections.view, self._unseen = True, view, view, []
         self._known.update(view.members)
         for waited in (self._admitted, self._state):
             waited.fail(self._suspended)
@@ -570,29 +528,8 @@ class Elastic:
         self._log.clear()
         self.taken.clear()
         self._suspensions.append(self._runtime.now())
-        self._await_back(view.members)
+        self._connections.await_back(view.members)
         return True
-
-    def _await_back(self, names: Iterable[str]) -> None:
-        """Connect again to processes that are not connected; the other ends do so too, where they are alive."""
-        if not self._returns or self._over or self._ended is not None:
-            return
-        for name in sorted({*names} - self._member.connected - self._malformed - {self._member.name}):
-            made = self._made.get(name)
-            if made is None or made.done:
-                self._made[name] = made = self._comm.reconnect(int(name))
-                made.on_done(partial(self._back_or_again, name))
-
-    def _back_or_again(self, name: str, made: Pending[None]) -> None:
-        """Connect once more where a connection was lost before both ends had greeted."""
-
-        async def again() -> None:
-            await self._runtime.sleep_until(self._runtime.now() + _AGAIN_S)
-            if self._made.get(name) is made:
-                self._await_back([name])
-
-        if isinstance(made.error, PeerLost) and made.error.detail != ENDED:
-            self._runtime.launch(again())
 
     async def _ask(self, *names: str) -> None:
         """Ask members to admit this one again; later, where it was suspended before."""
@@ -602,12 +539,12 @@ class Elastic:
         await self._runtime.sleep_until(last + min(2.0 ** (count - 2), _BACK_OFF_S) * (count > 1))
         if self._asks and self._ended is None:
             for name in sorted(self._member.connected.intersection(names or self._known)):
-                self._comm.send(_payload(_ADMIT), int(name), _TAG, -1)
+                self._comm.send(text_payload(_ADMIT), int(name), TAG, -1)
 
     # --- effects of the agreement -----------------------------------------------------------------------------------
 
     def send(self, name: str, message: Message) -> None:
-        self._comm.send(_payload(self._codec.encode(message)), int(name), _TAG, -1)
+        self._comm.send(text_payload(self._codec.encode(message)), int(name), TAG, -1)
 
     def keep(self, report: Report) -> None:
         if self._page is not None:
@@ -627,11 +564,11 @@ class Elastic:
         )
 
     def install(self, view: View) -> None:
-        before, self._view, self._frozen = self._view, view, False
+        before, self._view, self._connections.view, self._frozen = self._view, view, view, False
         self._suspended, self._asks = None, False
         self._known.update(view.members)
         self._comm.advance(view.number)
-        self._await_back(set(before.members).difference(view.members))
+        self._connections.await_back(set(before.members).difference(view.members))
         if self.joins:
             self._unseen.append(view)
             self._admitted.set(view)
@@ -705,24 +642,21 @@ class Elastic:
 
     async def _listen(self) -> None:
         while True:
-            source, payload = await self._comm.recv_any(_TAG, deadline_s=math.inf)
+            source, payload = await self._comm.recv_any(TAG, deadline_s=math.inf)
             (text,) = payload.tensors()
             self._hear(str(source), bytes(text.numpy()))
 
     def _hear(self, source: str, text: bytes) -> None:
-        if source in self._malformed:
+        if source in self._connections.malformed:
             return
-        self._heard[source] = self._runtime.now()
-        if source not in self._member.connected and source not in self._closed:
-            self._silent.discard(source)
-            self._member.back(source)  # it was silent, or joins too
-        if text == _PROBE:
-            self._comm.send(_payload(_ANSWER + b"%d" % self._started), int(source), _TAG, -1)
+        self._connections.hear(source)
+        if text == PROBE:
+            self._comm.send(text_payload(_ANSWER + b"%d" % self._started), int(source), TAG, -1)
         elif text == _ADMIT:
             self._member.guest(source)
-        elif text.startswith(_ANSWER) and text[1:].isdigit():
+        elif text.startswith(_ANSWER) and len(text) < 20 and text[1:].isdigit():
             self._answers[source] = int(text[1:])
-        if text in (_PROBE, _ADMIT) or text.startswith(_ANSWER):
+        if text in (PROBE, _ADMIT) or text.startswith(_ANSWER):
             self._settle_soon()
             return
         if text == _DONE:
@@ -731,7 +665,7 @@ class Elastic:
         try:
             message = self._codec.decode(text)
         except Malformed:
-            self._malformed.add(source)
+            self._connections.malformed.add(source)
             self._member.lost(source)
         else:
             self._member.hear(source, message)
@@ -754,12 +688,10 @@ class Elastic:
     async def _welcome(self) -> None:
         while True:
             name = str(await self._comm.arrival())
-            if name in self._malformed:
+            if name in self._connections.malformed:
                 continue
             if name in self._known:
-                self._closed.discard(name)
-                self._silent.discard(name)
-                self._member.back(name)
+                self._connections.come(name)
                 self._runtime.launch(self._ask(name))
             else:
                 self._member.guest(name)
@@ -768,33 +700,42 @@ class Elastic:
     async def _watch(self) -> None:
         while True:
             name = str(await self._comm.departure())
-            if name in self._closed:
-                continue  # its connection was given up here
-            self._closed.add(name)
-            self._dials.pop(name, None)
-            self._breaks.setdefault(name, []).append(self._runtime.now())
-            self._member.lost(name)
+            if not self._connections.go(name):
+                continue
             if self.joins:
                 self._runtime.launch(self._miss())
+            if self._over:
+                continue
             if self._suspended is not None or (name in self._known and name not in self._view.members):
-                self._await_back([name])
+                self._connections.await_back([name])
             self._settle_soon()
 
     async def _seek(self) -> None:
-        """End a member that joins where those that have the state are silent, or had ended before it came."""
+        """End a member that joins where those that have the state are silent, or had ended before it came.
+
+        One that was suspended waits for them to be back.
+        """
+        rounds = 0
         while self.joins and self._ended is None:
             view, began_s = self._view, self._runtime.now()
             for name in sorted(self._member.connected.intersection(view.holders[0])):
-                self._comm.send(_payload(_PROBE), int(name), _TAG, -1)
+                self._comm.send(text_payload(PROBE), int(name), TAG, -1)
             await self._runtime.sleep_until(began_s + self._patience_s)
-            if view is self._view and all(self._heard.get(x, -math.inf) < began_s for x in view.holders[0]):
+            heard = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
+            if view is not self._view or any(t >= began_s for t in heard):
+                rounds = 0
+                continue
+            rounds += 1
+            if self._suspended is None or rounds >= _BUSY or not self._connections.may_be_back():
                 self._cannot_begin()
+            self._connections.are_silent(view.holders[0])
+            self._connections.await_back(view.holders[0])
 
     async def _miss(self) -> None:
         """End a member that joins where no member that has the state is connected, or is again in time."""
         if not self._member.connected.intersection(self._view.holders[0]):
-            await self._runtime.sleep_until(self._runtime.now() + min(_REPAIR_S, self._patience_s / 2))
-        if not self._member.connected.intersection(self._view.holders[0]):
+            await self._runtime.sleep_until(self._runtime.now() + min(REPAIR_S, self._patience_s / 2))
+        if self._suspended is None and not self._member.connected.intersection(self._view.holders[0]):
             self._cannot_begin()
 
     def _cannot_begin(self) -> None:
@@ -811,84 +752,9 @@ class Elastic:
     async def _settle(self) -> None:
         self._settling = False
         if not self._over and self._ended is None:
-            self._member.settle(ready=not self._repair())
-            if self._member.cuts().difference(self._cuts):
+            self._member.settle(ready=not self._connections.repair())
+            if self._connections.more_cuts():
                 self._settle_soon()
-
-    # --- broken connections -----------------------------------------------------------------------------------------
-
-    def _repair(self) -> bool:
-        """Connect to members again whose connections are broken, directly at first and then through a relay.
-
-        Returns:
-          Whether votes wait for a connection.
-        """
-        now, cuts, stranded = self._runtime.now(), self._member.cuts(), self._member.stranded
-        dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(_REPAIR_S, self._patience_s / 2)
-        for _ in cuts.difference(self._cuts):
-            for seconds in (dial_s, repair_s):
-                self._runtime.launch(self._settle_in(seconds))
-        self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
-        self._dials = {name: dial for name, dial in self._dials.items() if self._pair(name) in cuts}
-        waits = False
-        for pair, since in self._cuts.items():
-            relay = self._relay(pair)
-            if self._member.name in pair:
-                (name,) = pair - {self._member.name}
-                if name in self._malformed:
-                    continue
-                through, made = self._dials.get(name, (None, None))
-                ended = made is not None and through is None and made.error is not None
-                silent = name in self._silent  # it has been waited for
-                again = stranded and relay is None and self._returns if silent else now < since + dial_s
-                if (made is None or (silent and through is not None)) and again and not self._flaps(name):
-                    through, made = None, self._reconnect(name, None)
-                dials = made is not None and through is None and not made.done and now < since + dial_s
-                dials &= not silent
-                connected = (
-                    made is not None and made.done and made.error is None
-                )  # the other end has yet to tell
-                if (
-                    relay not in (None, through)
-                    and now < since + repair_s
-                    and not (ended or dials or connected)
-                ):
-                    self._reconnect(name, relay)
-                waits |= dials or (connected and now < since + repair_s)
-                if ended:
-                    continue
-            elif relay == self._member.name:
-                self._comm.relay(*sorted(map(int, pair)))
-            waits |= relay is not None and now < since + repair_s
-        return waits
-
-    def _reconnect(self, name: str, relay: str | None) -> Pending[None]:
-        self._closed.add(name)
-        self._member.lost(name)
-        made = self._comm.reconnect(int(name), None if relay is None else int(relay))
-        self._made.pop(name, None)
-        if relay is None:
-            self._made[name] = made
-        self._dials[name] = relay, made
-        made.on_done(lambda _: self._settle_soon())
-        return made
-
-    def _flaps(self, name: str) -> bool:
-        """Return whether the connection to a member breaks again and again."""
-        since = self._runtime.now() - _FLAPS_S
-        return sum(t > since for t in self._breaks.get(name, ())) > _FLAPS
-
-    def _relay(self, pair: frozenset[str]) -> str | None:
-        """Return the most senior member that is connected to both of a pair."""
-        cut = {name for other in self._cuts if other & pair for name in other}
-        return next((name for name in self._view.members if name not in pair and name not in cut), None)
-
-    def _pair(self, name: str) -> frozenset[str]:
-        return frozenset((self._member.name, name))
-
-    async def _settle_in(self, seconds: float) -> None:
-        await self._runtime.sleep_until(self._runtime.now() + seconds)
-        self._settle_soon()
 
     async def _lose_patience(self, view: View) -> None:
         """Give up an agreement where nothing has become known of the view for as long as patience lasts.
@@ -901,122 +767,12 @@ class Elastic:
             now = self._runtime.now()
             if ballot != self._member.ballot:
                 ballot, since_s = self._member.ballot, now
-            elif not self._may_be_back() or now >= since_s + _BUSY * self._patience_s:
+            elif not self._connections.may_be_back() or now >= since_s + _BUSY * self._patience_s:
                 self._member.give_up()
                 return
             await self._runtime.sleep_until(now + self._patience_s)
-
-    def _may_be_back(self) -> bool:
-        """Return whether this member waits for another that may be alive."""
-        away = set(self._view.members) - self._member.connected - {self._member.name}
-        errors = [made.error for name in away if (made := self._made.get(name)) is not None]
-        ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
-        return self._returns and ended < len(away)
-
-
-def _payload(text: bytes) -> Payload:
-    return Payload((_bytes(text),))
-
-
-def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _plain(value: object) -> object:
     assert isinstance(value, range)
     return [value.start, value.stop]
-
-
-class _Channel(ExchangeChannel):
-    """A channel within a view, whose bytes are counted by rank in the first view.
-
-    An attempt whose message has arrived just before a newer view resumes after that view is installed: it may neither
-    send there nor take the messages of the attempt that follows it.
-    """
-
-    def __init__(self, within: Among, logged: _Logged[Any]) -> None:
-        super().__init__(cast("Communicator", within), logged.exchange, logged.part)
-        self.sent = logged.channel.sent
-        self._ranks = within.ranks
-        self._elastic, self._view = logged.elastic, logged.elastic.view
-
-    @override
-    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
-        if not self._is_current:
-            return self._ended(src, hop)
-        return self._comm.recv(src, self.tag(hop), expect, deadline_s=math.inf)
-
-    @override
-    def land(self, src: int, hop: int, into: Tensor) -> None:
-        if self._is_current:
-            super().land(src, hop, into)
-
-    @property
-    def _is_current(self) -> bool:
-        return self._elastic.view is self._view
-
-    def _ended(self, rank: int, hop: int) -> Pending[Any]:
-        return failed(WaitEnded(self._ranks[rank], describe(self.tag(hop))))
-
-    @override
-    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        if not self._is_current:
-            return self._ended(dst, hop)
-        self.sent[self._ranks[dst]] += payload.nbytes
-        return self._comm.send(payload, dst, self.tag(hop))
-
-    @override
-    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
-        raise Unsupported(
-            "exchanges that are computed as a whole, in a run that outlives the loss of members"
-        )
-
-
-class Among:
-    """The communicator among some of the ranks of another; see :class:`farflung.types.Communicator`.
-
-    Args:
-      comm: of all ranks.
-      ranks: some of them, by their rank here.
-    """
-
-    lane: Any
-
-    def __init__(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        self._comm, self.ranks = comm, tuple(ranks)
-        self.rank, self.size = self.ranks.index(comm.rank), len(self.ranks)
-        self.lane, self.sent = comm.lane, comm.sent
-
-    @property
-    def auto(self) -> Mapping[int, str]:
-        return self._comm.auto
-
-    @auto.setter
-    def auto(self, names: Mapping[int, str]) -> None:
-        self._comm.auto = names
-
-    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
-        return self._comm.send(payload, self.ranks[dst], tag, priority)
-
-    def recv(
-        self,
-        src: int,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None = None,
-        *,
-        deadline_s: float | None = None,
-    ) -> Pending[Payload]:
-        return self._comm.recv(self.ranks[src], tag, expect, deadline_s=deadline_s)
-
-    def quiet_s(self, rank: int) -> float:
-        return self._comm.quiet_s(self.ranks[rank])
-
-    def land(self, src: int, tag: Tag, into: Tensor) -> None:
-        self._comm.land(self.ranks[src], tag, into)
-
-    def collective(self, name: str) -> AllReduce:
-        return self._comm.collective(name)
-
-    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        del tensor, tag
-        return failed(Unsupported("native collectives in a run that outlives the loss of members"))

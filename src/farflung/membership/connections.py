@@ -1,0 +1,239 @@
+"""Which processes a member can reach: signs of life, and connections that are made again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from farflung.comm import Purpose
+from farflung.comm.meeting import ENDED
+from farflung.errors import PeerLost
+from farflung.membership.member import Member
+from farflung.membership.views import View
+from farflung.tasks import Pending
+from farflung.types import Payload, Runtime, Tag
+
+__all__ = ["PROBE", "REPAIR_S", "TAG", "Connections", "as_bytes", "text_payload"]
+
+TAG = Tag(Purpose.VIEWS.at(0))
+"""Of all messages of the agreement."""
+PROBE = b"?"
+"""Asks whether a member is there."""
+_DIAL_S, REPAIR_S = 1.5, 3.0
+"""Seconds for which votes wait for a broken connection to be made again directly, and through a relay, at most."""
+_FLAPS, _FLAPS_S = 5, 60.0
+"""How often a member's connection may break within so many seconds before it is not made again directly."""
+_AGAIN_S = 0.5
+"""Seconds after which a connection that failed is tried again."""
+
+
+class Connections:
+    """The connections of one member, and when it has heard of the others.
+
+    Args:
+      runtime: the world.
+      member: is told which processes are lost.
+      view: the first view.
+      patience_s: seconds without a sign of life after which a member counts as silent.
+      returns: whether connections to processes that are no members any more are made again.
+      settle: has the member act soon.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        member: Member,
+        view: View,
+        patience_s: float,
+        returns: bool,
+        settle: Callable[[], None],
+    ) -> None:
+        self._runtime, self._comm, self._member = runtime, runtime.comm, member
+        self._patience_s, self._returns, self._settle = patience_s, returns, settle
+        self.view = view
+        """The newest view."""
+        self.closed = set[str]()
+        """The processes whose connections are gone."""
+        self.silent = set[str]()
+        """The members that were lost for their silence."""
+        self.malformed = set[str]()
+        """Members that have sent what is malformed; they are heard no more, nor are connections to them made again."""
+        self.heard: dict[str, float] = {}
+        """When a message of the agreement of each process arrived last."""
+        self.awake_s = -math.inf
+        """Until when this process stood still itself, as far as it knows."""
+        self._cuts: dict[frozenset[str], float] = {}
+        """The pairs of members without a connection, and since when that is known here."""
+        self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
+        """Connections of the view that are being made again, by member: the relay and when the connection is made."""
+        self._made: dict[str, Pending[None]] = {}
+        """When the newest connection to each member that was connected before is made, unless it is through a relay."""
+        self._breaks: dict[str, list[float]] = {}
+        """When connections to each member were found broken."""
+
+    # --- signs of life ----------------------------------------------------------------------------------------------
+
+    async def asked(self, seconds: float) -> set[str]:
+        """Return the members that were asked so many seconds ago whether they are there."""
+        while True:
+            asked, asked_s = self._member.connected.intersection(self.view.members), self._runtime.now()
+            for name in sorted(asked):
+                self._comm.send(text_payload(PROBE), int(name), TAG, -1)
+            await self._runtime.sleep_until(asked_s + seconds)
+            if self._runtime.now() <= asked_s + 1.5 * seconds:
+                return asked
+            self.awake_s = self._runtime.now()  # it stood still itself: what has arrived is not heard yet
+
+    def silent_s(self, name: str) -> float:
+        """Return for how many seconds nothing of a member has arrived, while this process did not stand still."""
+        now = self._runtime.now()
+        heard = max(self.heard.get(name, -math.inf), self.awake_s, now - self._comm.quiet_s(int(name)))
+        return now - heard
+
+    def are_silent(self, names: Iterable[str]) -> None:
+        """Take connected members for lost."""
+        for name in sorted(self._member.connected.intersection(names)):
+            self.silent.add(name)
+            self._member.lost(name)
+            self._settle()
+
+    def hear(self, name: str) -> None:
+        """Note that a message of a process has arrived, which may have been silent."""
+        self.heard[name] = self._runtime.now()
+        if name not in self._member.connected and name not in self.closed:
+            self.silent.discard(name)
+            self._member.back(name)
+
+    def come(self, name: str) -> None:
+        """Note that a process is connected again."""
+        self.closed.discard(name)
+        self.silent.discard(name)
+        self._member.back(name)
+
+    def go(self, name: str) -> bool:
+        """Note that the connection of a process is gone, and return whether that is new."""
+        if name in self.closed:
+            return False  # it was given up here
+        self.closed.add(name)
+        self._dials.pop(name, None)
+        self._breaks.setdefault(name, []).append(self._runtime.now())
+        self._member.lost(name)
+        return True
+
+    # --- processes that are no members any more ---------------------------------------------------------------------
+
+    def await_back(self, names: Iterable[str]) -> None:
+        """Connect again to processes that are not connected; the other ends do so too, where they are alive."""
+        if not self._returns or self._member.stopped:
+            return
+        for name in sorted({*names} - self._member.connected - self.malformed - {self._member.name}):
+            made = self._made.get(name)
+            if made is None or made.done:
+                self._made[name] = made = self._comm.reconnect(int(name))
+                made.on_done(partial(self._back_or_again, name))
+
+    def _back_or_again(self, name: str, made: Pending[None]) -> None:
+        """Connect once more where a connection was lost before both ends had greeted."""
+
+        async def again() -> None:
+            await self._runtime.sleep_until(self._runtime.now() + _AGAIN_S)
+            if self._made.get(name) is made:
+                self.await_back([name])
+
+        if isinstance(made.error, PeerLost) and made.error.detail != ENDED:
+            self._runtime.launch(again())
+
+    def may_be_back(self) -> bool:
+        """Return whether the process of another member of the view may be alive, as far as is known."""
+        errors = [made.error for name in self.view.members if (made := self._made.get(name)) is not None]
+        ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
+        return self._returns and ended < len({*self.view.members} - {self._member.name})
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def repair(self) -> bool:
+        """Connect to members again whose connections are broken, directly at first and then through a relay.
+
+        Returns:
+          Whether votes wait for a connection.
+        """
+        now, cuts, stranded = self._runtime.now(), self._member.cuts(), self._member.stranded
+        dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(REPAIR_S, self._patience_s / 2)
+        for _ in cuts.difference(self._cuts):
+            for seconds in (dial_s, repair_s):
+                self._runtime.launch(self._settle_in(seconds))
+        self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
+        self._dials = {name: dial for name, dial in self._dials.items() if self._pair(name) in cuts}
+        waits = False
+        for pair, since in self._cuts.items():
+            relay = self._relay(pair)
+            if self._member.name in pair:
+                (name,) = pair - {self._member.name}
+                if name in self.malformed:
+                    continue
+                through, made = self._dials.get(name, (None, None))
+                ended = made is not None and through is None and made.error is not None
+                silent = name in self.silent  # it has been waited for
+                again = stranded and relay is None and self._returns if silent else now < since + dial_s
+                if (made is None or (silent and through is not None)) and again and not self._flaps(name):
+                    through, made = None, self._reconnect(name, None)
+                dials = made is not None and through is None and not made.done and now < since + dial_s
+                dials &= not silent
+                # The other end has yet to tell.
+                connected = made is not None and made.done and made.error is None
+                settled = ended or dials or connected
+                if relay not in (None, through) and now < since + repair_s and not settled:
+                    self._reconnect(name, relay)
+                waits |= dials or (connected and now < since + repair_s)
+                if ended:
+                    continue
+            elif relay == self._member.name:
+                self._comm.relay(*sorted(map(int, pair)))
+            waits |= relay is not None and now < since + repair_s
+        return waits
+
+    def more_cuts(self) -> bool:
+        """Return whether pairs of members have no connection that :meth:`repair` has not seen."""
+        return bool(self._member.cuts().difference(self._cuts))
+
+    def _reconnect(self, name: str, relay: str | None) -> Pending[None]:
+        self.closed.add(name)
+        self._member.lost(name)
+        made = self._comm.reconnect(int(name), None if relay is None else int(relay))
+        self._made.pop(name, None)
+        if relay is None:
+            self._made[name] = made
+        self._dials[name] = relay, made
+        made.on_done(lambda _: self._settle())
+        return made
+
+    def _flaps(self, name: str) -> bool:
+        """Return whether the connection to a member breaks again and again."""
+        since = self._runtime.now() - _FLAPS_S
+        return sum(t > since for t in self._breaks.get(name, ())) > _FLAPS
+
+    def _relay(self, pair: frozenset[str]) -> str | None:
+        """Return the most senior member that is connected to both of a pair."""
+        cut = {name for other in self._cuts if other & pair for name in other}
+        return next((name for name in self.view.members if name not in pair and name not in cut), None)
+
+    def _pair(self, name: str) -> frozenset[str]:
+        return frozenset((self._member.name, name))
+
+    async def _settle_in(self, seconds: float) -> None:
+        await self._runtime.sleep_until(self._runtime.now() + seconds)
+        self._settle()
+
+
+def text_payload(text: bytes) -> Payload:
+    """Make a message of bytes."""
+    return Payload((as_bytes(text),))
+
+
+def as_bytes(text: bytes) -> Tensor:
+    """Make a tensor of bytes."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
