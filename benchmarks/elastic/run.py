@@ -329,7 +329,7 @@ def back_again(quick: bool) -> Mapping[str, Measured]:
     for turn in range(1 if quick else 4):
         rank = turn % NODES
         plan = FaultPlan((Fault("cut", rank, at_s=after_s, for_s=cut_s),))
-        steps = 60 if quick else 2500
+        steps = 60 if quick else 600
         events = trained(quick, WIFI, NODES, plan, steps, elastic="1", deadline=DEADLINE_S)
         begins = [event for event in events[rank] if event["event"] == "begin"]
         views = [event for event in events[(rank + 1) % NODES] if event["event"] == "view"]

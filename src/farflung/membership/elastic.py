@@ -488,7 +488,7 @@ class Elastic:
                 )
         for name in sorted(why):
             logging.getLogger("farflung").warning(
-                "rank %s is left out: %s (exchange %d, step %d, is %.2f s old)",
+                "rank %s counts as lost: %s (exchange %d, step %d, is %.2f s old)",
                 name,
                 why[name],
                 oldest.number,
