@@ -46,6 +46,9 @@ RESTART = "restart"
 STATIC = "elastic over static step time, wifi-100mbps"
 TWO = "kill -9 of one of two, started by farflung train or farflung worker: runs that go on"
 AGREED = "views agreed in 2,000 seeded plans with leaders lost while they set a view, virtual time"
+UNEQUAL = (
+    "one of four devices at a third of the speed: time to 82 % with batches by speed over equal ones, {}"
+)
 LOSSES = "final loss under faults over that without, at equal samples, 200 seeded plans, virtual time"
 HELD = "committed exchanges lost (held whole by a survivor)"
 GOODPUT = (
@@ -502,6 +505,42 @@ def goodput(quick: bool) -> Mapping[str, Measured]:
     return {GOODPUT: Measured(share, None, config, simulated=True)}
 
 
+PACED = """name = "paced"
+forward_s = {forward_s}
+
+[[scheduled]]
+begin_s = 0
+end_s = 1000000
+factor = 3
+ranks = [3]
+"""
+
+
+def unequal(lab: bool, quick: bool) -> Mapping[str, Measured]:
+    """Trains on four devices of which one is slow, with equal batches and with batches by speed."""
+    where, found = "the lab" if lab else "virtual time", []
+    with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
+        device = Path(folder, "paced.toml")
+        device.write_text(PACED.format(forward_s=0.1 / 32 / 3), encoding="utf-8")
+        for seed in range(1 if quick else 3):
+            took = {}
+            for sampler in ("uniform", "balanced"):
+                both: dict[str, Any] = {
+                    "sampler": sampler, "batch_size": 32, "seed": seed, "evaluate_every": 10,
+                    **({"pace": str(device)} if lab else {"device": str(device)}),
+                }  # fmt: skip
+                both = {**both, "data": "packaged"} if not lab else both
+                events = trained(not lab, WIFI, NODES, FaultPlan(), 20 if quick else 300, **both)
+                scores = [event for event in events[0] if event["event"] == "evaluation"]
+                goal = 0.0 if quick else 0.82
+                took[sampler] = next(float(str(e["t"])) for e in scores if float(str(e["accuracy"])) >= goal)
+                if lab:
+                    took[sampler] -= float(str(events[0][1]["t"]))
+            found.append(took["balanced"] / took["uniform"])
+    best = Measured(statistics.median(found), (min(found), max(found)), {"seeds": found}, simulated=not lab)
+    return {UNEQUAL.format(where): best}
+
+
 SCHEDULES = (
     "synchronous", "pipelined(width=2)", "pipelined(width=3)", "delayed(delay=2,period=2)", "delayed(delay=3)",
     "local_sgd(sync_every=3)", "post_local_sgd(until=4,sync_every=3)", "diloco(sync_every=4)",
@@ -557,6 +596,8 @@ BENCHMARK = Benchmark(
         Group((AGREED, HELD), agreements, "simulated", 2.0, CANARIES),
         Group((GOODPUT,), goodput, "simulated", 2.0, CANARIES),
         Group((LOSSES,), final_losses, "simulated", 25.0, CANARIES),
+        Group((UNEQUAL.format("virtual time"),), partial(unequal, False), "simulated", 2.0, CANARIES),
+        Group((UNEQUAL.format("the lab"),), partial(unequal, True), "measured", 6.0, CANARIES),
         Group((STALL.format(WIFI),), partial(stall, WIFI), "measured", 4.0, CANARIES),
         Group((STALL.format("four-regions"),), partial(stall, "four-regions"), "measured", 8.0, CANARIES),
         Group((CUT,), silent_cut, "measured", 2.0, CANARIES),

@@ -12,6 +12,21 @@ from farflung.faults import FaultPlan
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(200)]
 
 
+@pytest.mark.slow
+def test_one_that_was_cut_off_is_suspended_and_comes_back() -> None:
+    events = trained(
+        False, "wifi-100mbps", 4, FaultPlan().cut(3, at_step=10, for_s=6.0), 400, elastic="1", deadline=2.0
+    )
+    views = [(event["lost"], event["joined"]) for event in events[0] if event["event"] == "view"]
+    assert views == [([3], []), ([], [3])]
+    losses = [
+        [e["mean_loss"] for e in told if e["event"] == "step" and int(str(e["step"])) >= 390]
+        for told in events.values()
+    ]
+    assert len(losses[0]) == 10
+    assert losses == [losses[0]] * 4
+
+
 @pytest.mark.parametrize(
     ("plan", "lost"),
     [

@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from benchmarks.elastic.run import SCHEDULES
 from farflung.comm import Purpose
-from farflung.errors import Left, RunLost
+from farflung.errors import ConfigError, Left, RunLost
 from farflung.faults import Fault, FaultPlan
 from farflung.membership import Elastic, View
 from farflung.network import network_profile
+from farflung.recipes import RECIPES
 from farflung.replica import Replica
 from farflung.replica.checkpoint import to_bytes
 from farflung.replica.in_flight import _packed, _unpacked
@@ -33,6 +34,8 @@ from farflung.types import CodecState, Draw, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
 
 STEPS, DEADLINE_S = 12, 2.0
+LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
+"""Of runs that are so long that replicas which were silent come back."""
 CODECS = (
     "codec='identity'",
     "codec='int8'",
@@ -290,6 +293,26 @@ def checked(seed: int) -> Ended:
     return ended
 
 
+PRESETS = (
+    "synchronous", "ring", "powersgd", "parameter_server", "pipe_sgd", "dga", "local_sgd", "post_local_sgd", "diloco",
+    "streaming_diloco", "sparse_loco", "demo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_seeded_plans_of_each_preset(preset: str) -> None:
+    for seed in range(9):
+        draw = random.Random(seed)
+        size, faults = plan_of(draw, True, seed % 2 == 1, [0.05, 0.2, 0.4])
+        check(run(size, faults, preset, seed=seed, **{**LONG, "steps": 40}))
+
+
+@pytest.mark.parametrize("preset", sorted(set(RECIPES) - set(PRESETS)))
+def test_all_other_presets_are_refused_by_name(preset: str) -> None:
+    with pytest.raises(ConfigError, match=r"--elastic 1: (schedule|reducer|replicas)|--collective native"):
+        SimulatedConfig.resolve({"workload": "synthetic/quadratic", "recipe": preset, "elastic": "1"}).check()
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
     checked(seed)
@@ -366,9 +389,6 @@ def test_with_a_quorum_of_one_parts_go_on_alone() -> None:
     assert not torch.equal(first, other)
     for model, of in zip(ended.models, (first, first, other, other, other), strict=True):
         assert torch.equal(model["w"], of)
-
-
-LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
 
 
 def views_of(ended: Ended) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -15,7 +15,7 @@ from farflung.recipes.recipe import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.replica.merges import takes_whole
-from farflung.sampling import SAMPLERS, Uniform
+from farflung.sampling import SAMPLERS, Balanced, Uniform
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
@@ -78,7 +78,7 @@ def _check_alone(recipe: Recipe, sampler: Sampler, why: str) -> None:
     """Refuses what a schedule leaves no place for whose replicas exchange nothing else, and take samples alike."""
     given, plain = recipe.members, Recipe().members
     other = [name for name in plain if name not in ("schedule", "sampler") and given[name] != plain[name]]
-    other += ["sampler"] * isinstance(sampler, Scores)
+    other += ["sampler"] * isinstance(sampler, Scores | Balanced)
     if other:
         raise ConfigError(
             f"schedule {given['schedule']}: {why}: leave out --{other[0]} {given[other[0]]}, or choose another "

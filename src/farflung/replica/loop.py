@@ -15,6 +15,7 @@ from farflung.comm import KINDS, Purpose
 from farflung.config import Training
 from farflung.data import Holding
 from farflung.errors import ConfigError
+from farflung.files import deciding
 from farflung.replica.averaging import averaged, present
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, from_bytes, to_bytes
@@ -31,6 +32,7 @@ from farflung.replica.placement import HOST, batch_on, wait_for
 from farflung.replica.scoring import Filled, Scoring, scores_of, still
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
+from farflung.sampling import Balanced
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -60,6 +62,8 @@ __all__ = ["Replica"]
 
 STOP = "stop"
 """The name of the decision to end a run; its step is the one of the request."""
+SHARES = "shares"
+"""The name of the decisions on how many samples each rank takes; in force from the step after."""
 
 
 def _never() -> bool:
@@ -152,6 +156,12 @@ class Replica:
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
+        if isinstance(parts.sampler, Balanced):
+            if self.share is not None:
+                raise ConfigError(
+                    "sampler balanced: all replicas draw from the whole set: leave out --partition"
+                )
+            parts.sampler.meet(comm.rank, comm.size)
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
         ]
@@ -361,6 +371,9 @@ class Replica:
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         told = self._drawing.commit(self.step_done)
+        if isinstance(self.parts.sampler, Balanced):
+            self.parts.sampler.computed(samples, computed - fetched)
+            self._share_out(self.parts.sampler, settled)
         exposed = (merged - scored) + (now() - updated)
         if self._scoring is not None and spare is not None:
             wait_s = self._exchanges.arrived_s - computed
@@ -378,6 +391,22 @@ class Replica:
         self._record(vote, settled, split, begin, {**drawn, **told})
         self.step_done += 1
         return settled
+
+    def _share_out(self, sampler: Balanced, settled: Settled) -> None:
+        """Decides the samples of each rank in the steps to come, alike on all."""
+        speeds = sampler.due(settled.sums)
+        if speeds is None:
+            return
+        counts = sampler.decided(speeds, self.training.batch_size)
+        decisions, step = self.runtime.decisions, self.step_done
+        if self.runtime.comm.rank == 0:
+            decision = decisions.decide(SHARES, step, lambda: list[Json](counts))
+        else:
+            decision = decisions.replayed(SHARES, step) or Decision(SHARES, step, list[Json](counts), True)
+        with deciding(SHARES, step):
+            chosen: Any = decision.value
+            sampler.share([int(count) for count in chosen])
+            self.telemetry.emit("shares", t=self.runtime.now(), step=step, samples=list[Json](sampler.counts))
 
     async def _compute(self) -> tuple[Vote, int, float]:
         """Batch, forward, and backward with its exchanges; what is told of it, its samples, when they were there."""

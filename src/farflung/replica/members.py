@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from farflung.config import BUCKET_NBYTES
 from farflung.data import NoSharing
+from farflung.errors import ConfigError
 from farflung.rates import NoScaling
 from farflung.replica.ownership import check_movable
+from farflung.sampling import Balanced
 from farflung.types import RateScaling, Reducer, Reshards, Sampler, Schedule, Scores, Sharing, Stream
 
 __all__ = ["Parts"]
@@ -32,6 +34,12 @@ class Parts:
 
     def __post_init__(self) -> None:
         check_movable(self.sharing, self.stream, self.sampler)
+        if isinstance(self.sampler, Balanced) and not (
+            self.stream.everything and isinstance(self.sharing, NoSharing)
+        ):
+            raise ConfigError(
+                "sampler balanced: shares out samples that all replicas have: leave out --stream and --sharing"
+            )
 
     @property
     def hold_shares(self) -> bool:
@@ -47,7 +55,8 @@ class Parts:
     @property
     def even(self) -> bool:
         """Whether all replicas take as many samples as each other, in every step."""
-        return self.stream.everything and not self.lending.data_leaves_device
+        alike = not isinstance(self.sampler, Balanced) and not self.lending.data_leaves_device
+        return self.stream.everything and alike
 
     @property
     def needs_all(self) -> str:

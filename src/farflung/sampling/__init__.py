@@ -8,6 +8,7 @@ from farflung.types import Sampler
 
 if TYPE_CHECKING:
     from farflung.sampling.bacc import Bacc
+    from farflung.sampling.balanced import Balanced, balanced_counts
     from farflung.sampling.gain import Gain
     from farflung.sampling.grouped_importance import GroupedImportance
     from farflung.sampling.rules import Rule
@@ -15,11 +16,22 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["SAMPLERS", "Bacc", "Gain", "GroupedImportance", "InShares", "Rule", "Uniform"]
+__all__ = [
+    "SAMPLERS",
+    "Bacc",
+    "Balanced",
+    "Gain",
+    "GroupedImportance",
+    "InShares",
+    "Rule",
+    "Uniform",
+    "balanced_counts",
+]
 
 SAMPLERS: Registry[Sampler] = Registry(
     __name__,
     {
+        "balanced": "Balanced",
         "grouped_importance": "GroupedImportance",
         "uniform": "Uniform",
     },

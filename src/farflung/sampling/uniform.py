@@ -51,14 +51,14 @@ class Uniform:
         taken = self._take(view.size * view.batch_size)
         self._latest[view.step] = taken, view.batch_size
         self._latest.pop(view.step - _LATEST, None)
-        own = _part(taken, view.rank * view.batch_size, view.batch_size)
+        own = part_of(taken, view.rank * view.batch_size, view.batch_size)
         found = [self._at(positions.start, len(positions), view.pool) for positions in own]
         return Draw(found[0] if len(found) == 1 else torch.cat(found))
 
     def give_back(self, step: int, rank: int) -> None:
         """Return the positions that a rank took at one of the latest steps, so that they are taken again."""
         taken, count = self._latest[step]
-        self._returned += _part(taken, rank * count, count)
+        self._returned += part_of(taken, rank * count, count)
 
     def latest(self) -> State:
         """What a replica that joins needs beside :meth:`state_dict`, so that it gives back as the others do."""
@@ -101,7 +101,7 @@ class Uniform:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _part(taken: list[range], first: int, count: int) -> list[range]:
+def part_of(taken: list[range], first: int, count: int) -> list[range]:
     """The positions from place ``first`` on."""
     found = []
     for positions in taken:

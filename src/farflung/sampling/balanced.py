@@ -1,0 +1,122 @@
+"""Batches as large as replicas are fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from typing_extensions import override
+
+from farflung.options import share_option, whole_option
+from farflung.sampling.uniform import Uniform, part_of
+from farflung.types import Draw, PoolView, State
+
+__all__ = ["Balanced", "balanced_counts"]
+
+
+class Balanced(Uniform):
+    r"""Shuffled passes as :class:`Uniform` makes them, of which a fast replica takes more than a slow one.
+
+    The :math:`RB` samples of a step are shared among its R replicas in proportion to the samples per second that each
+    of them has computed since the last decision, so that all end their computation at about the same time (our choice;
+    ScaDLES, eq. 1, does so for the rates of streams). The mean gradient is weighted by samples, so it is that of the
+    same :math:`RB` samples, whoever computes them. Every sample comes once per pass.
+
+    What replicas have measured rides on their exchanges, so all share alike; each decision is recorded, and a replay
+    repeats it.
+
+    Args:
+      seed: equal on all replicas.
+      every: exchanges between two decisions.
+      least_gain: by which share a step's computation has to become shorter for batches to change.
+
+    Raises:
+      ConfigError: an option out of its range.
+    """
+
+    def __init__(self, seed: int, every: int = 16, least_gain: float = 0.1) -> None:
+        super().__init__(seed)
+        whole_option("balanced", "every", every, 1)
+        share_option("balanced", "least_gain", least_gain)
+        self._every, self._least_gain = every, least_gain
+        self.counts: tuple[int, ...] = ()
+        """The samples of each rank in a step; empty: as many on all."""
+        self._rank = self._size = 0
+        self._samples = self._exchanges = 0
+        self._seconds = 0.0
+
+    def meet(self, rank: int, size: int) -> None:
+        """Note which replica this is, of how many."""
+        self._rank, self._size = rank, size
+
+    @override
+    def next(self, view: PoolView) -> Draw:
+        if len(self.counts) != view.size or not isinstance(view.pool, int):
+            return super().next(view)
+        taken = self._take(sum(self.counts))
+        own = part_of(taken, sum(self.counts[: view.rank]), self.counts[view.rank])
+        return Draw(torch.cat([self._at(one.start, len(one), view.pool) for one in own]))
+
+    def computed(self, samples: int, seconds: float) -> None:
+        """Note how long this replica took for a step's samples."""
+        self._samples += samples
+        self._seconds += seconds
+
+    def tell(self) -> Mapping[str, float]:
+        """This replica's samples per second, and 0 in the places of the others; 0 too where it has measured nothing."""
+        speed = self._samples / self._seconds if self._seconds else 0.0
+        return {_name(rank): speed * (rank == self._rank) for rank in range(self._size)}
+
+    def due(self, sums: Mapping[str, float]) -> list[float] | None:
+        """Count an exchange, and return the speeds of all replicas where it is time to decide by them."""
+        if not sums:
+            return None
+        self._exchanges += 1
+        return None if self._exchanges % self._every else [sums[_name(rank)] for rank in range(self._size)]
+
+    def decided(self, speeds: Sequence[float], batch_size: int) -> list[int]:
+        """Return the shares of a step that follow from measured speeds; the present ones where little is gained."""
+        now = list(self.counts) or [batch_size] * self._size
+        if not all(speed > 0 for speed in speeds):
+            return now  # one has measured nothing yet
+        new = balanced_counts(speeds, batch_size * self._size)
+        takes_s, would_take_s = (
+            max(count / speed for count, speed in zip(counts, speeds, strict=True)) for counts in (now, new)
+        )
+        return new if would_take_s <= (1 - self._least_gain) * takes_s else now
+
+    def share(self, counts: Sequence[int]) -> None:
+        """Take a step's samples so from the next one on, and measure anew."""
+        self.counts = tuple(counts)
+        self._samples, self._seconds = 0, 0.0
+
+    @override
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "counts": list(self.counts), "exchanges": self._exchanges}
+
+    @override
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        counts = state.get("counts", [])
+        self.counts = tuple(counts) if len(counts) in (0, self._size) else ()
+        self._exchanges = int(state.get("exchanges", 0))
+
+
+def balanced_counts(speeds: Sequence[float], total: int) -> list[int]:
+    """Share whole samples in proportion to speeds: 1 at least, the rest by largest remainders, of equal ones the first.
+
+    >>> balanced_counts([3.0, 3.0, 1.0], 14)
+    [6, 6, 2]
+    """
+    exact = [max(1.0, total * speed / sum(speeds)) for speed in speeds]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_remainder[: max(0, total - sum(counts))]:
+        counts[rank] += 1
+    while sum(counts) > total:  # where slow ones were raised to 1
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
+def _name(rank: int) -> str:
+    return f"samples per second of rank {rank}"
