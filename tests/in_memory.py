@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import select
@@ -57,6 +58,10 @@ class InMemoryTransport:
 
     def receive(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
         del key, answer
+
+    def quiet_s(self, rank: int) -> float:
+        del rank
+        return math.inf
 
     def failed_at(self, rank: int) -> bool:
         del rank

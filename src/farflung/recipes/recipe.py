@@ -148,12 +148,12 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "delayed",
-            "delayed updates: own ones at once, the mean once that can be there (Zhu et al. 2019)",
+            "delayed updates: own ones at once, then pulled towards the mean (after Zhu et al. 2019)",
             schedule="delayed(delay='auto')",
         ),
         Recipe(
             "dga",
-            "delayed gradient averaging: blocks of 5 steps, averaged 20 steps later (Zhu et al. 2021)",
+            "delayed gradient averaging: blocks of 5, pulled to their mean 20 steps later (after Zhu et al. 2021)",
             schedule="delayed(delay=20, period=5)",
         ),
         Recipe(
@@ -190,7 +190,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "streaming_diloco",
-            "Streaming DiLoCo: fragments in turn, in 4 bits, merged a step late; with AdamW (Douillard et al. 2025)",
+            "Streaming DiLoCo: fragments in turn, 4-bit QSGD, merged a step late; with AdamW (Douillard et al. 2025)",
             codec="qsgd(bits=4)",
             schedule="streaming_diloco(sync_every=48, fragments=4)",
             bucket_nbytes=1 << 16,

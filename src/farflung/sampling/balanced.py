@@ -20,7 +20,7 @@ class Balanced(Uniform):
     The :math:`RB` samples of a step are shared among its R replicas in proportion to the samples per second that each
     of them has computed since the last decision, so that all end their computation at about the same time (our choice;
     ScaDLES, eq. 1, does so for the rates of streams). The mean gradient is weighted by samples, so it is that of the
-    same :math:`RB` samples, whoever computes them. Every sample comes once per pass.
+    same :math:`RB` samples. Every sample comes once per pass.
 
     What replicas have measured rides on their exchanges, so all share alike; each decision is recorded, and a replay
     repeats it.
