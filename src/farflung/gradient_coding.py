@@ -31,10 +31,12 @@ class GradientCode:
     Args:
       matrix: :math:`B`, (n, n), float64.
       shares: for each replica the shares that its row names, in the order in which it computes them.
+      stragglers: s.
     """
 
     matrix: Tensor
     shares: tuple[tuple[int, ...], ...]
+    stragglers: int
 
     @property
     def size(self) -> int:
@@ -44,7 +46,12 @@ class GradientCode:
     @property
     def needed(self) -> int:
         """How many replicas are enough, n - s."""
-        return self.size - len(self.shares[0]) + 1
+        return self.size - self.stragglers
+
+    @property
+    def uncoded(self) -> bool:
+        """Whether each replica computes its own share alone, and a mean is of those that came."""
+        return len(self.shares[0]) <= self.stragglers
 
     def coefficients(self, rank: int) -> Tensor:
         """What a replica weighs each of its shares with, float64."""
@@ -91,17 +98,21 @@ def gradient_code(construction: str, size: int, stragglers: int, seed: int) -> G
     Raises:
       ConfigError: there is no such code.
 
+    ``"uncoded"`` is no code: each replica computes its own share, and a mean is of those that came; see
+    :class:`farflung.schedules.BackupWorkers`.
+
     References: Tandon et al. 2017, fractional and cyclic repetition; coefficients as in the authors' code.
     """
-    if construction not in CONSTRUCTIONS:
+    if construction not in (*CONSTRUCTIONS, "uncoded"):
         raise ConfigError(
             f"gradient_coding: construction {construction!r} must be one of {', '.join(CONSTRUCTIONS)}"
         )
     whole_option("gradient_coding", "stragglers", stragglers, 0)
     if stragglers >= size:
-        raise ConfigError(
-            f"gradient_coding: stragglers {stragglers} must be below the number of replicas, which is {size}"
-        )
+        raise ConfigError(f"stragglers {stragglers} must be below the number of replicas, which is {size}")
+    if construction == "uncoded":
+        own = tuple((rank,) for rank in range(size))
+        return GradientCode(torch.eye(size, dtype=torch.float64), own, stragglers)
     repeats = size % (stragglers + 1) == 0
     if construction == "fractional_repetition" and not repeats:
         raise ConfigError(
@@ -120,13 +131,13 @@ def _repeated(size: int, stragglers: int) -> GradientCode:
     matrix = torch.zeros(size, size, dtype=torch.float64)
     for rank, named in enumerate(shares):
         matrix[rank, list(named)] = 1.0
-    return GradientCode(matrix, shares)
+    return GradientCode(matrix, shares, stragglers)
 
 
 def _cyclic(size: int, stragglers: int, random: torch.Generator) -> GradientCode:
     shares = tuple(tuple((rank + behind) % size for behind in range(stragglers + 1)) for rank in range(size))
     drawn = [_cyclic_matrix(size, stragglers, shares, random) for _ in range(_DRAWS)]
-    return GradientCode(min(drawn, key=lambda matrix: float(matrix.abs().max())), shares)
+    return GradientCode(min(drawn, key=lambda matrix: float(matrix.abs().max())), shares, stragglers)
 
 
 def _cyclic_matrix(

@@ -50,7 +50,7 @@ def told(folder: RunFolder) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-BY_ARRIVAL = {"gradient_coding", "ssp"}
+BY_ARRIVAL = {"backup_workers", "gradient_coding", "ssp"}
 """Schedules whose exchanges are decided by who comes first."""
 PARTS: list[dict[str, Any]] = [
     {},

@@ -74,6 +74,9 @@ REFUSED = {
     "gradient_coding(1.5)": "gradient_coding: stragglers 1.5 must be a whole number",
     "gradient_coding(construction='mds')": "construction 'mds' must be one of auto, cyclic, fractional_repetition",
     "gradient_coding(seed=1)": "unexpected keyword argument 'seed'",
+    "backup_workers(0)": "backup_workers: stragglers 0 must be at least 1",
+    "backup_workers(grace_s=-1)": "backup_workers: grace_s -1 must be a number of at least 0",
+    "backup_workers(late_steps=-1)": "backup_workers: late_steps -1 must be at least 0",
     "lazy": "unknown schedule 'lazy'",
 }
 
@@ -158,7 +161,8 @@ def test_attach_says_what_it_carries() -> None:
     assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
     assert said(schedule="ssp") == "no: its server has to know how many steps there are"
     assert (
-        said(schedule="gradient_coding") == "no: a replica computes shares of others too, which a code weighs"
+        said(schedule="gradient_coding")
+        == "no: rank 0 makes means of what comes first, and a code weighs the shares of a batch"
     )
     assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"

@@ -41,7 +41,7 @@ FAMILIES = {
     "collective": sorted(set(COLLECTIVES) - {"native"}),
     # Sums that follow arrivals: see test_a_server_does_what_it_did_once_more, and what comes after it.
     "schedule": [
-        *sorted(set(SCHEDULES) - {"gradient_coding", "ssp"} - set(IN_BLOCKS)),
+        *sorted(set(SCHEDULES) - {"backup_workers", "gradient_coding", "ssp"} - set(IN_BLOCKS)),
         *IN_BLOCKS.values(),
         "delayed(3, pull='swap')",
     ],

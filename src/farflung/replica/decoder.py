@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.comm.staging import moved
-from farflung.errors import DeadlinePassed
+from farflung.errors import DeadlinePassed, ProtocolError
 from farflung.files import deciding
 from farflung.gradient_coding import GradientCode
 from farflung.replica.server import Inside
@@ -22,6 +22,7 @@ from farflung.types import (
     CodingCost,
     Contribution,
     Decision,
+    Decode,
     Payload,
     Reduced,
     Runtime,
@@ -53,6 +54,7 @@ class Decoder:
       numbers: how many ride beside each of them.
       begin: the steps that all have done.
       steps: the steps after which the run ends.
+      merge: how long late sums are waited for, and for how long they are of use.
     """
 
     def __init__(
@@ -63,9 +65,12 @@ class Decoder:
         numbers: int,
         begin: int,
         steps: int,
+        merge: Decode,
     ) -> None:
         self._runtime, self._code, self._flats, self._numbers = runtime, code, flats, numbers
-        self._step = begin
+        self._step, self._merge = begin, merge
+        self._late: dict[int, dict[tuple[int, int], Pending[Payload]]] = {number: {} for number in flats}
+        """Sums that were late, of each part, by step and rank; without a code, which needs the sums of one step."""
         self._inside = Inside()
         self.channels: dict[Tag, ExchangeChannel] = {}
         """Of answers that count as no exchange's of rank 0 yet, by their tags."""
@@ -73,7 +78,7 @@ class Decoder:
 
     def push(self, payload: Payload, tag: Tag) -> None:
         """A sum of rank 0's; dropped where its step is over."""
-        if tag.exchange >= Purpose.STEP.at(self._step):
+        if self._merge.late_steps or tag.exchange >= Purpose.STEP.at(self._step):
             self._inside.send(payload, tag)
 
     def answer(self, tag: Tag) -> Pending[Payload]:
@@ -87,9 +92,10 @@ class Decoder:
             parts = [self._runtime.launch(self._decode(number)) for number in self._flats]
             stops = [await part for part in parts]
             self._step += 1
-            comm.forget(exchange)
-            for number in self._flats:
-                self._inside.forget(Tag(exchange, number, PUSH))
+            if not self._merge.late_steps:
+                comm.forget(exchange)
+                for number in self._flats:
+                    self._inside.forget(Tag(exchange, number, PUSH))
             if stops[0]:  # the first part's votes are those that count
                 return
 
@@ -97,19 +103,25 @@ class Decoder:
         """Decodes one part of the step; returns whether a rank among the decoded ones was asked to stop."""
         own, flat = self._runtime.comm.rank, self._flats[number]
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self._step), number)
-        expect = TensorSpec.of(flat), TensorSpec((self._numbers,), torch.float64)
+        spec = TensorSpec.of(flat), TensorSpec((self._numbers,), torch.float64)
+        expect = None if self._merge.late_steps else spec
         pushes = [
             self._inside.recv(channel.tag(PUSH)) if rank == own else channel.recv(rank, PUSH, expect)
             for rank in range(channel.size)
         ]
-        chosen = await self._chosen(number, pushes)
-        coefficients = self._code.decoding(chosen)
-        mean, sides = torch.zeros_like(flat), []
-        for rank, coefficient in zip(chosen, coefficients.tolist(), strict=True):
-            coded, side = pushes[rank].result().tensors()
-            share, tensor = coefficient / channel.size, moved(coded, flat.device)
+        chosen, late = await self._chosen(number, pushes)
+        kept = self._late[number]
+        sums = [pushes[rank].result() for rank in chosen] + [kept.pop(at).result() for at in late]
+        if self._merge.late_steps:
+            kept.update(
+                {(self._step, rank): pushes[rank] for rank in range(channel.size) if rank not in chosen}
+            )
+        sides = [_checked(each, spec)[1] for each in sums]
+        coefficients = self._coefficients(chosen, [float(side[0]) for side in sides])
+        mean = torch.zeros_like(flat)
+        for each, coefficient in zip(sums, coefficients.tolist(), strict=True):
+            share, tensor = coefficient / channel.size, moved(next(each.tensors()), flat.device)
             channel.compute(CodingCost("add", "", flat.numel()), partial(mean.add_, tensor, alpha=share))
-            sides.append(side)
         rider = decoded([side[1:] for side in sides], coefficients)
         whole = all(float(side[0]) > 0 for side in sides)
         weight = torch.tensor([float(channel.size * whole)], dtype=torch.float64)
@@ -121,40 +133,100 @@ class Decoder:
         self._inside.send(answer, channel.tag(ANSWER))
         return asks_to_stop(rider)
 
-    async def _chosen(self, number: int, pushes: Sequence[Pending[Payload]]) -> list[int]:
-        """Whose sums are decoded, by rank: the first that are enough, or those of the run that is replayed."""
+    def _coefficients(self, chosen: Sequence[int], weights: Sequence[float]) -> Tensor:
+        """What sums are weighed with, times the number of replicas: as their code says, or as their batches weigh."""
+        if not self._code.uncoded:
+            return self._code.decoding(chosen)
+        whole = sum(weights)
+        return torch.full((len(weights),), self._code.size / whole if whole else 0.0, dtype=torch.float64)
+
+    async def _chosen(
+        self, number: int, pushes: Sequence[Pending[Payload]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Whose sums are decoded, by rank, and which late ones, by step and rank.
+
+        The first that are enough and those that come within the grace after them, or those of the run that is replayed.
+        """
         at = self._step * len(self._flats) + list(self._flats).index(number)
         told = self._runtime.decisions.replayed(DECODED, at, self._runtime.comm.rank)
-        wanted = None if told is None else self._read(told)
+        wanted, wanted_late = (None, []) if told is None else self._read(told, number)
         came: list[int] = []
         enough: Pending[list[int]] = Pending()
+
+        async def end_grace() -> None:
+            await self._runtime.sleep_until(self._runtime.now() + self._merge.grace_s)
+            enough.set(sorted(came))
 
         def arrived(rank: int, push: Pending[Payload]) -> None:
             if push.error is not None:
                 enough.fail(push.error)
                 return
             came.append(rank)
-            if len(came) == self._code.needed if wanted is None else set(wanted) <= set(came):
-                enough.set(sorted(came) if wanted is None else wanted)
+            if wanted is not None:
+                if set(wanted) <= set(came):
+                    enough.set(wanted)
+            elif len(came) == self._code.size or (len(came) == self._code.needed and not self._merge.grace_s):
+                enough.set(sorted(came))
+            elif len(came) == self._code.needed:
+                self._runtime.launch(end_grace())
 
         for rank, push in enumerate(pushes):
             push.on_done(partial(arrived, rank))
         chosen = await enough
-        self._runtime.decide_own(DECODED, at, lambda: [*chosen])
-        return chosen
+        late = wanted_late if wanted is not None else self._late_ones(number)
+        for step, rank in wanted_late:
+            await self._late[number][step, rank]
+        if self._merge.late_steps:
+            self._runtime.decide_own(DECODED, at, lambda: [[*chosen], [[*one] for one in late]])
+        else:
+            self._runtime.decide_own(DECODED, at, lambda: [*chosen])
+        return chosen, late
 
-    def _read(self, told: Decision) -> list[int]:
+    def _late_ones(self, number: int) -> list[tuple[int, int]]:
+        """The late sums of a part that have come meanwhile; what is of no use any more is dropped."""
+        kept = self._late[number]
+        for at, push in list(kept.items()):
+            if push.done and (
+                push.error is not None or _is_empty(push) or self._step > at[0] + self._merge.late_steps
+            ):
+                del kept[at]
+        return sorted(at for at, push in kept.items() if push.done)
+
+    def _read(self, told: Decision, number: int) -> tuple[list[int], list[tuple[int, int]]]:
         with deciding(told.name, told.step):
-            ranks: Any = told.value
-            known = range(self._code.size)
-            if sorted(set(ranks)) != ranks or not set(ranks) <= {*known} or len(ranks) != self._code.needed:
-                raise ValueError(f"{ranks!r} are not {self._code.needed} ranks")
-        return [int(rank) for rank in ranks]
+            value: Any = told.value
+            ranks, late = value if self._merge.late_steps else (value, [])
+            known, needed = range(self._code.size), self._code.needed
+            count = range(needed, self._code.size + 1) if self._code.uncoded else [needed]
+            if sorted(set(ranks)) != ranks or not set(ranks) <= {*known} or len(ranks) not in count:
+                raise ValueError(f"{ranks!r} are not {needed} ranks")
+            found = [(int(step), int(rank)) for step, rank in late]
+            if not set(found) <= self._late[number].keys():
+                raise ValueError(f"{late!r} are not late")
+        return [int(rank) for rank in ranks], found
 
     def _ended(self, task: Pending[None]) -> None:
         """A task that fails ends the waits inside rank 0, which have no deadline of their own."""
         if task.error is not None:
             self._inside.end(task.error)
+
+
+def _is_empty(push: Pending[Payload]) -> bool:
+    """Whether a replica has left out the step that it was to send a sum of."""
+    return not next(push.result().tensors()).numel()
+
+
+def _checked(sum_: Payload, spec: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a sum, where it is as long as gradients and what rides beside them.
+
+    Raises:
+      ProtocolError: it is not.
+    """
+    tensors = tuple(sum_.tensors())
+    found = tuple(TensorSpec.of(tensor) for tensor in tensors)
+    if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in spec]:
+        raise ProtocolError(f"a sum of {found} in the place of {spec}")
+    return tensors
 
 
 class ByDecoder:
@@ -166,13 +238,20 @@ class ByDecoder:
       flats: see :class:`Decoder`.
       rider: how many numbers ride beside a gradient.
       steps: see :class:`Decoder`.
+      merge: see :class:`Decoder`.
     """
 
     def __init__(
-        self, runtime: Runtime, code: GradientCode, flats: Mapping[int, Tensor], rider: int, steps: int
+        self,
+        runtime: Runtime,
+        code: GradientCode,
+        flats: Mapping[int, Tensor],
+        rider: int,
+        steps: int,
+        merge: Decode,
     ) -> None:
         self._runtime, self._code, self._flats = runtime, code, flats
-        self._numbers, self._steps = 1 + rider, steps
+        self._numbers, self._steps, self._merge = 1 + rider, steps, merge
         self._decoder: Decoder | None = None
         self._left_out = -1
         """The last step that this replica has not computed."""
@@ -187,7 +266,9 @@ class ByDecoder:
     def open(self, step: int) -> None:
         """Before a step; at the first one rank 0 becomes the decoder."""
         if self._decoder is None and self._runtime.comm.rank == 0:
-            self._decoder = Decoder(self._runtime, self._code, self._flats, self._numbers, step, self._steps)
+            self._decoder = Decoder(
+                self._runtime, self._code, self._flats, self._numbers, step, self._steps, self._merge
+            )
 
     def ahead(self, step: int) -> bool:
         """Whether the means of a step were there when the one before was merged, so that its replica leaves it out."""
@@ -205,9 +286,11 @@ class ByDecoder:
         """Sends the coded sum, unless the step is left out, and brings the mean."""
         del slot
         tag, left = channel.tag(ANSWER), done(None)
-        if step != self._left_out:
+        if step != self._left_out or self._merge.late_steps:
             side = torch.cat([torch.tensor([own.weight], dtype=torch.float64), own.rider])
-            payload = Payload((own.tensor, side))
+            tensor = own.tensor if step != self._left_out else own.tensor[:0]
+            # One that is late is read after the replica has gone on.
+            payload = Payload((tensor.clone() if self._merge.late_steps else tensor, side))
             if self._decoder is None:
                 left = channel.send(payload, 0, PUSH)
             else:

@@ -8,6 +8,7 @@ from farflung.types import Schedule
 
 if TYPE_CHECKING:
     from farflung.schedules.adacomm import AdaComm
+    from farflung.schedules.backup_workers import BackupWorkers
     from farflung.schedules.delayed import Delayed, DelayedGradient
     from farflung.schedules.diloco import DiLoCo, StreamingDiLoCo
     from farflung.schedules.gradient_coding import GradientCoding
@@ -21,6 +22,7 @@ __all__ = [
     "SCHEDULES",
     "SSP",
     "AdaComm",
+    "BackupWorkers",
     "Delayed",
     "DelayedGradient",
     "DiLoCo",
@@ -36,6 +38,7 @@ SCHEDULES: Registry[Schedule] = Registry(
     __name__,
     {
         "adacomm": "AdaComm",
+        "backup_workers": "BackupWorkers",
         "delayed": "Delayed",
         "delayed_gradient": "DelayedGradient",
         "diloco": "DiLoCo",

@@ -135,6 +135,8 @@ class Decode:
     Args:
       stragglers: s, the replicas that are not waited for.
       construction: of the code; see :func:`farflung.gradient_coding.gradient_code`.
+      grace_s: seconds for which others are waited for once enough have come; without a code.
+      late_steps: for how many steps a sum that was late is taken into a later mean; without a code.
     """
 
     moves: ClassVar[Moved] = "gradient"
@@ -142,6 +144,8 @@ class Decode:
 
     stragglers: int
     construction: str
+    grace_s: float = 0.0
+    late_steps: int = 0
 
 
 OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]

@@ -39,7 +39,7 @@ class Decoding(Merger):
     @override
     def needs_the_loop(merge: Decode) -> str:
         del merge
-        return "a replica computes shares of others too, which a code weighs"
+        return "rank 0 makes means of what comes first, and a code weighs the shares of a batch"
 
     @override
     def carrier(
@@ -49,7 +49,7 @@ class Decoding(Merger):
         assert steps is not None
         code = gradient_code(self._merge.construction, runtime.comm.size, self._merge.stragglers, seed)
         flats = {bucket.index: self._buckets.flat(bucket.index) for bucket in self._buckets.buckets}
-        self._by_decoder = ByDecoder(runtime, code, flats, rider, steps)
+        self._by_decoder = ByDecoder(runtime, code, flats, rider, steps, self._merge)
         return self._by_decoder
 
     @override
