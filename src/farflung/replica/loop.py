@@ -486,16 +486,20 @@ class Replica:
             self._rates,
             step=step,
             samples=self._samples,
-            size=self.runtime.comm.size
-            if self.runtime.elastic is None
-            else len(self.runtime.elastic.changes[0].ranks),
+            size=self._first_size,
             scale=self.parts.scaling.factor(share) if self.parts.scales else None,
         )
 
     def _scale_rate(self, step: int) -> None:
         """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
         if self.parts.scales:
-            self._set_rate(step, self._exchanges.merged_weight / self.runtime.comm.size)
+            self._set_rate(step, self._exchanges.merged_weight / self._first_size)
+
+    @property
+    def _first_size(self) -> int:
+        """The replicas that the run began with."""
+        elastic = self.runtime.elastic
+        return self.runtime.comm.size if elastic is None else len(elastic.changes[0].ranks)
 
     # --- its pieces -------------------------------------------------------------------------------------------
 

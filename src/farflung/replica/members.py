@@ -75,7 +75,7 @@ class Parts:
             )
         if self.hold_shares or not self.even or not hasattr(self.sampler, "give_back"):
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
-        return "--scaling needs all replicas: leave it out" if self.scales else ""
+        return ""
 
     @property
     def scales(self) -> bool:
