@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import farflung
-from farflung.devices import DeviceProfile
 from farflung.errors import DataError
-from farflung.faults import FaultPlan
 from farflung.replica import Summary, TimeSplit
-from farflung.report import as_text, score_words, summary_table
-from farflung.report.tables import slowest_words
+from farflung.report import score_words, summary_table
 
 SPLIT = TimeSplit(compute=2000.0, exposed_communication=2900.0, data_wait=0.0, other=100.0)
 SUMMARY = Summary(
@@ -131,25 +127,3 @@ def test_an_absent_part_of_the_time_is_named(name: str) -> None:
     del split[name]
     with pytest.raises(DataError, match=f"no number {name}"):
         summary_table({**SUMMARY.to_json(), "time_s": split})
-
-
-def test_the_slowest_replica_is_named_with_its_reason() -> None:
-    run = farflung.simulate(
-        "synthetic/quadratic", workers=4, steps=10, network="wifi-100mbps",
-        device=DeviceProfile("slow", 0.01), faults=FaultPlan().slow(2, factor=3.0, at_s=0.0),
-    )  # fmt: skip
-    assert "rank 2 computes for" in as_text(run.table())
-    even: dict[str, Any] = {
-        "time_s": {
-            "compute": 4.0,
-            "exposed_communication": 9.0,
-            "data_wait": 0.1,
-            "evaluation": 0.0,
-            "other": 0.0,
-        }
-    }
-    waits = {"time_s": {**even["time_s"], "data_wait": 2.0}}
-    assert slowest_words({0: even, 1: even, 2: even}) is None
-    assert slowest_words({0: even}) is None
-    assert slowest_words({0: even, 1: waits, 2: even}) == "rank 1 waits for data for 2 s, others for 0.1 s"
-    assert "slowest" not in as_text(summary_table(run.summary))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,7 @@ from farflung.types import Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "PLAIN_WIDTH",
-    "as_text",
-    "duration_words",
-    "new_table",
-    "score_words",
-    "slowest_words",
-    "summary_table",
-]
+__all__ = ["PLAIN_WIDTH", "as_text", "duration_words", "new_table", "score_words", "summary_table"]
 
 PLAIN_WIDTH = 200
 """Columns of a table that does not go to a terminal."""
@@ -63,20 +54,13 @@ def score_words(score: float) -> tuple[str, str]:
     return ("accuracy", f"{100 * score:.1f} %") if 0 <= score <= 1 else ("score", f"{score:.4g}")
 
 
-def summary_table(
-    summary: Mapping[str, Json],
-    *,
-    title: str = "",
-    simulated: bool = False,
-    ends: Mapping[int, Mapping[str, Json]] | None = None,
-) -> Table:
+def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bool = False) -> Table:
     """The end of a run as two columns: what, and how much.
 
     Args:
       summary: what :meth:`farflung.replica.Summary.to_json` gives, or an ``end`` event.
       title: stands above the table.
       simulated: says so beside every time.
-      ends: the ``end`` event of each rank, of which the slowest is named.
 
     Raises:
       DataError: a figure is absent; names it.
@@ -120,8 +104,6 @@ def summary_table(
         if seconds[name] or name not in SELDOM:
             share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
             table.add_row(f"  {words}{clock}", f"{duration_words(seconds[name])}  {share}")
-    if (slow := slowest_words(ends or {})) is not None:
-        table.add_row(f"slowest replica{clock}", slow)
     if "coding_s" in summary:
         coding = figure("coding_s")
         each = duration_words(coding / max(1.0, figure("steps")))
@@ -130,31 +112,6 @@ def summary_table(
     if isinstance(unknown, list):
         table.add_row("coding not charged", ", ".join(str(method) or "plain sums" for method in unknown))
     return table
-
-
-def slowest_words(ends: Mapping[int, Mapping[str, Json]]) -> str | None:
-    """Name the replica that the others wait for, with the part of its time that is longer than theirs.
-
-    Args:
-      ends: the ``end`` event of each rank.
-
-    Returns:
-      The words; ``None`` where no replica's computation and waits for data take a tenth longer than the others'.
-    """
-    parts = {"computes": ("compute", "scoring"), "waits for data": ("data_wait",)}
-    taken = {
-        rank: {what: sum(split[name] for name in names) for what, names in parts.items()}
-        for rank, end in ends.items()
-        for split in [time_split(end, f"the end of rank {rank}")]
-    }
-    if len(taken) < 2:
-        return None
-    rank = max(taken, key=lambda each: sum(taken[each].values()))
-    others = {what: statistics.median(taken[x][what] for x in taken if x != rank) for what in parts}
-    if sum(taken[rank].values()) <= 1.1 * sum(others.values()):
-        return None
-    what = max(parts, key=lambda each: taken[rank][each] - others[each])
-    return f"rank {rank} {what} for {duration_words(taken[rank][what])}, others for {duration_words(others[what])}"
 
 
 def _sampling_words(sampling: Mapping[str, Json]) -> str:

@@ -80,13 +80,7 @@ class Run:
         from farflung.report import summary_table
 
         with reading(self.files.summary, "damaged; its figures cannot be told", DataError):
-            ends = {
-                rank: event
-                for rank, events in self.events.items()
-                for event in events
-                if event["event"] == "end" and isinstance(event.get("time_s"), dict)
-            }
-            return summary_table(self.summary, simulated=self.simulated, ends=ends)
+            return summary_table(self.summary, simulated=self.simulated)
 
     def picture(self, path: Path | str | None = None) -> Path:
         """Draws loss, score and time; to ``run.png`` in the run's folder when no path is given.
