@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
     from farflung.report.sampling import sampling_picture
+    from farflung.report.slowest import slowest
     from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
     from farflung.report.tensorboard import TensorBoard
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
@@ -44,6 +45,7 @@ __all__ = [
     "run_picture",
     "sampling_picture",
     "score_words",
+    "slowest",
     "sent_by_kind",
     "summary_table",
     "traffic_picture",
