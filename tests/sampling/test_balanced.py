@@ -65,7 +65,9 @@ def test_all_end_their_computation_together_and_a_step_takes_as_many_samples() -
     both = {"workers": 4, "steps": 40, "device": DEVICE, "faults": SLOW}
     plain, _ = told(**both)
     run, events = told(sampler="balanced(every=4)", **both)
-    assert shares(events) == [[15, 14, 14, 5]] * 10, "of equal devices the first takes the sample that is left over"
+    assert shares(events) == [[15, 14, 14, 5]] * 10, (
+        "of equal devices the first takes the sample that is left over"
+    )
     assert run.summary["samples"] == plain.summary["samples"] == 40 * 48
     assert shares(events) == shares(events, 3)
     late = [event for event in events if event["event"] == "step" and int(str(event["step"])) > 30]
@@ -75,7 +77,9 @@ def test_all_end_their_computation_together_and_a_step_takes_as_many_samples() -
     assert max(took) < 1.1 * min(took)
     assert float(str(run.summary["duration_s"])) < 0.6 * float(str(plain.summary["duration_s"]))
     weights = plain.state_dict()["w"]
-    assert torch.allclose(run.state_dict()["w"], weights, rtol=1e-4, atol=1e-5), "the mean of the same samples"
+    assert torch.allclose(run.state_dict()["w"], weights, rtol=1e-4, atol=1e-5), (
+        "the mean of the same samples"
+    )
     assert not torch.allclose(told(**both, seed=1)[0].state_dict()["w"], weights, rtol=1e-4, atol=1e-5)
 
 
@@ -144,7 +148,12 @@ def test_a_resumed_run_decides_as_a_whole_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("counts", ["[24]", "[24, 0]", "[20, 5]", "[12.0, 12]", "{}", '"even"'])
 def test_a_log_of_other_shares_is_refused_in_one_line(counts: str, tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
-    settings: dict[str, Any] = {"workers": 2, "steps": 8, "sampler": "balanced(every=4)", "collective": "direct"}
+    settings: dict[str, Any] = {
+        "workers": 2,
+        "steps": 8,
+        "sampler": "balanced(every=4)",
+        "collective": "direct",
+    }
     run, _ = told(**settings)
     log.write_text(run.files.decisions.read_text().replace("[12,12]", counts))
     with pytest.raises(ConfigError, match=r"decision 'shares' at step 3"):
@@ -180,12 +189,27 @@ def test_auto_in_a_file(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (["--elastic", "1"], "sampler balanced (--batch-size auto) needs all replicas"),
-        (["--partition", "iid"], "(--batch-size auto): all replicas draw from the whole set: leave out --partition"),
-        (["--recipe", "mercury"], "--batch-size auto: shares out what the uniform sampler draws, and this is sampler g"),
+        (
+            ["--partition", "iid"],
+            "(--batch-size auto): all replicas draw from the whole set: leave out --partition",
+        ),
+        (
+            ["--recipe", "mercury"],
+            "--batch-size auto: shares out what the uniform sampler draws, and this is sampler g",
+        ),
         (["--sampler", "grouped_importance"], "and this is sampler grouped_importance: give a number"),
-        (["--stream", "rate(20)"], "(--batch-size auto): shares out samples that all replicas have: leave out --str"),
-        (["--sharing", "injection"], "(--batch-size auto): shares out samples that all replicas have: leave out --str"),
-        (["--recipe", "gradient_coding"], "--batch-size auto: schedule gradient_coding(stragglers=1): whole gradients"),
+        (
+            ["--stream", "rate(20)"],
+            "(--batch-size auto): shares out samples that all replicas have: leave out --str",
+        ),
+        (
+            ["--sharing", "injection"],
+            "(--batch-size auto): shares out samples that all replicas have: leave out --str",
+        ),
+        (
+            ["--recipe", "gradient_coding"],
+            "--batch-size auto: schedule gradient_coding(stragglers=1): whole gradients",
+        ),
         (["--recipe", "ssp"], "--batch-size auto: schedule ssp(bound=2): its server takes whole updates"),
     ],
 )

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Protocol, TypeVar, get_args, get_origin, get_type_hints, Union
+from typing import Annotated, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo

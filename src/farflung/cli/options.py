@@ -64,7 +64,7 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
                 about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
                 kind: Any = setting.kind
                 if setting.words:
-                    kind |= Literal[setting.words]  # type: ignore[valid-type]
+                    kind |= Literal[setting.words]
                 command.__annotations__[name] = Annotated[kind | None, about]
                 setattr(command, name, None)
         return command

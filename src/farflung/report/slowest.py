@@ -12,7 +12,7 @@ from farflung.types import Json
 __all__ = ["slowest"]
 
 LEAST = 0.1
-"""Of a step: what takes less holds up nobody."""
+"""Of a step: what takes less holds up no replica."""
 
 
 def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
@@ -33,7 +33,10 @@ def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
         return None
     rank = max(times, key=lambda one: times[one]["compute"] + times[one]["data"])
     own = times.pop(rank)
-    lead = {name: own[name] - statistics.median(one[name] for one in times.values()) for name in ("compute", "data")}
+    lead = {
+        name: own[name] - statistics.median(one[name] for one in times.values())
+        for name in ("compute", "data")
+    }
     reason, held_s = max(lead, key=lead.__getitem__), sum(lead.values())
     link = own["exposed"] >= held_s
     share = (own["exposed"] if link else held_s) / own["duration"] if own["duration"] else 0.0
