@@ -210,6 +210,7 @@ def test_auto_in_a_file(tmp_path: Path) -> None:
             ["--recipe", "gradient_coding"],
             "--batch-size auto: schedule gradient_coding(stragglers=1): whole gradients",
         ),
+        (["--schedule", "backup_workers"], "--batch-size auto: schedule backup_workers: whole gradients"),
         (["--recipe", "ssp"], "--batch-size auto: schedule ssp(bound=2): its server takes whole updates"),
     ],
 )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
+    from farflung.report.bottleneck import slowest
     from farflung.report.buffers import buffers_picture
     from farflung.report.coded import coded_picture
     from farflung.report.comparison import (
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
     from farflung.report.sampling import sampling_picture
-    from farflung.report.slowest import slowest
     from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
     from farflung.report.tensorboard import TensorBoard
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
