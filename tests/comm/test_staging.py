@@ -14,7 +14,7 @@ from farflung.gradient_coding import gradient_code
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.replica.decoder import ByDecoder
 from farflung.replica.votes import OF_VOTES
-from farflung.types import CodecState, Contribution, Payload, Reducer, Runtime, StateSlot
+from farflung.types import CodecState, Contribution, Decode, Payload, Reducer, Runtime, StateSlot
 from tests.helpers import Cluster, joined, number_in, numbered, parted, same_bits
 from tests.reducers.replicas import Replica, run
 
@@ -97,7 +97,7 @@ def test_a_coded_sum_that_is_still_being_copied_holds_its_replica_up(monkeypatch
     runtimes = joined(3)
 
     async def step(runtime: Runtime) -> None:
-        carrier = ByDecoder(runtime, code, {0: torch.zeros(5)}, len(OF_VOTES), 1)
+        carrier = ByDecoder(runtime, code, {0: torch.zeros(5)}, len(OF_VOTES), 1, Decode(0, "auto"))
         carrier.open(0)
         own = Contribution(torch.ones(5), 1.0, torch.zeros(len(OF_VOTES), dtype=torch.float64))
         channel = ExchangeChannel(runtime.comm, Purpose.STEP.at(0), 0)

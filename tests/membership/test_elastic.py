@@ -295,7 +295,7 @@ def checked(seed: int) -> Ended:
 
 PRESETS = (
     "synchronous", "ring", "powersgd", "parameter_server", "pipe_sgd", "dga", "local_sgd", "post_local_sgd", "diloco",
-    "streaming_diloco", "sparse_loco", "demo",
+    "streaming_diloco", "sparse_loco", "demo", "synchronous(scaling=linear)",
 )  # fmt: skip
 
 
@@ -305,6 +305,16 @@ def test_seeded_plans_of_each_preset(preset: str) -> None:
         draw = random.Random(seed)
         size, faults = plan_of(draw, True, seed % 2 == 1, [0.05, 0.2, 0.4])
         check(run(size, faults, preset, seed=seed, **{**LONG, "steps": 40}))
+
+
+def test_the_learning_rate_follows_the_number_of_samples() -> None:
+    plan = FaultPlan().crash(3, at_step=4).crash(2, at_step=5)
+    ended = run(4, plan, "synchronous(scaling=linear)")
+    check(ended)
+    rates = [
+        event["learning_rate"] for event in ended.events if event["event"] == "step" and event["rank"] == 0
+    ]
+    assert rates[-1] == pytest.approx(float(str(rates[0])) / 2)
 
 
 @pytest.mark.parametrize("preset", sorted(set(RECIPES) - set(PRESETS)))

@@ -13,10 +13,11 @@ import torch
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
 from farflung.reducers import REDUCERS
+from farflung.replica import Checkpoints
 from farflung.schedules import SCHEDULES
 from farflung.workloads import workload
 from tests.covering import covering
-from tests.pool import Pool
+from tests.pool import Pool, digest
 from tests.worlds import jobs
 
 IDENTITY = {"codec": "identity", "reducer": "codec", "collective": "direct", "schedule": "synchronous"}
@@ -138,6 +139,29 @@ def test_who_has_sent_what_to_whom_is_alike_in_both_worlds(pool: Pool, schedule:
     for end in real:
         sent = end["bytes_sent_to"]
         assert sum(sum(sent.get(kind, ())) for kind in OF_STEPS) == end["bytes_sent_per_replica"]
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
+def test_batches_by_speed_are_alike_in_both_worlds(pool: Pool, schedule: str, tmp_path: Path) -> None:
+    """Where each replica takes a share of the samples by what was measured on real ones."""
+    sampler = "balanced(every=2, least_gain=0)"
+    run: dict[str, Any] = {
+        "parts": {**IDENTITY, "schedule": schedule, "sampler": sampler},
+        "steps": 12,
+        "batch_size": 8,
+        "settings": {"evaluate_every": 0, "checkpoint_every": 6},
+    }
+    found = pool.run(3, "tests.worlds.jobs.wall_whole", folder=str(tmp_path / "wall"), **run)
+    real, decided = [end for end, _ in found], found[0][1]
+    shares = [decision.value for decision in decided if decision.name == "shares"]
+    assert len(shares) > 4
+    assert all(sum(each) == 24 and min(each) >= 1 for each in shares)
+    folder = str(tmp_path / "virtual")
+    simulated = jobs.virtual_whole(3, folder=folder, count_evaluation=False, replay=decided, **run)
+    for name in ("final_loss", "final_accuracy", "samples", "bytes_sent_to"):
+        assert [end[name] for end in simulated] == [end[name] for end in real], name
+    one, other = (Checkpoints(tmp_path / world, 0, 3, leader=True).load(12) for world in ("wall", "virtual"))
+    assert digest(one[0]["model"]) == digest(other[0]["model"])
 
 
 @pytest.mark.gpu

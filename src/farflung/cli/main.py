@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -122,9 +122,10 @@ def spoken(command: type[T]) -> type[T]:
     """
     for name, hint in get_type_hints(command, include_extras=True).items():
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        kinds = get_args(plain)
-        if get_origin(plain) is UnionType and len(kinds) == 2 and kinds[1] is type(None):
-            metavar = None if kinds[0] is bool else kinds[0].__name__.upper()
+        if get_origin(plain) in (UnionType, Union) and get_args(plain)[-1] is type(None):
+            kind, *words = get_args(plain)[:-1]
+            named = "|".join((kind.__name__.upper(), *(word for one in words for word in get_args(one))))
+            metavar = None if kind is bool else named
             said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
             command.__annotations__[name] = Annotated[hint, tyro.conf.DisallowNone, said]
     return command

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -62,7 +62,10 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
             if not hasattr(command, name):
                 words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
                 about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
-                command.__annotations__[name] = Annotated[setting.kind | None, about]
+                kind: Any = setting.kind
+                if setting.words:
+                    kind |= Literal[setting.words]
+                command.__annotations__[name] = Annotated[kind | None, about]
                 setattr(command, name, None)
         return command
 

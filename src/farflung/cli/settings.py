@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeAlias, get_args, get_type_hints
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from farflung.errors import ConfigError
 from farflung.files import json_of, read_text, reading, toml_of
@@ -27,16 +27,17 @@ WORDS: dict[type, str] = {
 """What a file must hold for an option of each type."""
 
 
-def option_types(command: type, without: Iterable[str]) -> dict[str, type]:
+def option_types(command: type, without: Iterable[str]) -> dict[str, Any]:
     """The options of a command and the type of each, except ``without``; ``int | None`` is an int."""
     kinds = get_type_hints(command)
     hints = {field.name: kinds[field.name] for field in fields(command) if field.name not in without}
     return {
-        name: get_args(hint)[0] if isinstance(hint, types.UnionType) else hint for name, hint in hints.items()
+        name: Union[get_args(hint)[:-1]] if get_origin(hint) in (types.UnionType, Union) else hint  # noqa: UP007
+        for name, hint in hints.items()
     }
 
 
-def read_settings(path: Path, known: Mapping[str, type], ignored: Collection[str] = ()) -> dict[str, Setting]:
+def read_settings(path: Path, known: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Setting]:
     """The settings in a file; its keys are the names of options, with ``-`` or ``_``.
 
     Args:
@@ -65,7 +66,10 @@ def read_settings(path: Path, known: Mapping[str, type], ignored: Collection[str
     return settings
 
 
-def _checked(path: Path, key: str, value: object, kind: type) -> Setting:
+def _checked(path: Path, key: str, value: object, hint: Any) -> Setting:
+    kind, *words = get_args(hint) or (hint,)
+    if isinstance(value, str) and any(value in get_args(word) for word in words):
+        return value
     if kind is float and type(value) is int:
         return float(value)
     if kind is Path and isinstance(value, str) and value:

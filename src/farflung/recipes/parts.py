@@ -15,7 +15,7 @@ from farflung.recipes.recipe import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.replica.merges import takes_whole
-from farflung.sampling import SAMPLERS, Balanced, Uniform
+from farflung.sampling import BALANCED, SAMPLERS, Balanced, Uniform
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
@@ -51,6 +51,8 @@ def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
     schedule: Schedule = _made("schedule", recipe.schedule, SCHEDULES, "plan")
     derived = derive(seed, "sampler", *([] if share is None else [share]))
     sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
+    if share is not None and isinstance(sampler, Balanced):
+        raise ConfigError(f"{BALANCED}: all replicas draw from the whole set: leave out --partition")
     if why := takes_whole(schedule):
         _check_alone(recipe, sampler, why)
     for merge in schedule.merges:

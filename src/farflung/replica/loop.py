@@ -157,10 +157,6 @@ class Replica:
                 "(--partition iid)"
             )
         if isinstance(parts.sampler, Balanced):
-            if self.share is not None:
-                raise ConfigError(
-                    "sampler balanced: all replicas draw from the whole set: leave out --partition"
-                )
             parts.sampler.meet(comm.rank, comm.size)
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
@@ -373,7 +369,7 @@ class Replica:
         told = self._drawing.commit(self.step_done)
         if isinstance(self.parts.sampler, Balanced):
             self.parts.sampler.computed(samples, computed - fetched)
-            self._share_out(self.parts.sampler, settled)
+            await self._share_out(self.parts.sampler, settled)
         exposed = (merged - scored) + (now() - updated)
         if self._scoring is not None and spare is not None:
             wait_s = self._exchanges.arrived_s - computed
@@ -392,20 +388,19 @@ class Replica:
         self.step_done += 1
         return settled
 
-    def _share_out(self, sampler: Balanced, settled: Settled) -> None:
+    async def _share_out(self, sampler: Balanced, settled: Settled) -> None:
         """Decides the samples of each rank in the steps to come, alike on all."""
         speeds = sampler.due(settled.sums)
         if speeds is None:
             return
-        counts = sampler.decided(speeds, self.training.batch_size)
-        decisions, step = self.runtime.decisions, self.step_done
-        if self.runtime.comm.rank == 0:
-            decision = decisions.decide(SHARES, step, lambda: list[Json](counts))
-        else:
-            decision = decisions.replayed(SHARES, step) or Decision(SHARES, step, list[Json](counts), True)
+        counts, step = sampler.decided(speeds, self.training.batch_size), self.step_done
+        # Rank 0 tells it, since the log of a run that is replayed need not be on each machine.
+        decision = await self.runtime.decide(SHARES, step, lambda: list[Json](counts))
         with deciding(SHARES, step):
             chosen: Any = decision.value
-            sampler.share([int(count) for count in chosen])
+            if sum(chosen) != sum(counts):
+                raise ValueError(f"{sum(chosen)} samples in a step of {sum(counts)}")
+            sampler.share(chosen)
             self.telemetry.emit("shares", t=self.runtime.now(), step=step, samples=list[Json](sampler.counts))
 
     async def _compute(self) -> tuple[Vote, int, float]:
@@ -486,16 +481,20 @@ class Replica:
             self._rates,
             step=step,
             samples=self._samples,
-            size=self.runtime.comm.size
-            if self.runtime.elastic is None
-            else len(self.runtime.elastic.changes[0].ranks),
+            size=self._first_size,
             scale=self.parts.scaling.factor(share) if self.parts.scales else None,
         )
 
     def _scale_rate(self, step: int) -> None:
         """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
         if self.parts.scales:
-            self._set_rate(step, self._exchanges.merged_weight / self.runtime.comm.size)
+            self._set_rate(step, self._exchanges.merged_weight / self._first_size)
+
+    @property
+    def _first_size(self) -> int:
+        """The replicas that the run began with."""
+        elastic = self.runtime.elastic
+        return self.runtime.comm.size if elastic is None else len(elastic.changes[0].ranks)
 
     # --- its pieces -------------------------------------------------------------------------------------------
 

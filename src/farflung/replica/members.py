@@ -9,7 +9,7 @@ from farflung.data import NoSharing
 from farflung.errors import ConfigError
 from farflung.rates import NoScaling
 from farflung.replica.ownership import check_movable
-from farflung.sampling import Balanced
+from farflung.sampling import BALANCED, Balanced
 from farflung.types import RateScaling, Reducer, Reshards, Sampler, Schedule, Scores, Sharing, Stream
 
 __all__ = ["Parts"]
@@ -38,7 +38,7 @@ class Parts:
             self.stream.everything and isinstance(self.sharing, NoSharing)
         ):
             raise ConfigError(
-                "sampler balanced: shares out samples that all replicas have: leave out --stream and --sharing"
+                f"{BALANCED}: shares out samples that all replicas have: leave out --stream and --sharing"
             )
 
     @property
@@ -73,9 +73,11 @@ class Parts:
                 f"reducer {self.reducer!r} learns from results in order, and schedule {self.schedule!r} has several "
                 "under way: choose a schedule without late results, or a codec"
             )
+        if isinstance(self.sampler, Balanced):
+            return f"{BALANCED} needs all replicas: leave it out"
         if self.hold_shares or not self.even or not hasattr(self.sampler, "give_back"):
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
-        return "--scaling needs all replicas: leave it out" if self.scales else ""
+        return ""
 
     @property
     def scales(self) -> bool:

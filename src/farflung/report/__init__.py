@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
+    from farflung.report.bottleneck import slowest
     from farflung.report.buffers import buffers_picture
     from farflung.report.coded import coded_picture
     from farflung.report.comparison import (
@@ -45,6 +46,7 @@ __all__ = [
     "sampling_picture",
     "score_words",
     "sent_by_kind",
+    "slowest",
     "summary_table",
     "traffic_picture",
     "traffic_table",

@@ -104,6 +104,10 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
         if seconds[name] or name not in SELDOM:
             share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
             table.add_row(f"  {words}{clock}", f"{duration_words(seconds[name])}  {share}")
+    if isinstance(slow := summary.get("slowest"), dict):
+        which = f"replica {slow['rank']}, " if "rank" in slow else ""
+        part = number(slow, "share", "the slowest replica of the summary")
+        table.add_row(f"slowest{clock}", f"{which}{slow.get('reason')}: {100 * part:.0f} % of a step")
     if "coding_s" in summary:
         coding = figure("coding_s")
         each = duration_words(coding / max(1.0, figure("steps")))

@@ -20,7 +20,7 @@ from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming
 from farflung.network import NetworkProfile, check_connections, network_profile
 from farflung.recipes import FAMILIES, Recipe, recipe
-from farflung.runs.settings import Setting, settings_of, variant
+from farflung.runs.settings import AUTO, Setting, settings_of, training_settings, variant
 from farflung.spec import build, is_carried, text_of
 from farflung.types import Json, SampleIds, Workload
 from farflung.types.data import Partition
@@ -173,7 +173,7 @@ class RunConfig:
         found = dict(settings_of(cls))
         training = {
             name: replace(one, about=f"{one.about.rstrip('.')}; {_when_not_given(one)} when not given")
-            for name, one in settings_of(Training).items()
+            for name, one in training_settings().items()
         }
         members = {
             name: replace(one, about=f"{one.about.rstrip('.')}; the recipe's when not given")
@@ -219,6 +219,9 @@ class RunConfig:
         data = str(said.get("data", "auto"))
         what = said.get("workload", WORKLOAD)
         task = task or _made_workload(what, data)
+        by_speed = said.get("batch_size") == AUTO
+        if by_speed:
+            del said["batch_size"]
         training = Training.resolve(
             task.defaults, {k: v for k, v in said.items() if k in settings_of(Training)}
         )
@@ -227,6 +230,8 @@ class RunConfig:
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
         how = _resolved_recipe(said)
+        if by_speed:
+            how = _by_speed(how, training.seed)
         holds_shares = how.parts(training.seed).hold_shares
         return {
             "workload": text_of(what, WORKLOADS)
@@ -557,6 +562,8 @@ def _spread(layer: Settings) -> dict[str, object]:
 
 
 def _check_setting(name: str, value: object, known: Mapping[str, Setting]) -> None:
+    if name in known and isinstance(value, str) and value in known[name].words:
+        return
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
@@ -588,6 +595,24 @@ def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
     if isinstance(how, str):
         how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
     return how.but(**members)
+
+
+def _by_speed(how: Recipe, seed: int) -> Recipe:
+    """The recipe whose replicas take as many samples as they are fast."""
+    from farflung.sampling import Balanced, InShares, Uniform
+
+    sampler = how.parts(seed).sampler
+    if isinstance(sampler, Balanced):
+        return how
+    if not isinstance(sampler, Uniform | InShares):
+        raise ConfigError(
+            f"--batch-size {AUTO}: shares out what the uniform sampler draws, and this is sampler "
+            f"{how.members['sampler']}: give a number, or choose another --sampler or --recipe"
+        )
+    how = how.but(sampler="balanced")
+    with naming(f"--batch-size {AUTO}"):
+        how.parts(seed)
+    return how
 
 
 def _profile(network: str | NetworkProfile) -> NetworkProfile:

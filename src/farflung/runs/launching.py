@@ -26,6 +26,7 @@ from pathlib import Path
 
 from farflung.errors import BadInput, RunLost
 from farflung.files import write_json, writing
+from farflung.report import slowest
 from farflung.runs.config import RunConfig
 from farflung.runs.events import Buffered, listener
 from farflung.runs.folder import RunFolder
@@ -227,6 +228,9 @@ class _Watch:
             summary = {**kept, **told}
             if refused := self.folder.refused():
                 summary["refused"] = dict(refused)
+            if slow := slowest(self.folder.events()):
+                summary["slowest"] = slow
+            if refused or slow:
                 write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import types
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,10 @@ from farflung.recipes import Recipe
 from farflung.spec import parse, unparse
 from farflung.types import Json
 
-__all__ = ["Setting", "settings_of", "variant"]
+__all__ = ["AUTO", "Setting", "settings_of", "training_settings", "variant"]
+
+AUTO = "auto"
+"""A batch size by which each replica takes its share of a step's samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +31,14 @@ class Setting:
       kind: ``int``, ``float``, ``bool``, ``str`` or ``Path``; what may be an object is text outside Python.
       about: what the docstring says of it, on one line, without markup.
       default: of the field; ``None`` where it has none.
+      words: text that it may be besides.
     """
 
     name: str
     kind: type
     about: str
     default: object
+    words: tuple[str, ...] = ()
 
 
 def settings_of(owner: type) -> dict[str, Setting]:
@@ -49,6 +54,16 @@ def settings_of(owner: type) -> dict[str, Setting]:
             default = None if field.default is MISSING else field.default
             found[field.name] = Setting(field.name, kind, about[field.name], default)
     return found
+
+
+def training_settings() -> dict[str, Setting]:
+    """Those of :class:`farflung.config.Training`, as they can be said."""
+    found = settings_of(Training)
+    about = (
+        "samples per replica and step; auto: as many as by the workload's own in a step of all, of which each replica "
+        "takes as many as it is fast (the sampler balanced)"
+    )
+    return {**found, "batch_size": replace(found["batch_size"], about=about.capitalize(), words=(AUTO,))}
 
 
 def _kind(hint: object) -> type | None:
@@ -79,10 +94,8 @@ def variant(text: str) -> dict[str, Json]:
     Raises:
       ConfigError: not of this form, or a setting that a recipe cannot change.
     """
-    kinds = {name: setting.kind for name, setting in settings_of(Training).items() if name != "seed"}
-    kinds |= {
-        name: setting.kind for name, setting in settings_of(Recipe).items() if name in Recipe().settings
-    }
+    known = {name: setting for name, setting in training_settings().items() if name != "seed"}
+    known |= {name: setting for name, setting in settings_of(Recipe).items() if name in Recipe().settings}
     try:
         tree = parse("recipe", text)
     except ConfigError:
@@ -92,16 +105,19 @@ def variant(text: str) -> dict[str, Json]:
         raise ConfigError(_form(text))
     settings: dict[str, Json] = {"recipe": named.id}
     for keyword in tree.keywords if isinstance(tree, ast.Call) else ():
-        if keyword.arg not in kinds:
+        if keyword.arg not in known:
             raise ConfigError(
-                f"recipe {text!r}: cannot change {keyword.arg!r}; it can change: {', '.join(sorted(kinds))}"
+                f"recipe {text!r}: cannot change {keyword.arg!r}; it can change: {', '.join(sorted(known))}"
             )
-        settings[keyword.arg] = _value(text, keyword.arg, keyword.value, kinds[keyword.arg])
+        settings[keyword.arg] = _value(text, known[keyword.arg], keyword.value)
     return settings
 
 
-def _value(text: str, name: str, node: ast.expr, kind: type) -> Json:
+def _value(text: str, setting: Setting, node: ast.expr) -> Json:
     """Text for what may be a part, else the number or text that is there."""
+    name, kind = setting.name, setting.kind
+    if unparse(node) in setting.words:
+        return unparse(node)
     if kind is str and not isinstance(node, ast.Constant):
         return unparse(node)
     value = node.value if isinstance(node, ast.Constant) else None

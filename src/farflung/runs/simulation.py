@@ -23,6 +23,7 @@ from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Replica, Summary, keep_once, save_tree
+from farflung.report import slowest
 from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared, prepared
@@ -380,10 +381,11 @@ def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Eve
 
 
 def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
-    split = run.config.split_json(run.config.split())
+    split, slow = run.config.split_json(run.config.split()), slowest(run.files.events())
     found: dict[str, Json] = {
         **summary,
         **coding_told(world, resumed=run.files.resumed),
+        **({"slowest": slow} if slow else {}),
         "partition": split,
         "simulated": run.config.world_json(),
     }

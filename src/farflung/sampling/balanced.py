@@ -11,7 +11,10 @@ from farflung.options import share_option, whole_option
 from farflung.sampling.uniform import Uniform, part_of
 from farflung.types import Draw, PoolView, State
 
-__all__ = ["Balanced", "balanced_counts"]
+__all__ = ["BALANCED", "Balanced", "balanced_counts"]
+
+BALANCED = "sampler balanced (--batch-size auto)"
+"""What messages call it."""
 
 
 class Balanced(Uniform):
@@ -77,6 +80,7 @@ class Balanced(Uniform):
     def decided(self, speeds: Sequence[float], batch_size: int) -> list[int]:
         """Return the shares of a step that follow from measured speeds; the present ones where little is gained."""
         now = list(self.counts) or [batch_size] * self._size
+        speeds = [float(f"{speed:.3g}") for speed in speeds]  # equal devices differ in the last places
         if not all(speed > 0 for speed in speeds):
             return now  # one has measured nothing yet
         new = balanced_counts(speeds, batch_size * self._size)
@@ -86,20 +90,28 @@ class Balanced(Uniform):
         return new if would_take_s <= (1 - self._least_gain) * takes_s else now
 
     def share(self, counts: Sequence[int]) -> None:
-        """Take a step's samples so from the next one on, and measure anew."""
+        """Take a step's samples so from the next one on, and measure anew.
+
+        Raises:
+          ValueError: not a number above 0 for each rank.
+        """
+        if len(counts) != self._size or not all(type(count) is int and count > 0 for count in counts):
+            raise ValueError(f"{counts!r} as the samples of {self._size} replicas")
         self.counts = tuple(counts)
         self._samples, self._seconds = 0, 0.0
 
     @override
     def state_dict(self) -> State:
-        return {**super().state_dict(), "counts": list(self.counts), "exchanges": self._exchanges}
+        measured = {"samples": self._samples, "seconds": self._seconds, "exchanges": self._exchanges}
+        return {**super().state_dict(), "counts": list(self.counts), **measured}
 
     @override
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         counts = state.get("counts", [])
         self.counts = tuple(counts) if len(counts) in (0, self._size) else ()
-        self._exchanges = int(state.get("exchanges", 0))
+        self._exchanges, self._samples = int(state.get("exchanges", 0)), int(state.get("samples", 0))
+        self._seconds = float(state.get("seconds", 0.0))
 
 
 def balanced_counts(speeds: Sequence[float], total: int) -> list[int]:

@@ -284,12 +284,6 @@ class Decisions(Protocol):
         """What the run that is replayed decided; ``None`` where it decided nothing, or none is replayed."""
         ...
 
-    def decide(
-        self, name: str, step: int, local: Callable[[], Json], rank: int | None = None, *, timing: bool = True
-    ) -> Decision:
-        """Keeps a choice: that of the run which is replayed, or else what ``local`` gives."""
-        ...
-
     def record(self, decision: Decision) -> None:
         """Keeps one; called on the rank that decided, rank 0 where it decided for all."""
         ...
