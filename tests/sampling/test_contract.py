@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.replica import load_tree, save_tree
-from farflung.sampling import SAMPLERS, GroupedImportance, Uniform
+from farflung.sampling import SAMPLERS, Balanced, GroupedImportance, Uniform
 from farflung.types import Decision, Draw, Json, PoolView, Sampler, Scores, Spare, State
 from tests.helpers import same_bits, same_tree
 
@@ -40,7 +40,17 @@ def in_a_run(seed: int) -> GroupedImportance:
     return sampler
 
 
+def shared_out(seed: int) -> Balanced:
+    """One whose batches were decided."""
+    sampler = Balanced(seed)
+    sampler.meet(0, 2)
+    sampler.share([8, 8])
+    return sampler
+
+
 ROWS: dict[str, Row] = {
+    "balanced": Row(Balanced),
+    "balanced (shared out)": Row(shared_out),
     "grouped_importance": Row(GroupedImportance),
     "grouped_importance (two)": Row(partial(GroupedImportance, rule="two", groups=10), fewest=10),
     "grouped_importance (by time)": Row(partial(GroupedImportance, groups="bacc", chunk=3, every=2)),

@@ -46,6 +46,6 @@ def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
 
 
 def _means(told: Sequence[Event]) -> dict[str, float]:
-    steps = [event for event in told if event["event"] == "step"]
+    steps = [event for event in told if event["event"] == "step" and "compute_s" in event]
     names = ("compute", "data", "exposed", "duration") if steps else ()
     return {name: statistics.fmean(number(step, f"{name}_s") for step in steps) for name in names}
