@@ -15,11 +15,11 @@ from farflung.recipes.recipe import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
 from farflung.replica.merges import takes_whole
-from farflung.sampling import BALANCED, SAMPLERS, Balanced, Uniform
+from farflung.sampling import SAMPLERS, Uniform
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
-from farflung.types import Decode, Reducer, Sampler, Schedule, Scores, Stream
+from farflung.types import BALANCED, Decode, Reducer, Sampler, Schedule, Scores, SharesOut, Stream
 
 __all__ = ["MEMBERS", "parts_of"]
 
@@ -51,7 +51,7 @@ def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
     schedule: Schedule = _made("schedule", recipe.schedule, SCHEDULES, "plan")
     derived = derive(seed, "sampler", *([] if share is None else [share]))
     sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
-    if share is not None and isinstance(sampler, Balanced):
+    if share is not None and isinstance(sampler, SharesOut):
         raise ConfigError(f"{BALANCED}: all replicas draw from the whole set: leave out --partition")
     if why := takes_whole(schedule):
         _check_alone(recipe, sampler, why)
@@ -80,7 +80,7 @@ def _check_alone(recipe: Recipe, sampler: Sampler, why: str) -> None:
     """Refuses what a schedule leaves no place for whose replicas exchange nothing else, and take samples alike."""
     given, plain = recipe.members, Recipe().members
     other = [name for name in plain if name not in ("schedule", "sampler") and given[name] != plain[name]]
-    other += ["sampler"] * isinstance(sampler, Scores | Balanced)
+    other += ["sampler"] * isinstance(sampler, Scores | SharesOut)
     if other:
         raise ConfigError(
             f"schedule {given['schedule']}: {why}: leave out --{other[0]} {given[other[0]]}, or choose another "

@@ -32,7 +32,6 @@ from farflung.replica.placement import HOST, batch_on, wait_for
 from farflung.replica.scoring import Filled, Scoring, scores_of, still
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
-from farflung.sampling import Balanced
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -49,6 +48,7 @@ from farflung.types import (
     Samples,
     Scores,
     Sent,
+    SharesOut,
     State,
     Tells,
     TensorSpec,
@@ -156,7 +156,7 @@ class Replica:
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        if isinstance(parts.sampler, Balanced):
+        if isinstance(parts.sampler, SharesOut):
             parts.sampler.meet(comm.rank, comm.size)
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
@@ -367,7 +367,7 @@ class Replica:
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         told = self._drawing.commit(self.step_done)
-        if isinstance(self.parts.sampler, Balanced):
+        if isinstance(self.parts.sampler, SharesOut):
             self.parts.sampler.computed(samples, computed - fetched)
             await self._share_out(self.parts.sampler, settled)
         exposed = (merged - scored) + (now() - updated)
@@ -388,7 +388,7 @@ class Replica:
         self.step_done += 1
         return settled
 
-    async def _share_out(self, sampler: Balanced, settled: Settled) -> None:
+    async def _share_out(self, sampler: SharesOut, settled: Settled) -> None:
         """Decides the samples of each rank in the steps to come, alike on all."""
         speeds = sampler.due(settled.sums)
         if speeds is None:
@@ -401,7 +401,7 @@ class Replica:
             if sum(chosen) != sum(counts):
                 raise ValueError(f"{sum(chosen)} samples in a step of {sum(counts)}")
             sampler.share(chosen)
-            self.telemetry.emit("shares", t=self.runtime.now(), step=step, samples=list[Json](sampler.counts))
+            self.telemetry.emit("shares", t=self.runtime.now(), step=step, samples=list[Json](chosen))
 
     async def _compute(self) -> tuple[Vote, int, float]:
         """Batch, forward, and backward with its exchanges; what is told of it, its samples, when they were there."""

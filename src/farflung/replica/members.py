@@ -8,9 +8,19 @@ from farflung.config import BUCKET_NBYTES
 from farflung.data import NoSharing
 from farflung.errors import ConfigError
 from farflung.rates import NoScaling
-from farflung.replica.ownership import check_movable
-from farflung.sampling import BALANCED, Balanced
-from farflung.types import RateScaling, Reducer, Reshards, Sampler, Schedule, Scores, Sharing, Stream
+from farflung.types import (
+    BALANCED,
+    Carries,
+    RateScaling,
+    Reducer,
+    Reshards,
+    Sampler,
+    Schedule,
+    Scores,
+    SharesOut,
+    Sharing,
+    Stream,
+)
 
 __all__ = ["Parts"]
 
@@ -33,8 +43,8 @@ class Parts:
     """Of the gradient buckets that the reducer carries."""
 
     def __post_init__(self) -> None:
-        check_movable(self.sharing, self.stream, self.sampler)
-        if isinstance(self.sampler, Balanced) and not (
+        _check_movable(self.sharing, self.stream, self.sampler)
+        if isinstance(self.sampler, SharesOut) and not (
             self.stream.everything and isinstance(self.sharing, NoSharing)
         ):
             raise ConfigError(
@@ -55,7 +65,7 @@ class Parts:
     @property
     def even(self) -> bool:
         """Whether all replicas take as many samples as each other, in every step."""
-        alike = not isinstance(self.sampler, Balanced) and not self.lending.data_leaves_device
+        alike = not isinstance(self.sampler, SharesOut) and not self.lending.data_leaves_device
         return self.stream.everything and alike
 
     @property
@@ -73,7 +83,7 @@ class Parts:
                 f"reducer {self.reducer!r} learns from results in order, and schedule {self.schedule!r} has several "
                 "under way: choose a schedule without late results, or a codec"
             )
-        if isinstance(self.sampler, Balanced):
+        if isinstance(self.sampler, SharesOut):
             return f"{BALANCED} needs all replicas: leave it out"
         if self.hold_shares or not self.even or not hasattr(self.sampler, "give_back"):
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
@@ -83,3 +93,24 @@ class Parts:
     def scales(self) -> bool:
         """Whether the learning rate follows what gradients weigh."""
         return self.scaling != NoScaling()
+
+
+def _check_movable(sharing: Sharing | Reshards, stream: Stream, sampler: Sampler) -> None:
+    """Whether samples can change owner, where a sharing would have them do so.
+
+    Raises:
+      ConfigError: the stream or the sampler is of the wrong kind; says what to do.
+    """
+    if not isinstance(sharing, Reshards):
+        return
+    name = f"sharing {type(sharing).__name__}"
+    if not stream.everything:
+        raise ConfigError(
+            f"{name}: moves samples between shares that stay, and those of stream {type(stream).__name__} come and go: "
+            "leave out one of --sharing and --stream"
+        )
+    if sharing.by_importance and not isinstance(sampler, Carries):
+        raise ConfigError(
+            f"{name}: chooses by what the sampler knows of samples, and {type(sampler).__name__} knows nothing: choose "
+            "another --sampler, or samples at random (by='uniform')"
+        )

@@ -20,31 +20,9 @@ from farflung.types import (
     Sampler,
     Sharing,
     State,
-    Stream,
 )
 
-__all__ = ["Ownership", "Unmoved", "check_movable", "ownership"]
-
-
-def check_movable(sharing: Sharing | Reshards, stream: Stream, sampler: Sampler) -> None:
-    """Whether samples can change owner, where a sharing would have them do so.
-
-    Raises:
-      ConfigError: the stream or the sampler is of the wrong kind; says what to do.
-    """
-    if not isinstance(sharing, Reshards):
-        return
-    name = f"sharing {type(sharing).__name__}"
-    if not stream.everything:
-        raise ConfigError(
-            f"{name}: moves samples between shares that stay, and those of stream {type(stream).__name__} come and go: "
-            "leave out one of --sharing and --stream"
-        )
-    if sharing.by_importance and not isinstance(sampler, Carries):
-        raise ConfigError(
-            f"{name}: chooses by what the sampler knows of samples, and {type(sampler).__name__} knows nothing: choose "
-            "another --sampler, or samples at random (by='uniform')"
-        )
+__all__ = ["Ownership", "Unmoved", "ownership"]
 
 
 def ownership(

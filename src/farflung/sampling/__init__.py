@@ -8,7 +8,7 @@ from farflung.types import Sampler
 
 if TYPE_CHECKING:
     from farflung.sampling.bacc import Bacc
-    from farflung.sampling.balanced import BALANCED, Balanced, balanced_counts
+    from farflung.sampling.balanced import Balanced, balanced_counts
     from farflung.sampling.gain import Gain
     from farflung.sampling.grouped_importance import GroupedImportance
     from farflung.sampling.rules import Rule
@@ -17,7 +17,6 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "BALANCED",
     "SAMPLERS",
     "Bacc",
     "Balanced",

@@ -11,10 +11,7 @@ from farflung.options import share_option, whole_option
 from farflung.sampling.uniform import Uniform, part_of
 from farflung.types import Draw, PoolView, State
 
-__all__ = ["BALANCED", "Balanced", "balanced_counts"]
-
-BALANCED = "sampler balanced (--batch-size auto)"
-"""What messages call it."""
+__all__ = ["Balanced", "balanced_counts"]
 
 
 class Balanced(Uniform):

@@ -30,6 +30,7 @@ from farflung.types.exchange import (
     StateSlot,
 )
 from farflung.types.sampling import (
+    BALANCED,
     PASSES,
     Carries,
     Draw,
@@ -38,6 +39,7 @@ from farflung.types.sampling import (
     Sampler,
     ScoredBy,
     Scores,
+    SharesOut,
     Spare,
     Statistics,
 )
@@ -78,6 +80,7 @@ from farflung.types.world import (
 )
 
 __all__ = [
+    "BALANCED",
     "PASSES",
     "AllReduce",
     "Arrivals",
@@ -134,6 +137,7 @@ __all__ = [
     "SegmentCoding",
     "Sent",
     "SharedStats",
+    "SharesOut",
     "Sharing",
     "Spare",
     "State",

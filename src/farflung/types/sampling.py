@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "BALANCED",
     "PASSES",
     "Carries",
     "Draw",
@@ -21,6 +22,7 @@ __all__ = [
     "Sampler",
     "ScoredBy",
     "Scores",
+    "SharesOut",
     "Spare",
     "Statistics",
 ]
@@ -88,6 +90,35 @@ class Sampler(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Continues from a state; the number of replicas may differ from when it was saved."""
+        ...
+
+
+BALANCED = "sampler balanced (--batch-size auto)"
+"""What messages call a sampler that shares out a step."""
+
+
+@runtime_checkable
+class SharesOut(Protocol):
+    """A sampler that shares the samples of a step out as replicas are fast; see :class:`farflung.sampling.Balanced`."""
+
+    def meet(self, rank: int, size: int) -> None:
+        """Note which replica this is, of how many."""
+        ...
+
+    def computed(self, samples: int, seconds: float) -> None:
+        """Note how long this replica took for a step's samples."""
+        ...
+
+    def due(self, sums: Mapping[str, float]) -> list[float] | None:
+        """Count an exchange, and return the speeds of all replicas where it is time to decide by them."""
+        ...
+
+    def decided(self, speeds: Sequence[float], batch_size: int) -> list[int]:
+        """Return the shares of a step that follow from measured speeds."""
+        ...
+
+    def share(self, counts: Sequence[int]) -> None:
+        """Take a step's samples so from the next one on, and measure anew."""
         ...
 
 
