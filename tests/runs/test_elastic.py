@@ -125,7 +125,7 @@ def test_one_that_was_stopped_is_suspended_and_comes_back(schedule: str, tmp_pat
         workers=3,
         elastic=1,
         steps=steps,
-        deadline=2.0,
+        deadline=5.0,
         schedule=schedule,
     )
     assert run.summary["steps"] == steps
