@@ -15,7 +15,7 @@ from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["KEPT_NBYTES", "Cancelled", "Full", "Mailbox", "Waiting"]
+__all__ = ["KEPT_NBYTES", "Cancelled", "Full", "Mailbox", "Waiting", "check_expected"]
 
 
 AHEAD_NBYTES = 1 << 30
@@ -286,17 +286,33 @@ class Mailbox:
 
 
 def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
-    if waiting.expect is not None:
-        found = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
-        if found != waiting.expect:
-            waiting.found.fail(
-                ProtocolError(
-                    f"rank {src} sent {_in_text(found)} for {waiting.what} where {_in_text(waiting.expect)} was "
-                    "due: do all ranks run the same model and recipe?"
-                )
-            )
-            return
-    waiting.found.set((src, payload) if waiting.src is None else payload)
+    try:
+        if waiting.expect is not None:
+            check_expected(payload, waiting.expect, src, waiting.what)
+    except ProtocolError as error:
+        waiting.found.fail(error)
+    else:
+        waiting.found.set((src, payload) if waiting.src is None else payload)
+
+
+def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, what: str) -> None:
+    """Refuses a message of other tensors than are expected.
+
+    Args:
+      payload: of the message.
+      expect: the dtypes and shapes of its tensors.
+      src: the rank that has sent it.
+      what: the message's purpose, for the error.
+
+    Raises:
+      ProtocolError: its tensors are others.
+    """
+    found = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
+    if found != expect:
+        raise ProtocolError(
+            f"rank {src} sent {_in_text(found)} for {what} where {_in_text(expect)} was due: do all ranks run the same "
+            "model and recipe?"
+        )
 
 
 def _in_text(specs: tuple[TensorSpec, ...]) -> str:

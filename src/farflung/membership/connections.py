@@ -37,7 +37,7 @@ class Connections:
     Args:
       runtime: the world.
       member: is told which processes are lost.
-      view: the first view.
+      view: gives the newest view.
       patience_s: seconds without a sign of life after which a member counts as silent.
       returns: whether connections to processes that are no members any more are made again.
       settle: has the member act soon.
@@ -47,15 +47,13 @@ class Connections:
         self,
         runtime: Runtime,
         member: Member,
-        view: View,
+        view: Callable[[], View],
         patience_s: float,
         returns: bool,
         settle: Callable[[], None],
     ) -> None:
         self._runtime, self._comm, self._member = runtime, runtime.comm, member
-        self._patience_s, self._returns, self._settle = patience_s, returns, settle
-        self.view = view
-        """The newest view."""
+        self._view, self._patience_s, self._returns, self._settle = view, patience_s, returns, settle
         self.closed = set[str]()
         """The processes whose connections are gone."""
         self.silent = set[str]()
@@ -77,12 +75,17 @@ class Connections:
 
     # --- signs of life ----------------------------------------------------------------------------------------------
 
+    def ask(self, names: Iterable[str]) -> set[str]:
+        """Ask those of some processes that are connected whether they are there, and return these."""
+        asked = self._member.connected.intersection(names)
+        for name in sorted(asked):
+            self._comm.send(text_payload(PROBE), int(name), TAG, -1)
+        return asked
+
     async def asked(self, seconds: float) -> set[str]:
         """Return the members that were asked so many seconds ago whether they are there."""
         while True:
-            asked, asked_s = self._member.connected.intersection(self.view.members), self._runtime.now()
-            for name in sorted(asked):
-                self._comm.send(text_payload(PROBE), int(name), TAG, -1)
+            asked, asked_s = self.ask(self._view().members), self._runtime.now()
             await self._runtime.sleep_until(asked_s + seconds)
             if self._runtime.now() <= asked_s + 1.5 * seconds:
                 return asked
@@ -149,9 +152,9 @@ class Connections:
 
     def may_be_back(self) -> bool:
         """Return whether the process of another member of the view may be alive, as far as is known."""
-        errors = [made.error for name in self.view.members if (made := self._made.get(name)) is not None]
+        errors = [made.error for name in self._view().members if (made := self._made.get(name)) is not None]
         ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
-        return self._returns and ended < len({*self.view.members} - {self._member.name})
+        return self._returns and ended < len({*self._view().members} - {self._member.name})
 
     # --- members ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class Connections:
     def _relay(self, pair: frozenset[str]) -> str | None:
         """Return the most senior member that is connected to both of a pair."""
         cut = {name for other in self._cuts if other & pair for name in other}
-        return next((name for name in self.view.members if name not in pair and name not in cut), None)
+        return next((name for name in self._view().members if name not in pair and name not in cut), None)
 
     def _pair(self, name: str) -> frozenset[str]:
         return frozenset((self._member.name, name))

@@ -158,7 +158,7 @@ class Elastic:
         """The number up to which all exchanges are whole, and the steps that end with an exchange, by its number."""
         self._frozen = self._settling = self._over = self._others_ended = False
         self._connections = Connections(
-            runtime, self._member, self._view, patience_s, self._returns, self._settle_soon
+            runtime, self._member, lambda: self._view, patience_s, self._returns, self._settle_soon
         )
         self._answers: dict[str, int] = {}
         """How many exchanges each member had started when it answered last."""
@@ -446,6 +446,10 @@ class Elastic:
         logged.made_s = self._runtime.now()
         self._waits.set(None)
 
+    def _waited(self) -> list[_Logged[Any]]:
+        """Return the exchanges that have been made, or asked for, and are not whole."""
+        return [one for one in self._log.values() if one.kept is None and one.made_s < math.inf]
+
     async def _attend(self) -> None:
         """Ask members for a sign of life where an exchange takes long, and leave out those that give none.
 
@@ -454,7 +458,7 @@ class Elastic:
         that carries exchanges does.
         """
         while not self._over and self._ended is None:
-            waited = [one for one in self._log.values() if one.kept is None and one.made_s < math.inf]
+            waited = self._waited()
             if self._frozen or not waited:
                 self._waits = Pending()
                 await self._waits
@@ -502,8 +506,7 @@ class Elastic:
 
         One that has given no sign of life for three quarters of the patience is lost at once: it was asked already.
         """
-        waited = [one.made_s for one in self._log.values() if one.kept is None and one.made_s < math.inf]
-        waits_s = self._runtime.now() - min(waited, default=math.inf)
+        waits_s = self._runtime.now() - min((one.made_s for one in self._waited()), default=math.inf)
         names = self._member.connected.intersection(view.members)
         silent_s, patience_s = self._connections.silent_s, self._patience_s
         self._connections.are_silent(x for x in names if min(silent_s(x), waits_s) >= 0.75 * patience_s)
@@ -518,7 +521,7 @@ class Elastic:
         if not self._returns or self._ended is not None:
             return False
         logging.getLogger("farflung").warning("%s: it asks to be admitted again", self._suspended)
-        self.joins, self._view, self._connections.view, self._unseen = True, view, view, []
+        self.joins, self._view, self._unseen = True, view, []
         self._known.update(view.members)
         for waited in (self._admitted, self._state):
             waited.fail(self._suspended)
@@ -564,7 +567,7 @@ class Elastic:
         )
 
     def install(self, view: View) -> None:
-        before, self._view, self._connections.view, self._frozen = self._view, view, view, False
+        before, self._view, self._frozen = self._view, view, False
         self._suspended, self._asks = None, False
         self._known.update(view.members)
         self._comm.advance(view.number)
@@ -656,19 +659,17 @@ class Elastic:
             self._member.guest(source)
         elif text.startswith(_ANSWER) and len(text) < 20 and text[1:].isdigit():
             self._answers[source] = int(text[1:])
-        if text in (PROBE, _ADMIT) or text.startswith(_ANSWER):
-            self._settle_soon()
-            return
-        if text == _DONE:
+        elif text == _DONE:
             self._ends_without()
             return
-        try:
-            message = self._codec.decode(text)
-        except Malformed:
-            self._connections.malformed.add(source)
-            self._member.lost(source)
-        else:
-            self._member.hear(source, message)
+        elif not text.startswith(_ANSWER):
+            try:
+                message = self._codec.decode(text)
+            except Malformed:
+                self._connections.malformed.add(source)
+                self._member.lost(source)
+            else:
+                self._member.hear(source, message)
         self._settle_soon()
 
     def _ends_without(self) -> None:
@@ -704,7 +705,7 @@ class Elastic:
                 continue
             if self.joins:
                 self._runtime.launch(self._miss())
-            if self._over:
+            if self._over or self._ended is not None:
                 continue
             if self._suspended is not None or (name in self._known and name not in self._view.members):
                 self._connections.await_back([name])
@@ -718,8 +719,7 @@ class Elastic:
         rounds = 0
         while self.joins and self._ended is None:
             view, began_s = self._view, self._runtime.now()
-            for name in sorted(self._member.connected.intersection(view.holders[0])):
-                self._comm.send(text_payload(PROBE), int(name), TAG, -1)
+            self._connections.ask(view.holders[0])
             await self._runtime.sleep_until(began_s + self._patience_s)
             heard = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
             if view is not self._view or any(t >= began_s for t in heard):
@@ -728,6 +728,7 @@ class Elastic:
             rounds += 1
             if self._suspended is None or rounds >= _BUSY or not self._connections.may_be_back():
                 self._cannot_begin()
+                return
             self._connections.are_silent(view.holders[0])
             self._connections.await_back(view.holders[0])
 

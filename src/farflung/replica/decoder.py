@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
+from farflung.comm.channel import describe
+from farflung.comm.mailbox import check_expected
 from farflung.comm.staging import moved
-from farflung.errors import DeadlinePassed, ProtocolError
+from farflung.errors import DeadlinePassed
 from farflung.files import deciding
 from farflung.gradient_coding import GradientCode
 from farflung.replica.server import Inside
@@ -111,15 +113,18 @@ class Decoder:
         ]
         chosen, late = await self._chosen(number, pushes)
         kept = self._late[number]
-        sums = [pushes[rank].result() for rank in chosen] + [kept.pop(at).result() for at in late]
+        sums = [(rank, pushes[rank].result()) for rank in chosen]
+        sums += [(at[1], kept.pop(at).result()) for at in late]
         if self._merge.late_steps:
             kept.update(
                 {(self._step, rank): pushes[rank] for rank in range(channel.size) if rank not in chosen}
             )
-        sides = [_checked(each, spec)[1] for each in sums]
+            for rank, each in sums:
+                check_expected(each, spec, rank, describe(channel.tag(PUSH)))
+        sides = [list(each.tensors())[1] for _, each in sums]
         coefficients = self._coefficients(chosen, [float(side[0]) for side in sides])
         mean = torch.zeros_like(flat)
-        for each, coefficient in zip(sums, coefficients.tolist(), strict=True):
+        for (_, each), coefficient in zip(sums, coefficients.tolist(), strict=True):
             share, tensor = coefficient / channel.size, moved(next(each.tensors()), flat.device)
             channel.compute(CodingCost("add", "", flat.numel()), partial(mean.add_, tensor, alpha=share))
         rider = decoded([side[1:] for side in sides], coefficients)
@@ -143,7 +148,7 @@ class Decoder:
     async def _chosen(
         self, number: int, pushes: Sequence[Pending[Payload]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Whose sums are decoded, by rank, and which late ones, by step and rank.
+        """Which ranks' sums are decoded, and which late ones, by step and rank.
 
         The first that are enough and those that come within the grace after them, or those of the run that is replayed.
         """
@@ -214,19 +219,6 @@ class Decoder:
 def _is_empty(push: Pending[Payload]) -> bool:
     """Whether a replica has left out the step that it was to send a sum of."""
     return not next(push.result().tensors()).numel()
-
-
-def _checked(sum_: Payload, spec: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
-    """The tensors of a sum, where it is as long as gradients and what rides beside them.
-
-    Raises:
-      ProtocolError: it is not.
-    """
-    tensors = tuple(sum_.tensors())
-    found = tuple(TensorSpec.of(tensor) for tensor in tensors)
-    if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in spec]:
-        raise ProtocolError(f"a sum of {found} in the place of {spec}")
-    return tensors
 
 
 class ByDecoder:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +30,6 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.sim import RecordedReplica, Retimed, Traffic, TrafficRecorder, VirtualWorld, retimed_events
 from farflung.spec import is_carried, name_of
-from farflung.tasks import Pending
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry
 from farflung.types import Decision, Json, State, Workload
 
@@ -48,7 +46,6 @@ __all__ = [
     "whole",
 ]
 
-T = TypeVar("T")
 
 MESSAGE_S = 5e-5
 """What it takes to simulate one message, on a processor of today."""
@@ -152,7 +149,7 @@ def _simulated(
         open_files.callback(decisions.write)
         recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.ranks))
         replicas: list[Replica] = []
-        bodies: list[Callable[[Replica], Coroutine[Pending[Any], None, tuple[Summary, State]]]] = []
+        makes: list[Callable[[], Replica]] = []
         for rank, runtime in enumerate(world.runtimes):
             file = open_files.enter_context(JsonLines(files.telemetry(rank)))
             checkpoints = files.checkpoints(
@@ -172,7 +169,7 @@ def _simulated(
                 kind=partial(RecordedReplica, recorder=recorder),
             )
             replicas.append(make())
-            bodies.append(partial(whole, again=make))
+            makes.append(make)
         start = checkpoints.newest() if files.resumed else 0
         if config.elastic:
             from farflung.membership import Elastic
@@ -197,7 +194,7 @@ def _simulated(
             keep_once(replicas)
         _say_if_long(world, config.recipe, replicas[0])
         with one_thread():
-            summary, model = world.run([body(one) for body, one in zip(bodies, replicas, strict=True)])[0]
+            summary, model = world.run([whole(*each) for each in zip(replicas, makes, strict=True)])[0]
     save_tree(files.model, model)
     return _kept(run, {**summary.to_json(), "collective": collective}, world)
 
