@@ -1,4 +1,4 @@
-"""Which group or section a text belongs to: AG News and 20 Newsgroups, as rows of numbered words.
+"""Which group or section a text belongs to, AG News and 20 Newsgroups as rows of words; the next byte of a post.
 
 AG News: 120,000 + 7,600 titles and descriptions of news in 4 classes, from the official CSV files. Instead of the
 120,000 training rows, a folder may hold ``train-5000.csv`` with 5,000 of them (text, class 0 to 3).
@@ -18,22 +18,27 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from farflung.data.datasets import TensorDataset
+from farflung.data.shakespeare import windows
 from farflung.data.source import File, Location, Source, locate, members, verify
 from farflung.errors import DataError
 from farflung.files import reading
-from farflung.types import Workload
+from farflung.types import Dataset, Json, Workload
 from farflung.workloads import Classification
 from farflung.workloads.classification import mercury_settings, settings
+from farflung.workloads.shakespeare import GPT
 
 __all__ = [
     "AG_NEWS",
@@ -41,12 +46,14 @@ __all__ = [
     "PADDING",
     "UNKNOWN",
     "AttentiveClassifier",
+    "NewsgroupsGPT",
     "TextClassifier",
     "ag_news_attentive_lstm",
     "ag_news_lstm",
     "encode",
     "newsgroups_lstm",
     "read_ag_news",
+    "read_bodies",
     "read_newsgroups",
     "vocabulary",
 ]
@@ -58,6 +65,7 @@ _AG_NEWS_URL = "https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master
 _SMALL = "train-5000.csv"
 _CLASSES = 4
 _SIZE = 10_000
+_POSTS = (11_314, 7_532)
 
 AG_NEWS = Source(
     name="ag-news",
@@ -88,7 +96,7 @@ NEWSGROUPS = Source(
     ),
     layouts=(("train.jsonl.gz", "test.jsonl.gz"),),
     how_to_get="fetch it with: farflung data fetch benchmarks.workloads.news:NEWSGROUPS",
-    samples=(11_314, 7_532),
+    samples=_POSTS,
 )
 
 
@@ -133,6 +141,36 @@ def ag_news_attentive_lstm() -> Workload:
         load=partial(load_ag_news, length=48, size=_SIZE),
         defaults=mercury_settings(batch_size=64),
     )
+
+
+@dataclass
+class NewsgroupsGPT(GPT):
+    """Predicts each byte of a window of 20 Newsgroups from those before it, by nanoGPT's transformer for a CPU.
+
+    The bodies of the 11,314 posts before a date are for training, 19.9 MB in windows that do not overlap; some 2,000
+    windows at even distances of the 7,532 posts after it are the test set. Everything else is as with ``tinyshakespeare/gpt``.
+
+    Args:
+      length: bytes in a window.
+      layers: blocks of attention and dense layers.
+      heads: of attention in each block; a divisor of ``width``.
+      width: numbers for each position.
+
+    Raises:
+      ConfigError: an option out of its range.
+    """
+
+    symbols: ClassVar[int] = 256
+
+    name: str = field(default="20newsgroups/gpt", init=False)
+    defaults: Mapping[str, Json] = field(
+        default_factory=lambda: {**GPT().defaults, "steps": 10_000}, init=False
+    )
+
+    @cached_property
+    @override
+    def _windows(self) -> tuple[Dataset, Dataset]:
+        return read_bodies(_newsgroups(), counts=_POSTS, length=self.length)
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -214,10 +252,25 @@ def load_newsgroups(*, length: int, size: int) -> tuple[TensorDataset, TensorDat
     Raises:
       DataError: absent, truncated or altered files.
     """
+    return read_newsgroups(_newsgroups(), counts=_POSTS, groups=20, length=length, size=size)
+
+
+def _newsgroups() -> Location:
     found = locate(NEWSGROUPS)
     if found.names == (NEWSGROUPS.files[0].name,):
         verify(found.path(found.names[0]), NEWSGROUPS.files[0])
-    return read_newsgroups(found, counts=(11_314, 7_532), groups=20, length=length, size=size)
+    return found
+
+
+def _posts(found: Location, counts: tuple[int, int]) -> list[list[tuple[str, str]]]:
+    """Group and text of each post for training, and of each test post."""
+    posts = _from_archive(found) if found.names == (NEWSGROUPS.files[0].name,) else _from_lines(found)
+    for kind, have, want in zip(("training", "test"), posts, counts, strict=True):
+        if len(have) != want:
+            raise DataError(
+                f"20newsgroups in {found.folder}: expected {want} {kind} posts, found {len(have)}"
+            )
+    return posts
 
 
 def read_newsgroups(
@@ -228,12 +281,7 @@ def read_newsgroups(
     Raises:
       DataError: truncated files, or another number of posts or groups.
     """
-    posts = _from_archive(found) if found.names == (NEWSGROUPS.files[0].name,) else _from_lines(found)
-    for kind, have, want in zip(("training", "test"), posts, counts, strict=True):
-        if len(have) != want:
-            raise DataError(
-                f"20newsgroups in {found.folder}: expected {want} {kind} posts, found {len(have)}"
-            )
+    posts = _posts(found, counts)
     names = sorted({group for group, _ in posts[0]})
     if len(names) != groups or not {group for group, _ in posts[1]} <= set(names):
         raise DataError(f"20newsgroups in {found.folder}: expected {groups} groups, found {len(names)}")
@@ -247,6 +295,32 @@ def read_newsgroups(
             TensorDataset(rows, labels, labels, transform=Tensor.long, origin=f"20newsgroups, {found.folder}")
         )
     return sets[0], sets[1]
+
+
+def read_bodies(
+    found: Location, *, counts: tuple[int, int], length: int, tests: int = 2_000
+) -> tuple[TensorDataset, TensorDataset]:
+    """Reads the bodies of the posts in ``found`` as bytes, with a byte 0 between two.
+
+    Args:
+      found: where.
+      counts: of training and test posts.
+      length: bytes in a window.
+      tests: windows of the test posts, at even distances.
+
+    Raises:
+      DataError: truncated files, or another number of posts.
+    """
+    train, test = (
+        np.frombuffer(
+            b"\0".join(text.partition("\n\n")[2].encode() for _, text in sorted(posts)), dtype=np.uint8
+        )
+        for posts in _posts(found, counts)
+    )
+    origin = f"20newsgroups, {found.folder}"
+    return windows(train, length, length, origin), windows(
+        test, length, (len(test) - length) // tests, origin
+    )
 
 
 def _essence(post: str) -> str:

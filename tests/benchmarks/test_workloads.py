@@ -252,6 +252,18 @@ def test_newsgroups(tmp_path: Path, form) -> None:
         news.read_newsgroups(found, counts=(2, 1), groups=3, length=4, size=20)
 
 
+@pytest.mark.parametrize("form", [groups_as_lines, groups_as_archive])
+def test_bodies_of_newsgroups(tmp_path: Path, form) -> None:
+    bodies = [b"\0".join(text.partition("\n\n")[2].encode() for _, text in sorted(posts)) for posts in (TRAIN, TEST)]
+    sets = news.read_bodies(form(tmp_path), counts=(2, 1), length=4, tests=2)
+    for body, windows in zip(bodies, sets, strict=True):
+        assert bytes(windows.inputs[0].tolist()) == body[:4]
+        assert bytes(windows.targets[0].tolist()) == body[1:5]
+    assert bytes(sets[0].inputs[1].tolist()) == bodies[0][4:8]
+    with pytest.raises(DataError, match="expected 3 training posts, found 2"):
+        news.read_bodies(form(tmp_path), counts=(3, 1), length=4)
+
+
 def test_damaged_newsgroups(tmp_path: Path) -> None:
     found = groups_as_lines(tmp_path)
     (tmp_path / "test.jsonl.gz").write_bytes(gzip.compress(b'{"group": "a", "text": "b"}\n{"group": "a"}\n'))

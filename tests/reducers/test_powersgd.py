@@ -35,6 +35,16 @@ def test_a_gradient_of_that_rank_comes_out_whole() -> None:
         torch.testing.assert_close(result.mean, exact, rtol=1e-4, atol=1e-4)
 
 
+def test_ranks_by_shapes_and_dense_steps_by_the_run() -> None:
+    parts = (Placed((128, 512), 0), Placed((32, 40), 65536), Placed((10, 200), 66816))
+    q = PowerSGD().init(TensorSpec((68816,), parts=parts), Seeds(0, 0)).shared["q"]
+    assert {shape: one.shape[-1] for shape, one in q.items()} == {"128x512": 8, "32x40": 4, "10x200": 2}
+    assert PowerSGD().for_run(2000, 100).dense_steps == 200
+    assert PowerSGD().for_run(500, 100).dense_steps == 100
+    assert PowerSGD(dense_steps=0).for_run(2000, 100).dense_steps == 0
+    assert PowerSGD().for_run(2000, 100).method == "powersgd"
+
+
 def test_a_warm_start_finds_the_largest_directions() -> None:
     """Of a matrix that stays, power iteration finds the best approximation there is."""
     u, _, v = torch.linalg.svd(torch.randn(20, 20, generator=generator(3)))

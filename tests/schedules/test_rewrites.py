@@ -189,7 +189,10 @@ def diloco(
     nesterov: bool,
     send: Send = whole,
 ) -> list[list[Tensor]]:
-    """Douillard et al. 2023 (DiLoCo), Alg. 1: outer SGD with Nesterov's momentum on the mean of theta - theta_i."""
+    """Douillard et al. 2023 (DiLoCo), Alg. 1: outer SGD with Nesterov's momentum on the mean of theta - theta_i.
+
+    Ours: an outer step at the end is a plain mean.
+    """
     theta, m, path = first, torch.zeros_like(first), []
     w, optimizers = [first] * SIZE, inner()
     for step in range(len(batches[0])):
@@ -197,19 +200,20 @@ def diloco(
         if (step + 1) % every == 0:
             delta = mean([send(i, theta - w[i]) for i in range(SIZE)])
             m = momentum * m + delta
-            theta = theta - rate * (delta + momentum * m if nesterov else m)
+            last = step + 1 == len(batches[0])
+            theta = theta - (delta if last else rate * (delta + momentum * m if nesterov else m))
             w = [theta] * SIZE
         path.append(w)
     return path
 
 
 @pytest.mark.parametrize(
-    ("every", "rate", "momentum", "nesterov"),
-    [(5, 0.7, 0.9, True), (4, 0.5, 0.8, False), (1, 1.0, 0.0, True)],
+    ("every", "rate", "momentum", "nesterov", "steps"),
+    [(5, 0.7, 0.9, True, 43), (5, 0.7, 0.9, True, 40), (4, 0.5, 0.8, False, 43), (1, 1.0, 0.0, True, 43)],
 )
-def test_diloco(every: int, rate: float, momentum: float, nesterov: bool) -> None:
-    """Where torchft is not installed, too; with an unfinished block at the end."""
-    ours, given = trained(f"diloco({every}, {rate}, {momentum}, {nesterov})", steps=43, settings=ADAMW)
+def test_diloco(every: int, rate: float, momentum: float, nesterov: bool, steps: int) -> None:
+    """Where torchft is not installed, too; with an unfinished block at the end, and with whole ones alone."""
+    ours, given = trained(f"diloco({every}, {rate}, {momentum}, {nesterov})", steps=steps, settings=ADAMW)
     same(ours, diloco(*given, every, rate, momentum, nesterov))
 
 
@@ -444,7 +448,7 @@ def adacomm(
     """Wang & Joshi 2019 (AdaComm): tau = ceil(tau_0 sqrt(eta_0 / eta * F / F_0)) at the first mean of each interval.
 
     F is the mean loss of a block, and F_0 that of the first. Where tau would not fall, the rule ``shrink`` halves it.
-    Block momentum is that of the first author's code, on displacements over the learning rate.
+    Block momentum is that of the first author's code, on displacements over the learning rate; at the end a plain mean.
     """
     x, m, w, path = first, torch.zeros_like(first), [first] * SIZE, []
     tau, began, clock, interval, losses = tau_0, 0, 0.0, 0, []
@@ -455,7 +459,7 @@ def adacomm(
         w = [w[i] - eta * gradient(w[i], batches[i][step]) for i in range(SIZE)]
         if step + 1 == began + tau:
             m = beta * m + mean([(x - each) / eta for each in w])
-            x = x - eta * m
+            x = mean(w) if step + 1 == len(batches[0]) else x - eta * m
             w, began, f = [x] * SIZE, step + 1, sum(losses) / len(losses)
             losses = []
             f_0, eta_0 = f_0 or f, eta_0 or eta

@@ -8,6 +8,7 @@ Reference: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Network
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
 
-__all__ = ["SOURCE", "SYMBOLS", "load", "read"]
+__all__ = ["SOURCE", "SYMBOLS", "load", "read", "windows"]
 
 SOURCE = CATALOG["tinyshakespeare"]
 
@@ -56,15 +57,25 @@ def read(found: Location, *, length: int, every: int | None = None) -> tuple[Ten
     border = len(text) * 9 // 10
     if min(border, len(text) - border) <= length:
         raise DataError(f"{path}: {len(text)} characters are too few for windows of {length}")
-    sets = []
-    for part, step in ((text[:border], every or length), (text[border:], length)):
-        inputs, targets = (torch.from_numpy(part.astype(kind)) for kind in (np.uint8, np.int64))
-        sets.append(
-            TensorDataset(  # windows are views, however much they overlap
-                inputs[:-1].unfold(0, length, step),
-                targets[1:].unfold(0, length, step),
-                transform=Tensor.long,
-                origin=f"tinyshakespeare, {found.folder}",
-            )
-        )
-    return sets[0], sets[1]
+    origin = f"tinyshakespeare, {found.folder}"
+    return windows(text[:border], length, every or length, origin), windows(
+        text[border:], length, length, origin
+    )
+
+
+def windows(text: npt.NDArray[np.uint8], length: int, every: int, origin: str) -> TensorDataset:
+    """Return windows of ``length`` symbols, and the symbols after each; views, however much they overlap.
+
+    Args:
+      text: numbers of symbols.
+      length: symbols in a window.
+      every: symbols between the starts of two windows.
+      origin: see :class:`TensorDataset`.
+    """
+    inputs, targets = (torch.from_numpy(text.astype(kind)) for kind in (np.uint8, np.int64))
+    return TensorDataset(
+        inputs[:-1].unfold(0, length, every),
+        targets[1:].unfold(0, length, every),
+        transform=Tensor.long,
+        origin=origin,
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -58,11 +59,12 @@ class PowerSGD(Reducer):
     on the same build of torch and the same kind of processor.
 
     Args:
-      rank: r, columns of P and Q.
+      rank: r, columns of P and Q; ``None``: the root of half a matrix's smaller side, at least 2.
       min_ratio: a matrix is compressed if that makes it at least this many times smaller.
       warm_start: whether to keep Q; otherwise it is random at every step.
       error_feedback: whether to keep residuals.
-      dense_steps: so many steps at the start are summed dense.
+      dense_steps: so many steps at the start are summed dense; ``None``: a tenth of the run, at least the warm-up of
+        its learning rate, and none where the length is not known.
       collective: a name in :data:`farflung.comm.COLLECTIVES`.
 
     Raises:
@@ -71,26 +73,34 @@ class PowerSGD(Reducer):
       Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
 
     References: Vogels et al. 2019, Alg. 1 and 2, with the residual of the authors' code; ``min_ratio`` is theirs too.
+    Rank and dense steps of ``None`` are our choice: a small transformer needs both to come near dense gradients.
     """
 
     repeatable: ClassVar[bool] = True
     teaches: ClassVar[bool] = True
 
-    rank: int = 2
+    rank: int | None = None
     min_ratio: float = 2.0
     warm_start: bool = True
     error_feedback: bool = True
-    dense_steps: int = 0
+    dense_steps: int | None = None
     collective: str = "direct"
     method: str = field(init=False, repr=False, compare=False)
     """What the costs of its arithmetic are called by."""
 
     def __post_init__(self) -> None:
-        whole_option("powersgd", "rank", self.rank, 1)
-        whole_option("powersgd", "dense_steps", self.dense_steps, 0)
+        if self.rank is not None:
+            whole_option("powersgd", "rank", self.rank, 1)
+        if self.dense_steps is not None:
+            whole_option("powersgd", "dense_steps", self.dense_steps, 0)
         number_option("powersgd", "min_ratio", self.min_ratio, 1)
         check_rounds("powersgd", self.collective)
-        object.__setattr__(self, "method", method_of_rounds("powersgd", self))
+        settled = self if self.dense_steps is None else replace(self, dense_steps=None)
+        object.__setattr__(self, "method", method_of_rounds("powersgd", settled))
+
+    @override
+    def for_run(self, steps: int, warmup: int) -> PowerSGD:
+        return self if self.dense_steps is not None else replace(self, dense_steps=max(steps // 10, warmup))
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -110,7 +120,7 @@ class PowerSGD(Reducer):
                 dense.append([part.start, part.numel])
         dtype = working_dtype(spec.dtype)
         q = {
-            shape: _random(shape, len(starts), self.rank, dtype, generator_on(_CPU, seeds.shared, shape))
+            shape: self._random(shape, len(starts), dtype, generator_on(_CPU, seeds.shared, shape))
             for shape, starts in groups.items()
         }
         layout = {"dense": dense, "groups": groups}
@@ -121,7 +131,7 @@ class PowerSGD(Reducer):
         """P with what is dense, then Q."""
         exchange = Exchange(channel, self.collective, side_of(own), step)
         tensor = numerator(channel, own)
-        if step < self.dense_steps:
+        if step < (self.dense_steps or 0):
             return reduced(channel, *await exchange.sum(tensor))
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
         state = slot.state
@@ -165,8 +175,17 @@ class PowerSGD(Reducer):
         return dense, matrices, [matrices[shape] @ q[shape] for shape in matrices]
 
     def _pays(self, part: Placed, rows: int, columns: int) -> bool:
-        sent = min(self.rank, rows, columns) * (rows + columns)
+        sent = self._rank(rows, columns) * (rows + columns)
         return len(part.shape) > 1 and 0 < sent * self.min_ratio <= rows * columns
+
+    def _rank(self, rows: int, columns: int) -> int:
+        shorter = min(rows, columns)
+        return min(shorter, max(2, math.isqrt(shorter // 2)) if self.rank is None else self.rank)
+
+    def _random(self, shape: str, count: int, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
+        rows, columns = _sides(shape)
+        size = (count, columns, self._rank(rows, columns))
+        return torch.randn(size, generator=noise, dtype=dtype, device=noise.device)
 
     def _matrices(self, state: CodecState, tensor: Tensor) -> dict[str, Tensor]:
         """Gradients and residuals, shape ``(matrices, rows, columns)`` for each shape there is."""
@@ -183,7 +202,7 @@ class PowerSGD(Reducer):
     def _usable(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
         """Q on the device, with random columns where it has none."""
         noise = generator_on(device, state.shared["seed"], shape, step)
-        fresh = _random(shape, len(q), self.rank, q.dtype, noise)
+        fresh = self._random(shape, len(q), q.dtype, noise)
         if not self.warm_start:
             return fresh
         q = q.to(device)
@@ -197,12 +216,6 @@ _CPU = torch.device("cpu")
 def _sides(shape: str) -> tuple[int, int]:
     rows, _, columns = shape.partition("x")
     return int(rows), int(columns)
-
-
-def _random(shape: str, count: int, rank: int, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
-    rows, columns = _sides(shape)
-    size = (count, columns, min(rank, rows, columns))
-    return torch.randn(size, generator=noise, dtype=dtype, device=noise.device)
 
 
 def _flat(tensors: Iterable[Tensor], like: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from farflung.types import (
     Decision,
     Json,
     Merge,
+    Outer,
     Part,
     Reduced,
     Reducer,
@@ -138,7 +139,7 @@ class Exchanges:
         self._in_order = tuple(self._parts.values())
         for part in self._in_order:
             self._check_device(part)
-        self._state = schedule.init()
+        self._state, self._steps = schedule.init(), steps
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
         self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
@@ -302,7 +303,7 @@ class Exchanges:
           Unsupported: the schedule plans what it has not named before.
         """
         self._times.step_begins()
-        planned = self._schedule.plan(self._state, self._in_order, step)
+        planned = self._planned(step)
         gradients = deque(transfer for transfer in planned if transfer.merge.moves == "gradient")
         if self._behind and not gradients and not self.diverged:
             self._catch_up()
@@ -316,6 +317,21 @@ class Exchanges:
         self._averaged = False
         for transfer in planned:
             self._check(transfer)
+
+    def _planned(self, step: int) -> list[Transfer]:
+        """Return what a step starts; an outer step that no step of training follows is a plain mean.
+
+        Outer rate and momentum anticipate steps to come. Ours: the sources step on.
+        """
+        planned = self._schedule.plan(self._state, self._in_order, step)
+        if self._steps is None or all(transfer.due_step < self._steps - 1 for transfer in planned):
+            return planned
+        return [
+            replace(each, merge=replace(each.merge, rate=1.0, momentum=0.0, nesterov=False))
+            if isinstance(each.merge, Outer) and each.due_step >= self._steps - 1
+            else each
+            for each in planned
+        ]
 
     def ready(self, index: int) -> None:
         """A bucket has filled: launches what was waiting for it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -49,12 +50,14 @@ def make_replica(
     Raises:
       BadInput: parts or settings that do not go together.
     """
-    rank = runtime.comm.rank
+    rank, rates = runtime.comm.rank, training.make_rates()
+    parts = recipe.parts(training.seed, None if shares is None else rank)
+    warmup = getattr(rates, "warmup", 0) if rates.by == "steps" else 0
     return kind(
         runtime,
         task,
         training,
-        recipe.parts(training.seed, None if shares is None else rank),
+        replace(parts, reducer=parts.reducer.for_run(training.steps, warmup)),
         telemetry or Telemetry(rank),
         checkpoints,
         stop_asked,

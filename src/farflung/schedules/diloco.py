@@ -33,7 +33,8 @@ class DiLoCo(Schedule):
     parameters. The optimizer of the run is the inner one, by the paper AdamW.
 
     Between exchanges evaluation sees the mean of the replicas' parameters, and a run ends with it; so let the number of
-    steps be a multiple of ``sync_every``.
+    steps be a multiple of ``sync_every``. An exchange that no step follows sets the parameters to the plain mean, as
+    with rate 1 and no momentum: there the outer step would overshoot (ours; needs a run whose length is known).
 
     Args:
       sync_every: H, steps between two exchanges.

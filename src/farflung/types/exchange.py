@@ -166,6 +166,16 @@ class Reducer:
           ConfigError: says why, and what to do instead.
         """
 
+    def for_run(self, steps: int, warmup: int) -> Reducer:
+        """Return the reducer with what hangs on a run's length settled.
+
+        Args:
+          steps: of the run.
+          warmup: the first of them, in which the learning rate rises.
+        """
+        del steps, warmup
+        return self
+
     def exchanges_until(self, times: int) -> int:
         """After so many exchanges each kind has happened ``times`` times, where replicas agree; without a warm-up."""
         return times

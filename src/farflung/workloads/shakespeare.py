@@ -107,6 +107,7 @@ class GPT(_NextCharacter):
     """
 
     every: ClassVar[int | None] = 1
+    symbols: ClassVar[int] = len(shakespeare.SYMBOLS)
 
     layers: int = 4
     heads: int = 4
@@ -129,12 +130,12 @@ class GPT(_NextCharacter):
     def __post_init__(self) -> None:
         if min(self.length, self.layers, self.heads, self.width) < 1:
             raise ConfigError(
-                f"tinyshakespeare/gpt needs length, layers, heads and width above 0, not {self.length}, "
+                f"{self.name} needs length, layers, heads and width above 0, not {self.length}, "
                 f"{self.layers}, {self.heads} and {self.width}"
             )
         if self.width % self.heads:
             raise ConfigError(
-                f"tinyshakespeare/gpt: width {self.width} is no multiple of heads {self.heads}, which share it"
+                f"{self.name}: width {self.width} is no multiple of heads {self.heads}, which share it"
             )
 
     def model(self, generator: torch.Generator) -> nn.Module:
@@ -142,4 +143,4 @@ class GPT(_NextCharacter):
         return build(self._network, generator)
 
     def _network(self) -> nn.Module:
-        return Transformer(len(shakespeare.SYMBOLS), self.length, self.layers, self.heads, self.width)
+        return Transformer(self.symbols, self.length, self.layers, self.heads, self.width)
