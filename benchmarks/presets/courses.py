@@ -1,156 +1,78 @@
-"""What each preset came to: its loss by bytes and by time, at the learning rate that was best for it."""
+"""What each method came to: tuned in trainings of half the length on one seed, judged in whole ones on two others."""
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 from benchmarks.presets.language import TRAININGS, Curve, Language
-from benchmarks.presets.methods import METHODS, NETWORKS, RATES, REFERENCE
-from benchmarks.presets.times import paces
+from benchmarks.presets.methods import METHODS, REFERENCE, Setting
 
-__all__ = ["SEARCHED", "WITHIN", "Course", "Point", "best_rate", "courses_of", "first_at", "lowest", "target"]
+__all__ = ["JUDGED", "PILOT", "STEPS", "WITHIN", "Course", "course_of", "first_within", "gap"]
 
+STEPS, PILOT, JUDGED = 10_000, 0, (1, 2)
+"""Of a whole training; the seed that settings are chosen by, and those of the results."""
 WITHIN = 0.05
-"""Above synchronous SGD's best loss is as good as that."""
-SEARCHED = 500
-"""Steps of the trainings by which rates are searched, but for the reference's."""
+"""Above the reference's loss is as good as that."""
 Train: TypeAlias = Callable[[Language], Curve]
-
-
-class Point(NamedTuple):
-    """An evaluation.
-
-    Args:
-      steps: that were through.
-      loss: on the test set.
-      sent: bytes of all replicas.
-      seconds: by network.
-    """
-
-    steps: int
-    loss: float
-    sent: int
-    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Course:
-    """One training.
+    """A method's trainings.
 
     Args:
-      preset: its name.
-      networks: on which it goes like this.
-      learning_rate: that was best.
-      tried: losses by learning rate, at the end of the trainings that were searched by.
-      points: evaluations.
-      not_charged: methods for some of whose coding the device has no rate.
+      method: its name.
+      setting: the one of its grid with the lowest loss at half the length.
+      tried: the losses of all settings there.
+      curves: with it, of each seed that is judged.
     """
 
-    preset: str
-    networks: Sequence[str]
-    learning_rate: float
-    tried: Mapping[str, float]
-    points: Sequence[Point]
-    not_charged: Sequence[str] = ()
+    method: str
+    setting: Setting
+    tried: Sequence[float]
+    curves: Sequence[Curve]
 
     @property
     def loss(self) -> float:
-        """At the end."""
-        return self.points[-1].loss
+        """At the end, mean over the seeds."""
+        return statistics.fmean(curve[-1][1] for curve in self.curves)
 
     def to_json(self) -> dict[str, Any]:
         """For the config of a row."""
-        return {**vars(self), "points": [point._asdict() for point in self.points]}
+        return {**vars(self), "setting": asdict(self.setting)}
 
 
-def best_rate(train: Train, preset: str, network: str) -> tuple[float, dict[str, float]]:
-    """The rate with the lowest loss at the end, and the losses of all that were tried.
-
-    Rates are tried from the first one on, upwards and downwards or downwards alone, for as long as that is better: the
-    reference's in whole trainings, others' in short ones, each with a warm-up and a cosine of its own.
-    """
-    method = METHODS[preset]
-    steps = Language.steps if preset == REFERENCE else SEARCHED
-
-    @functools.cache
-    def loss(place: int) -> float:
-        return train(Language(preset, RATES[place], network, steps))[-1][1]
-
-    tried: dict[int, float] = {}
-    begin = method.begins_at
-    if begin is None:
-        begin, _ = best_rate(train, REFERENCE, "")
-    if not method.searched:
-        return begin, {}
-    at = RATES.index(begin)
-    ways = (0, -1) if method.begins_at is None else (0, -1, 1)
-    while True:
-        tried |= {at + way: loss(at + way) for way in ways if 0 <= at + way < len(RATES)}
-        better = min(tried, key=lambda place: (tried[place], place))
-        if better == at:
-            return RATES[at], {f"{RATES[place]:g}": tried[place] for place in sorted(tried)}
-        at = better
-
-
-def courses_of(preset: str, *, quick: bool = False, train: Train = TRAININGS.curve) -> list[Course]:
-    """One for all networks, or one for each where times decide what is done; trained now unless they are stored.
-
-    Then rates are searched on the first network.
-    """
+def course_of(method: str, *, quick: bool = False, train: Train = TRAININGS.curve) -> Course:
+    """Return a method's trainings, stored or made now."""
+    grid = METHODS[method]
     if quick:
-        return [_quick_course(preset)]
-    method = METHODS[preset]
-    if not method.by_clock:
-        rate, tried = best_rate(train, preset, "")
-        curve = train(Language(preset, rate))
-        by_network = {network: paces(preset, network) for network in NETWORKS}
-        points = [
-            Point(steps, loss, sent, {name: one.end_s(steps) for name, one in by_network.items()})
-            for steps, loss, sent, _ in curve
-        ]
-        unknown = by_network[NETWORKS[0]].not_charged
-        return [Course(preset, NETWORKS, rate, tried, points, unknown)]
-    rate, tried = best_rate(train, preset, NETWORKS[0])
-    return [
-        Course(preset, (network,), rate, tried, _on(network, train(Language(preset, rate, network))))
-        for network in NETWORKS
-    ]
+        return Course(method, grid[0], [], [Language.of(grid[0], STEPS, PILOT).quickly().train()])
+    tried = [train(Language.of(setting, STEPS // 2, PILOT))[-1][1] for setting in grid]
+    best = grid[tried.index(min(tried))]
+    return Course(method, best, tried, [train(Language.of(best, STEPS, seed)) for seed in JUDGED])
 
 
-def _quick_course(preset: str) -> Course:
-    """The end of a few steps of something small, on one network, at one rate."""
-    network, rate = NETWORKS[0], RATES[0]
-    curve = Language(preset, rate, network).quickly().train()
-    return Course(preset, (network,), rate, {f"{rate:g}": curve[-1][1]}, _on(network, curve[-1:]))
+def gap(course: Course, reference: Course) -> list[float]:
+    """Return for each seed how far the loss at the end is above that of the reference."""
+    return [ours[-1][1] - theirs[-1][1] for ours, theirs in zip(course.curves, reference.curves, strict=True)]
 
 
-def _on(network: str, curve: Curve) -> list[Point]:
-    return [Point(steps, loss, sent, {network: seconds}) for steps, loss, sent, seconds in curve]
+def first_within(course: Course, loss: float) -> tuple[int, int] | None:
+    """Return the steps and the bytes after which the mean over the seeds is as low as a loss; ``None``: never."""
+    for points in zip(*course.curves, strict=True):
+        if statistics.fmean(point[1] for point in points) <= loss:
+            return points[0][0], points[0][2]
+    return None
 
 
-def smooth(points: Sequence[Point]) -> list[float]:
-    """The median loss of each evaluation and those beside it."""
-    losses = [point.loss for point in points]
-    return [statistics.median(losses[max(0, at - 1) : at + 2]) for at in range(len(losses))]
+def all_courses(*, quick: bool = False) -> Mapping[str, Course]:
+    """Return those of all methods, the reference first."""
+    methods = list(METHODS)[:2] if quick else list(METHODS)
+    return dict(zip(methods, map(partial(course_of, quick=quick), methods), strict=True))
 
 
-def target(reference: Course, within: float) -> float:
-    """So far above the reference's best."""
-    return lowest(reference) + within
-
-
-def first_at(course: Course, target: float) -> Point | None:
-    """The first evaluation with that loss; ``None``: there is none."""
-    return next(
-        (point for point, loss in zip(course.points, smooth(course.points), strict=True) if loss <= target),
-        None,
-    )
-
-
-def lowest(course: Course) -> float:
-    """The lowest smoothed loss."""
-    return min(smooth(course.points))
+assert next(iter(METHODS)) == REFERENCE

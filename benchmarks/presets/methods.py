@@ -1,68 +1,62 @@
-"""The presets that are compared on language, and what each is trained with."""
+"""The recipes that are compared on language, and the settings that each is tuned over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from farflung.recipes import recipe
-
-__all__ = ["LEFT_OUT", "METHODS", "NETWORKS", "RATES", "REFERENCE", "Method", "parts_of"]
+__all__ = ["FP16", "METHODS", "NETWORKS", "REFERENCE", "Setting"]
 
 REFERENCE = "synchronous"
+FP16 = "synchronous(codec=truncate16)"
+"""What people use: DDP with its fp16 hook, by the bytes and times of 16 bits a gradient and the loss of the reference."""
 NETWORKS = ("wifi-10mbps", "four-regions", "shanghai-boston")
 """Between the four replicas."""
-RATES = (0.000125, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
-"""Of learning: powers of two around nanoGPT's 0.001."""
+RATES = (0.002, 0.004, 0.008, 0.016)
 
 
 @dataclass(frozen=True)
-class Method:
-    """How a preset is trained.
+class Setting:
+    """One point of a grid.
 
     Args:
+      recipe: how to train together.
+      learning_rate: the highest, after the warm-up; of the inner optimizer where there are two.
       optimizer: the workload's when not given.
-      begins_at: the rate at which its search begins, upwards and downwards; ``None``: at the reference's best, and
-        downwards alone.
-      searched: whether rates are searched at all.
-      by_clock: what it decides hangs on times, so each network has a training of its own.
     """
 
-    optimizer: str | None = None
-    begins_at: float | None = None
-    searched: bool = True
-    by_clock: bool = False
+    recipe: str
+    learning_rate: float
+    optimizer: str = ""
 
 
-METHODS: dict[str, Method] = {
-    REFERENCE: Method(begins_at=0.001),
-    "ring": Method(searched=False),
-    "powersgd": Method(),
-    "pipe_sgd": Method(),
-    "delayed": Method(by_clock=True),
-    "dga": Method(),
-    "local_sgd": Method(),
-    "post_local_sgd": Method(),
-    "adacomm": Method(by_clock=True),
-    "diloco": Method(),
-    "streaming_diloco": Method(),
-    "sparse_loco": Method(),
-    "demo": Method(optimizer="sign_sgd", begins_at=0.001),
+def _rates(recipe: str, rates: Sequence[float] = RATES, optimizer: str = "") -> tuple[Setting, ...]:
+    return tuple(Setting(recipe, rate, optimizer) for rate in rates)
+
+
+def _outer(recipe: str, optimizer: str = "", rates: Sequence[float] = (0.004, 0.008)) -> tuple[Setting, ...]:
+    """Two inner rates by two outer ones."""
+    return tuple(
+        Setting(recipe.format(outer_rate), rate, optimizer) for rate in rates for outer_rate in (0.4, 0.7)
+    )
+
+
+METHODS: dict[str, tuple[Setting, ...]] = {
+    REFERENCE: _rates("synchronous"),
+    "powersgd": _rates("powersgd"),
+    "pipe_sgd": _rates("pipe_sgd"),
+    "dga": _rates("dga"),
+    "local_sgd": _rates("local_sgd"),
+    "post_local_sgd": _rates("post_local_sgd"),
+    "diloco": _outer("diloco(schedule=diloco(sync_every=50, outer_rate={}))"),
+    "muloco": _outer(
+        "diloco(schedule=diloco(sync_every=50, outer_rate={}), codec=error_feedback(sign(bucket_size=1024)))",
+        "benchmarks.presets.muon:MuonAdamWSettings",
+    ),
+    "streaming_diloco": _outer(
+        "streaming_diloco(schedule=streaming_diloco(sync_every=48, fragments=4, outer_rate={}))"
+    ),
+    "sparse_loco": _rates("sparse_loco"),
+    "demo": _rates("demo", (0.0005, 0.001, 0.002, 0.004), "sign_sgd"),
 }
-"""By preset."""
-LEFT_OUT = {
-    "ddp": "synchronous over the backend's own all-reduce",
-    "gradient_coding": "synchronous for replicas of unlike speed, each sample computed twice",
-    "mercury": "which samples a step takes, for shares that are unlike",
-    "parameter_server": "synchronous by another way",
-    "scadles": "for samples that arrive",
-    "scadles_baseline": "for samples that arrive",
-    "ssp": "for replicas of unlike speed, through one server; see benchmarks/pipe_sgd",
-}
-"""Presets, and why."""
-
-
-def parts_of(preset: str) -> Mapping[str, Any]:
-    """The members of a preset's recipe."""
-    return recipe(preset).settings
+"""A grid of four settings each."""

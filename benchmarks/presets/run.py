@@ -1,4 +1,4 @@
-"""Presets on language: loss against bytes and against time on slow networks, and what it takes to be as good."""
+"""Recipes on language: the loss of a transformer against bytes and against time on slow networks."""
 
 from __future__ import annotations
 
@@ -12,180 +12,154 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, main
-from benchmarks.presets.courses import WITHIN, Course, courses_of, first_at, lowest, target
+from benchmarks.presets.courses import (
+    JUDGED,
+    STEPS,
+    WITHIN,
+    Course,
+    all_courses,
+    course_of,
+    first_within,
+    gap,
+)
 from benchmarks.presets.language import DEVICE, NODES, TRAININGS, Language, canaries
-from benchmarks.presets.methods import METHODS, NETWORKS, RATES, REFERENCE
+from benchmarks.presets.methods import FP16, METHODS, NETWORKS, REFERENCE, Setting
 from benchmarks.presets.pictures import draw
 from benchmarks.presets.times import paces
 
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parents[1] / "docs"
-STEPS = Language.steps
-OTHERS = [preset for preset in METHODS if preset != REFERENCE]
-EQUAL = "bytes to synchronous's best loss, best preset"
-WHOLE = f"bytes to within {WITHIN:g} of synchronous's best loss, best preset"
-TOLERANCES = (0.0, 0.02, WITHIN, 0.1, 0.2)
+OTHERS = [method for method in METHODS if method != REFERENCE]
+NANOGPT = "tinyshakespeare/gpt, synchronous, nanoGPT's CPU setting"
+EQUAL = "bytes to equal loss over float32 DDP, tinyshakespeare/gpt"
+FEWEST = (
+    "bytes to within 0.05 of synchronous's loss over DDP with its fp16 hook, 20newsgroups/gpt, best recipe"
+)
+PLAYS, PLAY_STEPS = "tinyshakespeare/gpt", 2_000
+ON_PLAYS = {
+    REFERENCE: Setting("synchronous", 0.008),
+    "demo": Setting("demo", 0.001, "sign_sgd"),
+    "powersgd": Setting("powersgd", 0.008),
+}
+"""At the rates that were best on the corpus's grid in whole trainings."""
 
 
-def loss_row(preset: str) -> str:
+def gap_row(method: str) -> str:
     """Its name in ``expected.toml``, as of those that follow."""
-    return f"{preset}, loss after {STEPS:,} steps"
+    name = "diloco, period 50" if method == "diloco" else method
+    return f"{name}, loss above synchronous, 20newsgroups/gpt"
 
 
-def bytes_row(preset: str) -> str:
-    return f"{preset}, bytes of {STEPS:,} steps"
+def bytes_row(method: str) -> str:
+    return f"{method}, bytes to within {WITHIN:g} of synchronous's loss over DDP with its fp16 hook, 20newsgroups/gpt"
 
 
-def target_row(preset: str, network: str) -> str:
-    return f"{preset}, time to within {WITHIN:g} of synchronous's best loss, {network}"
+def time_row(method: str) -> str:
+    return f"{method}, time to within {WITHIN:g} of synchronous's loss over DDP with its fp16 hook, 20newsgroups/gpt"
 
 
-def steps_row(preset: str) -> str:
-    return f"{preset}, time of {STEPS:,} steps"
-
-
-def learned(preset: str, quick: bool) -> Mapping[str, Measured]:
-    """What a preset's training came to."""
-    reference, courses = courses_of(REFERENCE, quick=quick)[0], courses_of(preset, quick=quick)
-    rows = {loss_row(preset): _over([course.loss for course in courses], _config(courses))}
-    if preset == REFERENCE:
-        return rows
-    fewer = [reference.points[-1].sent / course.points[-1].sent for course in courses]
-    rows[bytes_row(preset)] = _over(fewer, _config(courses))
-    wanted = target(reference, WITHIN)
-    for course in courses:
-        for network in course.networks:
-            rows[target_row(preset, network)] = _in_time(reference, course, wanted, network)
-    if METHODS[preset].by_clock:
-        seconds = {
-            network: course.points[-1].seconds[network] for course in courses for network in course.networks
-        }
-        rows[steps_row(preset)] = _times_faster(reference.points[-1].seconds, seconds, {})
-    return rows
-
-
-def _in_time(reference: Course, course: Course, wanted: float, network: str) -> Measured:
-    """Seconds of the reference until it is there over those of another."""
-    theirs, ours = first_at(reference, wanted), first_at(course, wanted)
-    assert theirs is not None
+def learned(method: str, quick: bool) -> Mapping[str, Measured]:
+    """Compare a method's loss at the end with the reference's, and what it took to be nearly as good."""
+    reference, course = course_of(REFERENCE, quick=quick), course_of(method, quick=quick)
+    above = gap(course, reference)
     config = {
-        "network": network,
-        "device": DEVICE,
-        "target": wanted,
-        "steps": [theirs.steps, None if ours is None else ours.steps],
-        "seconds": [theirs.seconds[network], None if ours is None else ours.seconds[network]],
-        "learning_rates": [reference.learning_rate, course.learning_rate],
-        "not_charged": list(course.not_charged),
+        **_config(),
+        "course": course.to_json(),
+        "learning_rate_of_reference": reference.setting.learning_rate,
     }
+    rows = {gap_row(method): Measured(statistics.fmean(above), (min(above), max(above)), config)}
+    wanted = reference.loss + WITHIN
+    theirs, ours = first_within(reference, wanted), first_within(course, wanted)
+    assert theirs is not None
     if ours is None:
-        return Measured.missed(lowest(course), wanted, config, simulated=True)
-    faster = theirs.seconds[network] / ours.seconds[network]
-    return Measured(faster, (faster, faster), config, simulated=True)
+        missed = Measured.missed(min(course.loss, *_means(course)), wanted, config)
+        return {**rows, bytes_row(method): missed, time_row(method): missed}
+    fewer = theirs[1] / 2 / ours[1]
+    rows[bytes_row(method)] = Measured(fewer, (fewer, fewer), config)
+    faster, not_charged = {}, dict[str, None]()
+    for network in NETWORKS[:1] if quick else NETWORKS:
+        seconds = []
+        for recipe, steps in ((FP16, theirs[0]), (course.setting.recipe, ours[0])):
+            pace = paces(recipe, network, STEPS, quick=quick)
+            seconds.append(pace.end_s(steps))
+            not_charged |= dict.fromkeys(pace.not_charged)
+        faster[network] = seconds[0] / seconds[1]
+    config = {**config, "device": DEVICE, "times_faster": faster, "not_charged": list(not_charged)}
+    spread = (min(faster.values()), max(faster.values()))
+    rows[time_row(method)] = Measured(statistics.median(faster.values()), spread, config, simulated=True)
+    return rows
 
 
 def fewest_bytes(quick: bool) -> Mapping[str, Measured]:
-    """The preset that needs the fewest bytes to be as good as the reference, and nearly so; pictures of all."""
-    presets = list(METHODS)[:2] if quick else list(METHODS)
-    courses = [course for preset in presets for course in courses_of(preset, quick=quick)]
-    reference, others = courses[0], courses[1:]
-    by_tolerance = {within: _fewer(reference, others, within) for within in TOLERANCES}
-    config = {
-        **_config(courses),
-        "times_fewer_by_tolerance": {f"{within:g}": found for within, found in by_tolerance.items()},
-        "target": target(reference, WITHIN),
-    }
-    if not quick:
-        draw(DOCS, courses, config["target"])
-    rows = {}
-    for row, within in ((EQUAL, 0.0), (WHOLE, WITHIN)):
-        best = max((found for found in by_tolerance[within].values() if found is not None), default=None)
-        if best is None:
-            rows[row] = Measured.missed(min(map(lowest, others)), target(reference, within), config)
-        else:
-            rows[row] = Measured(best, (best, best), config)
-    return rows
-
-
-def _fewer(reference: Course, others: Sequence[Course], within: float) -> dict[str, float | None]:
-    """Bytes of the reference until it is there over those of each other; of several of a preset the least gain."""
-    wanted, found = target(reference, within), dict[str, float | None]()
-    theirs = first_at(reference, wanted)
+    """Find the method that needs the fewest bytes to be nearly as good as the reference; draw all."""
+    courses = all_courses(quick=quick)
+    reference = courses[REFERENCE]
+    wanted = reference.loss + WITHIN
+    theirs = first_within(reference, wanted)
     assert theirs is not None
-    for course in others:
-        ours = first_at(course, wanted)
-        gain = None if ours is None else theirs.sent / ours.sent
-        before = found.get(course.preset, gain)
-        found[course.preset] = None if gain is None or before is None else min(gain, before)
-    return found
+    found = {
+        method: theirs[1] / 2 / ours[1]
+        for method, course in courses.items()
+        if method != REFERENCE and (ours := first_within(course, wanted)) is not None
+    }
+    config = {**_config(), "times_fewer": found, "loss": {name: one.loss for name, one in courses.items()}}
+    if not quick:
+        draw(DOCS, courses, wanted)
+    if not found:
+        return {FEWEST: Measured.missed(min(courses[name].loss for name in OTHERS), wanted, config)}
+    best = max(found.values())
+    return {FEWEST: Measured(best, (best, best), config)}
 
 
-def simulated(preset: str, quick: bool) -> Mapping[str, Measured]:
-    """Seconds of all steps of the reference over those of a preset whose steps do not hang on times."""
-    networks = NETWORKS[:1] if quick else NETWORKS
-    seconds, told = {}, {}
-    for name in (REFERENCE, preset):
-        found = {network: paces(name, network, quick=quick) for network in networks}
-        steps = {network: sum(pace.steps for pace in one.parts) for network, one in found.items()}
-        seconds[name] = {network: one.end_s(steps[network]) for network, one in found.items()}
-        told[name] = {
-            "simulated_steps": sum(len(pace.ends_s) for pace in found[networks[0]].parts),
-            "bytes_a_step": {network: one.sent_a_step for network, one in found.items()},
-            "not_charged": list(found[networks[0]].not_charged),
-        }
-    return {steps_row(preset): _times_faster(seconds[REFERENCE], seconds[preset], told)}
-
-
-def _times_faster(theirs: Mapping[str, float], ours: Mapping[str, float], told: dict[str, Any]) -> Measured:
-    """In the median of the networks."""
-    faster = {network: theirs[network] / seconds for network, seconds in ours.items()}
-    config = {"device": DEVICE, "times_faster": faster, "seconds": [dict(theirs), dict(ours)], **told}
-    values = faster.values()
-    return Measured(statistics.median(values), (min(values), max(values)), config, simulated=True)
-
-
-def _over(values: Sequence[float], config: dict[str, Any]) -> Measured:
-    """The mean of one training, or of one for each network."""
-    return Measured(statistics.fmean(values), (min(values), max(values)), config)
-
-
-def _config(courses: Sequence[Course]) -> dict[str, Any]:
+def on_plays(quick: bool) -> Mapping[str, Measured]:
+    """Compare with what is published for tinyshakespeare: nanoGPT's loss, and DeMo's bytes to an equal one."""
+    trainings = {name: Language.of(one, PLAY_STEPS, 0, PLAYS) for name, one in ON_PLAYS.items()}
+    if quick:
+        curves = {name: one.quickly().train() for name, one in trainings.items()}
+    else:
+        curves = {name: TRAININGS.curve(one) for name, one in trainings.items()}
+    config = {"workload": PLAYS, "nodes": NODES, "steps": PLAY_STEPS, "curves": curves}
+    loss = curves[REFERENCE][-1][1]
+    course = {name: Course(name, ON_PLAYS[name], [], [curve]) for name, curve in curves.items()}
+    reached = {
+        name: curves[REFERENCE][-1][2] / ours[1]
+        for name, one in course.items()
+        if name != REFERENCE and (ours := first_within(one, loss)) is not None
+    }
+    best = max(reached.values(), default=None)
+    lowest = min(one.loss for name, one in course.items() if name != REFERENCE)
     return {
-        "workload": Language.workload,
-        "nodes": NODES,
-        "device": DEVICE,
-        "seeds": [Language.seed],
-        "steps": STEPS,
-        "rates": list(RATES),
-        "courses": [course.to_json() for course in courses],
+        NANOGPT: Measured(loss, (loss, loss), config),
+        EQUAL: Measured.missed(lowest, loss, config)
+        if best is None
+        else Measured(best, (best, best), config),
     }
 
 
-def _rows(preset: str) -> tuple[str, ...]:
-    """Of its trainings."""
-    if preset == REFERENCE:
-        return (loss_row(preset),)
-    to_target = [target_row(preset, network) for network in NETWORKS]
-    return (
-        loss_row(preset),
-        bytes_row(preset),
-        *to_target,
-        *([steps_row(preset)] if METHODS[preset].by_clock else []),
-    )
+def _means(course: Course) -> Sequence[float]:
+    """The mean over the seeds at each evaluation."""
+    return [statistics.fmean(point[1] for point in points) for points in zip(*course.curves, strict=True)]
+
+
+def _config() -> dict[str, Any]:
+    return {"workload": "20newsgroups/gpt", "nodes": NODES, "seeds": list(JUDGED), "steps": STEPS}
 
 
 BENCHMARK = Benchmark(
     FOLDER,
     [
+        Group((NANOGPT, EQUAL), on_plays, "trainings", 0.3, canaries(REFERENCE)),
         *(
-            Group(_rows(preset), partial(learned, preset), "trainings", 0.1, canaries(preset))
-            for preset in METHODS
+            Group(
+                (gap_row(method), bytes_row(method), time_row(method)),
+                partial(learned, method),
+                "trainings",
+                1.0,
+                canaries(method),
+            )
+            for method in OTHERS
         ),
-        Group((EQUAL, WHOLE), fewest_bytes, "trainings", 0.1, canaries(REFERENCE)),
-        *(
-            Group((steps_row(preset),), partial(simulated, preset), "simulated", 0.6, canaries(preset))
-            for preset in OTHERS
-            if not METHODS[preset].by_clock
-        ),
+        Group((FEWEST,), fewest_bytes, "trainings", 0.1, canaries(REFERENCE)),
     ],
     TRAININGS,
 )

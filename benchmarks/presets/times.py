@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Kept
 from benchmarks.common.worlds import replicas_in
-from benchmarks.presets.language import Language, settings, world_on
-from benchmarks.presets.methods import RATES, parts_of
-from farflung.recipes import recipe
+from benchmarks.presets.language import CORPUS, DEVICE, NODES
+from farflung.calibration import forward_flops
+from farflung.config import Training
+from farflung.devices import device_profile
+from farflung.network import network_profile
+from farflung.reducers import PowerSGD
+from farflung.recipes import Recipe
+from farflung.reducers import REDUCERS
 from farflung.replica import Replica
+from farflung.runs import SimulatedConfig
 from farflung.runs.simulation import coding_told, one_thread
 from farflung.schedules import Delayed, Pipelined, PostLocalSGD
+from farflung.sim import VirtualWorld
+from farflung.spec import text_of
 from farflung.telemetry import Event
-from farflung.types import Schedule
+from farflung.types import Schedule, Workload
 from farflung.workloads import workload
 
 __all__ = ["Pace", "Paces", "block", "paces"]
@@ -97,43 +105,44 @@ def block(schedule: Schedule) -> int:
             return int(getattr(schedule, "sync_every", 1))
 
 
-def paces(preset: str, network: str, *, quick: bool = False) -> Paces:
+def paces(recipe: str, network: str, steps: int, *, quick: bool = False) -> Paces:
     """Of all steps of a training, simulated now unless they are kept."""
-    training = Language(preset, min(RATES), network)
-    if quick:
-        training = training.quickly()
+    task = workload("synthetic/quadratic" if quick else CORPUS)
     kept = Kept(Path(__file__).parent, "paces", quick=quick)
     found = []
-    for parts, steps in _phases(preset, training.steps):
-        key = {"parts": dict(parts), "network": network, "steps": steps}
-        found.append(kept.once(key, partial(_simulated, training, parts, steps)))
+    config = SimulatedConfig.resolve({"recipe": recipe, "workload": CORPUS, "network": network})
+    for parts, part in _phases(config.recipe, steps):
+        key = {"parts": dict(parts), "network": network, "steps": part}
+        found.append(kept.once(key, partial(_simulated, task, network, parts, part)))
     unknown = dict.fromkeys(method for one in found for method in one["not_charged"])
     return Paces([Pace(**one["pace"]) for one in found], list(unknown))
 
 
-def _phases(preset: str, steps: int) -> list[tuple[Mapping[str, Any], int]]:
-    """Parts whose schedule does the same again and again, and for how many steps."""
-    plain, schedule = parts_of(preset), recipe(preset).parts(0).schedule
-    if not isinstance(schedule, PostLocalSGD):
-        return [(plain, steps)]
-    until = min(schedule.until, steps)
-    found: list[tuple[Mapping[str, Any], int]] = [({**plain, "schedule": "synchronous"}, until)]
-    if until < steps:
-        later = f"local_sgd(sync_every={schedule.sync_every})"
-        found.append(({**plain, "schedule": later}, steps - until))
-    return found
+def _phases(recipe: Recipe, steps: int) -> list[tuple[Mapping[str, Any], int]]:
+    """Return the members that do the same again and again, and for how many steps."""
+    plain, parts = recipe.settings, recipe.parts(0)
+    first: Mapping[str, Any] = {"schedule": "synchronous"}
+    then, until = plain, 0
+    if isinstance(parts.schedule, PostLocalSGD):
+        then = {**plain, "schedule": f"local_sgd(sync_every={parts.schedule.sync_every})"}
+        until = parts.schedule.until
+    elif isinstance(parts.reducer, PowerSGD):
+        then = {**plain, "reducer": text_of(replace(parts.reducer, dense_steps=0), REDUCERS)}
+        until = parts.reducer.for_run(steps, 0).dense_steps or 0
+    phases = [(first, min(until, steps)), (then, steps - until)]
+    return [(members, count) for members, count in phases if count > 0]
 
 
-def _simulated(training: Language, parts: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def _simulated(task: Workload, network: str, parts: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A pace, as JSON."""
-    task = workload(training.workload)
-    world = world_on(training.network, task)
+    device = device_profile(DEVICE, forward_flops=forward_flops(task))
+    world = VirtualWorld(NODES, network=network_profile(network).for_nodes(NODES), device=device)
     events: list[Event] = []
-    how = settings(task, training.preset, training.steps, training.learning_rate)
+    how = Training.resolve(task.defaults, {"steps": steps})
     with one_thread():
         replicas = replicas_in(world, task, how, parts, events.append)
         of_block = block(replicas[0].parts.schedule)
-        whole = of_block * math.ceil(min(AT_LEAST, training.steps) / of_block)
+        whole = of_block * math.ceil(min(AT_LEAST, steps) / of_block)
         seen = min(steps, 2 * whole + steps % of_block)
         window = min(whole, seen)
         starts = seen - steps % of_block - window if seen < steps else seen - window

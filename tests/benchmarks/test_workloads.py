@@ -254,7 +254,9 @@ def test_newsgroups(tmp_path: Path, form) -> None:
 
 @pytest.mark.parametrize("form", [groups_as_lines, groups_as_archive])
 def test_bodies_of_newsgroups(tmp_path: Path, form) -> None:
-    bodies = [b"\0".join(text.partition("\n\n")[2].encode() for _, text in sorted(posts)) for posts in (TRAIN, TEST)]
+    bodies = [
+        b"\0".join(text.partition("\n\n")[2].encode() for _, text in sorted(posts)) for posts in (TRAIN, TEST)
+    ]
     sets = news.read_bodies(form(tmp_path), counts=(2, 1), length=4, tests=2)
     for body, windows in zip(bodies, sets, strict=True):
         assert bytes(windows.inputs[0].tolist()) == body[:4]
