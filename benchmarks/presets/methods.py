@@ -9,7 +9,7 @@ __all__ = ["FP16", "METHODS", "NETWORKS", "REFERENCE", "Setting"]
 
 REFERENCE = "synchronous"
 FP16 = "synchronous(codec=truncate16)"
-"""What people use: DDP with its fp16 hook, by the bytes and times of 16 bits a gradient and the loss of the reference."""
+"""DDP with its fp16 hook, by the bytes and times of 16 bits a gradient; its loss is taken as that of the reference."""
 NETWORKS = ("wifi-10mbps", "four-regions", "shanghai-boston")
 """Between the four replicas."""
 RATES = (0.002, 0.004, 0.008, 0.016)
@@ -44,10 +44,7 @@ def _outer(recipe: str, optimizer: str = "", rates: Sequence[float] = (0.004, 0.
 METHODS: dict[str, tuple[Setting, ...]] = {
     REFERENCE: _rates("synchronous"),
     "powersgd": _rates("powersgd"),
-    "pipe_sgd": _rates("pipe_sgd"),
-    "dga": _rates("dga"),
     "local_sgd": _rates("local_sgd"),
-    "post_local_sgd": _rates("post_local_sgd"),
     "diloco": _outer("diloco(schedule=diloco(sync_every=50, outer_rate={}))"),
     "muloco": _outer(
         "diloco(schedule=diloco(sync_every=50, outer_rate={}), codec=error_feedback(sign(bucket_size=1024)))",

@@ -16,9 +16,8 @@ from farflung.calibration import forward_flops
 from farflung.config import Training
 from farflung.devices import device_profile
 from farflung.network import network_profile
-from farflung.reducers import PowerSGD
 from farflung.recipes import Recipe
-from farflung.reducers import REDUCERS
+from farflung.reducers import REDUCERS, PowerSGD
 from farflung.replica import Replica
 from farflung.runs import SimulatedConfig
 from farflung.runs.simulation import coding_told, one_thread

@@ -148,7 +148,8 @@ class NewsgroupsGPT(GPT):
     """Predicts each byte of a window of 20 Newsgroups from those before it, by nanoGPT's transformer for a CPU.
 
     The bodies of the 11,314 posts before a date are for training, 19.9 MB in windows that do not overlap; some 2,000
-    windows at even distances of the 7,532 posts after it are the test set. Everything else is as with ``tinyshakespeare/gpt``.
+    windows at even distances of the 7,532 posts after it are the test set. Everything else is as with
+    ``tinyshakespeare/gpt``.
 
     Args:
       length: bytes in a window.

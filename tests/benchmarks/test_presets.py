@@ -1,104 +1,71 @@
-"""The presets on language: which are compared, at which rates, when their steps end, and how they are shown."""
+"""The recipes on language: how they are tuned and judged, when their steps end, and an optimizer of two."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-from benchmarks.presets.courses import (
-    SEARCHED,
-    Course,
-    Point,
-    best_rate,
-    courses_of,
-    first_at,
-    lowest,
-    target,
-)
+from benchmarks.presets.courses import JUDGED, PILOT, STEPS, Course, course_of, first_within, gap
 from benchmarks.presets.language import Curve, Language
-from benchmarks.presets.methods import NETWORKS, RATES, REFERENCE, parts_of
+from benchmarks.presets.methods import METHODS, REFERENCE
+from benchmarks.presets.muon import MuonAdamW, MuonAdamWSettings
 from benchmarks.presets.times import Pace, Paces, _phases, _simulated
+from farflung import simulate
+from farflung.recipes import recipe
+from farflung.telemetry import Event
+from farflung.workloads import workload
+from farflung.workloads.shakespeare import GPT
 
-SMALL = Language("synchronous", 0.001, "four-regions", steps=200, workload="synthetic/quadratic")
-
-
-def course(preset: str, *losses: float, sent: int = 10, networks: tuple[str, ...] = NETWORKS) -> Course:
-    points = [
-        Point(100 * place, loss, sent * place, dict.fromkeys(networks, 60.0 * place))
-        for place, loss in enumerate(losses, 1)
-    ]
-    return Course(preset, networks, 0.001, {"0.001": losses[-1]}, points)
+SMALL = Language("synchronous", 0.001, steps=60, workload="synthetic/quadratic")
 
 
-# --- what is compared -------------------------------------------------------------------------------------------
+def course(*curves: Curve) -> Course:
+    return Course("any", METHODS[REFERENCE][0], [], curves)
 
 
-# --- rates ------------------------------------------------------------------------------------------------------
+# --- tuned and judged -----------------------------------------------------------------------------------------------
 
 
-def trained_best_at(rates: dict[str, float]) -> tuple[Callable[[Language], Curve], list[Language]]:
+def best_at(rate: float) -> tuple[Callable[[Language], Curve], list[Language]]:
     """Losses that rise with the distance from a rate, and what was asked for."""
     asked: list[Language] = []
 
     def train(one: Language) -> Curve:
         asked.append(one)
-        return [(2000, 1.0 + abs(math.log(one.learning_rate / rates[one.preset])), 1, 0.0)]
+        return [(one.steps, 1.0 + abs(math.log(one.learning_rate / rate)), 1)]
 
     return train, asked
 
 
-@pytest.mark.parametrize(
-    ("preset", "best", "found", "tried"),
-    [
-        (REFERENCE, 0.001, 0.001, [0.0005, 0.001, 0.002]),
-        (REFERENCE, 0.004, 0.004, [0.0005, 0.001, 0.002, 0.004, 0.008]),
-        (REFERENCE, 0.5, RATES[-1], [0.0005, *RATES[3:]]),
-        ("ring", 0.0005, 0.002, []),
-        ("dga", 0.004, 0.002, [0.001, 0.002]),
-        ("dga", 0.0005, 0.0005, [0.00025, 0.0005, 0.001, 0.002]),
-        ("demo", 0.0005, 0.0005, [0.00025, 0.0005, 0.001, 0.002]),
-    ],
-)
-def test_rates_are_searched_for_as_long_as_that_is_better(
-    preset: str, best: float, found: float, tried: list[float]
-) -> None:
-    train, asked = trained_best_at({REFERENCE: 0.002, preset: best})
-    rate, losses = best_rate(train, preset, "")
-    assert rate == found
-    assert [float(one) for one in losses] == tried
-    assert sorted(one.learning_rate for one in asked if one.preset == preset) == tried
-    assert all(one.steps == (2000 if one.preset == REFERENCE else SEARCHED) for one in asked)
+def test_a_method_is_tuned_at_half_the_length_and_judged_on_other_seeds() -> None:
+    train, asked = best_at(0.004)
+    found = course_of("powersgd", train=train)
+    assert found.setting.learning_rate == 0.004
+    assert len({len(grid) for grid in METHODS.values()}) == 1
+    assert [(one.learning_rate, one.steps, one.seed) for one in asked] == [
+        *((setting.learning_rate, STEPS // 2, PILOT) for setting in METHODS["powersgd"]),
+        *((0.004, STEPS, seed) for seed in JUDGED),
+    ]
 
 
-def test_what_hangs_on_times_is_trained_on_each_network_at_the_rate_of_the_first() -> None:
-    train, asked = trained_best_at({REFERENCE: 0.001, "delayed": 0.0005})
-    courses = courses_of("delayed", train=train)
-    assert [one.networks for one in courses] == [(network,) for network in NETWORKS]
-    assert {one.learning_rate for one in courses} == {0.0005}
-    own = [one for one in asked if one.preset == "delayed"]
-    assert {one.network for one in own} == set(NETWORKS)
-    assert {one.learning_rate for one in own if one.network != NETWORKS[0]} == {0.0005}
+def test_how_far_above_and_when_near() -> None:
+    reference = course([(1, 3.0, 10), (2, 2.0, 20)], [(1, 3.0, 10), (2, 2.2, 20)])
+    other = course([(1, 2.5, 5), (2, 2.1, 9)], [(1, 2.1, 5), (2, 2.2, 9)])
+    assert gap(other, reference) == pytest.approx([0.1, 0.0])
+    assert first_within(other, 2.3) == (1, 5)
+    assert first_within(other, 2.2) == (2, 9)
+    assert first_within(other, 2.0) is None
 
 
-# --- targets ----------------------------------------------------------------------------------------------------
-
-
-def test_a_target_is_reached_by_the_median_of_three_evaluations() -> None:
-    reference = course(REFERENCE, 3.0, 2.0, 1.8, 1.9, 1.7)
-    wanted = target(reference, 0.05)
-    assert wanted == pytest.approx(1.85)
-    there = first_at(reference, wanted)
-    assert there is not None
-    assert there.steps == 400
-    never = course("dga", 3.0, 1.0, 3.0, 2.0, 2.0)
-    assert first_at(never, wanted) is None
-    assert lowest(never) == pytest.approx(wanted + 0.15)
-
-
-# --- times ------------------------------------------------------------------------------------------------------
+# --- times ----------------------------------------------------------------------------------------------------------
 
 
 def test_steps_that_were_not_simulated_take_as_long_as_the_last_blocks() -> None:
@@ -114,35 +81,78 @@ def test_steps_that_were_not_simulated_take_as_long_as_the_last_blocks() -> None
 
 
 @pytest.mark.parametrize(
-    "preset", ["synchronous", "pipe_sgd", "dga", "local_sgd", "diloco", "streaming_diloco"]
+    "name", ["synchronous", "pipe_sgd", "dga", "local_sgd", "diloco", "streaming_diloco"]
 )
-def test_simulating_some_steps_tells_when_all_would_end(preset: str) -> None:
-    training = replace(SMALL, preset=preset, steps=230)
-    told = _simulated(training, parts_of(preset), training.steps)
-    pace = Pace(**told["pace"])
-    assert len(pace.ends_s) < training.steps
-    found = {steps: seconds for steps, _, _, seconds in training.train()}
-    for steps, seconds in found.items():
-        assert Paces([pace], []).end_s(steps) == pytest.approx(seconds, rel=0.01)
+def test_simulating_some_steps_tells_when_all_would_end(name: str) -> None:
+    steps, task = 230, workload("synthetic/quadratic")
+    pace = Pace(**_simulated(task, "four-regions", recipe(name).settings, steps)["pace"])
+    assert len(pace.ends_s) < steps
+    told: dict[str, Any] = {"network": "four-regions", "workers": 4, "device": "cpu-core"}
+    run = simulate(task, name, steps=steps, evaluate_every=0, checkpoint_every=0, **told)
+    told_by = [dict[str, Any](event) for event in run.events[0] if event["event"] == "step"]
+    for step in (50, 200, 230):
+        assert pace.end_s(step) == pytest.approx(told_by[step - 1]["t"], rel=0.01)
 
 
-def test_a_schedule_that_changes_is_timed_in_two_parts() -> None:
-    (first, until), (later, rest) = _phases("post_local_sgd", 2000)
+def test_what_changes_on_its_way_is_timed_in_two_parts() -> None:
+    (first, until), (later, rest) = _phases(recipe("post_local_sgd"), 2000)
     assert (first["schedule"], until) == ("synchronous", 1000)
     assert (later["schedule"], rest) == ("local_sgd(sync_every=16)", 1000)
-    assert [steps for _, steps in _phases("post_local_sgd", 50)] == [50]
+    assert [steps for _, steps in _phases(recipe("post_local_sgd"), 50)] == [50]
+    (_, dense), (low_rank, rest) = _phases(recipe("powersgd"), 2000)
+    assert (dense, rest, low_rank["reducer"]) == (200, 1800, "powersgd(dense_steps=0, collective='auto')")
 
 
-# --- trainings --------------------------------------------------------------------------------------------------
+# --- trainings ------------------------------------------------------------------------------------------------------
 
 
-def test_a_training_counts_bytes_of_all_replicas_and_evaluates_on_its_way() -> None:
-    curve = replace(SMALL, network="").train()
-    assert [steps for steps, *_ in curve][-1] == 200
-    assert len(curve) == 11
-    sent = [sent for _, _, sent, _ in curve]
-    assert sent[-1] == pytest.approx(sent[3] * 2)
-    assert {seconds for *_, seconds in curve} == {0.0}
+def test_a_training_counts_bytes_and_goes_on_where_it_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.presets.language.RESULTS", tmp_path)
+    whole = SMALL.train()
+    assert [steps for steps, *_ in whole] == list(range(3, 61, 3))
+    assert whole[-1][2] == 2 * whole[9][2] > 0
+    assert not list((tmp_path / "parts").iterdir())
+    seen: list[Event] = []
+
+    def cut_off(*args: Any, **settings: Any) -> None:
+        simulate(*args, stop_asked=lambda: len(seen) >= 30, show=seen.append, **settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.presets.language.simulate", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        SMALL.train()
+    monkeypatch.setattr("benchmarks.presets.language.simulate", simulate)
+    assert SMALL.train()[-1] == whole[-1]
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------
+def test_muon_takes_hidden_matrices_and_goes_on_from_its_state() -> None:
+    task = GPT(length=4, layers=1, heads=2, width=16)
+    settings = MuonAdamWSettings(width=16, symbols=task.symbols)
+
+    def made() -> tuple[torch.nn.Module, MuonAdamW]:
+        model = task.model(torch.Generator().manual_seed(0))
+        parameters = list(model.parameters())
+        return model, settings.make(parameters, learning_rate=0.01, momentum=0.0, weight_decay=0.1)
+
+    def train(model: torch.nn.Module, optimizer: MuonAdamW, steps: int) -> list[float]:
+        losses = []
+        symbols = torch.arange(32).view(8, 4)
+        for _ in range(steps):
+            loss = F.cross_entropy(model(symbols).transpose(1, 2), symbols)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = made()
+    matrices, others = (group["params"] for group in optimizer.param_groups)
+    assert sorted(tuple(one.shape) for one in matrices) == [(16, 16), (16, 64), (48, 16), (64, 16)]
+    assert len(others) == len(list(model.parameters())) - 4
+    train(model, optimizer, 3)
+    again, resumed = made()
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert train(again, resumed, 3) == train(model, optimizer, 3)
