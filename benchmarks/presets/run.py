@@ -155,7 +155,7 @@ BENCHMARK = Benchmark(
                 partial(learned, method),
                 "trainings",
                 1.0,
-                canaries(method),
+                canaries(METHODS[method][0].recipe),
             )
             for method in OTHERS
         ),
