@@ -14,7 +14,7 @@ from typing import Any
 
 import farflung as package
 from benchmarks.common.runs import farflung, last_event
-from benchmarks.fidelity.recipes import RECIPES
+from benchmarks.fidelity.recipes import PERIODIC, RECIPES
 from farflung.devices import device_profile
 from farflung.lab import Measured, as_measured
 from farflung.lab.tun import chosen_congestion_control
@@ -22,15 +22,18 @@ from farflung.network import network_profile
 from farflung.recipes import Recipe, recipe
 from farflung.telemetry import Event, read_events
 
-__all__ = ["SHORT", "WORKLOAD", "Cell", "calibrated", "compared", "measured", "recipe_of"]
+__all__ = ["PACED", "SHORT", "WORKLOAD", "Cell", "calibrated", "compared", "measured", "recipe_of", "use"]
 
-WORKLOAD, BATCH_SIZE, UNPACED_BATCH_SIZE = "fashion-mnist/cnn", 16, 64
+WORKLOAD, BATCH_SIZE, PERIODIC_BATCH_SIZE, UNPACED_BATCH_SIZE = "fashion-mnist/cnn", 16, 4, 64
 FORWARD_S = 0.008
 """Of a paced device, per sample: a step computes for 0.384 s, so that four nodes' own time fits in on this machine."""
+PACED = f'name = "paced"\nforward_s = {FORWARD_S}\n'
 SHORT = 5
 """Steps that are a short run of their own, in which TCP finds its rates; those after them are judged apart."""
 LEAST, MOST = 5, 17
 """Of those after."""
+LEAST_EVERY = 32
+"""Steps over which the use of processors is judged, and no fewer than two periods."""
 RUN_S = 12.0
 """No more steps than these take, beyond the least."""
 HEADER_NBYTES = 52
@@ -60,6 +63,8 @@ class Cell:
     @property
     def batch_size(self) -> int:
         """Samples of a step."""
+        if self.recipe in PERIODIC:
+            return PERIODIC_BATCH_SIZE
         return BATCH_SIZE if self.paced else UNPACED_BATCH_SIZE
 
 
@@ -137,9 +142,37 @@ def compared(cell: Cell, lab: Mapping[str, Any], calibration: str) -> dict[str, 
     }
 
 
+def use(cell: Cell, calibration: str, period: int, *, quick: bool) -> dict[str, Any]:
+    """Measure the share of the time in which processors compute, in the lab and in virtual time.
+
+    Args:
+      cell: of paced devices.
+      calibration: this machine with as many replicas, as TOML.
+      period: steps between two exchanges; whole periods count, after the first.
+      quick: as few periods as make sense.
+    """
+    steps = period * (1 + (1 if quick else max(2, LEAST_EVERY // period)))
+    computed_s = (steps - period) * cell.batch_size * FORWARD_S * 3
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        lab, report = _in_lab(cell, _network(cell, scratch), steps, scratch)
+        real = _ends(list(read_events(lab / "telemetry" / "rank-0.jsonl")))
+        paces = [last_event(lab, rank, "pace") for rank in range(cell.nodes)]
+    pairs = [Measured(**pair) for pair in report["pairs"]]
+    virtual = _simulated(cell, report["congestion_control"], pairs, calibration, steps)
+    in_lab, simulated = (computed_s / (ends[steps] - ends[period]) for ends in (real, virtual))
+    return {
+        "steps": steps,
+        "lab": in_lab,
+        "simulated": simulated,
+        "error": abs(simulated / in_lab - 1.0),
+        "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces),
+    }
+
+
 def recipe_of(name: str) -> Recipe:
-    """One of :data:`RECIPES` as an object."""
-    changes = dict(RECIPES[name])
+    """One of :data:`RECIPES` or :data:`PERIODIC` as an object."""
+    changes = dict((RECIPES | PERIODIC)[name])
     return recipe(changes.pop("recipe")).but(**changes)
 
 
@@ -154,7 +187,7 @@ def _network(cell: Cell, scratch: Path) -> str:
 def _settings(cell: Cell, steps: int) -> dict[str, object]:
     """Of both worlds."""
     return {
-        **RECIPES[cell.recipe],
+        **(RECIPES | PERIODIC)[cell.recipe],
         "workload": WORKLOAD,
         "data": "packaged",
         "workers": cell.nodes,
@@ -186,7 +219,7 @@ def _simulated(
 def _in_lab(cell: Cell, network: str, steps: int, scratch: Path) -> tuple[Path, Mapping[str, Any]]:
     """The run's folder, and what the lab has reported."""
     out, report, device = scratch / "lab", scratch / "report.json", scratch / "device.toml"
-    device.write_text(f'name = "paced"\nforward_s = {FORWARD_S}\n', encoding="utf-8")
+    device.write_text(PACED, encoding="utf-8")
     settings = _settings(cell, steps)
     farflung(
         "lab", "--network", network, "--nodes", str(cell.nodes), "--seed", str(cell.seed), "--any-delay",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-__all__ = ["CODED", "DENSE", "RECIPES", "UNPACED", "dealt"]
+__all__ = ["CODED", "DENSE", "PERIODIC", "PERIODS", "RECIPES", "UNPACED", "dealt"]
 
 DENSE = "direct"
 """What every network has."""
@@ -20,6 +20,16 @@ RECIPES: dict[str, dict[str, str]] = {
     "pipe_sgd": {"recipe": "pipe_sgd"},
     "delayed": {"recipe": "synchronous", "collective": "direct", "schedule": "delayed(delay=4)"},
 }
+PERIODS = (1, 8, 32, 128)
+PERIODIC: dict[str, dict[str, str]] = {
+    f"every {period}": {
+        "recipe": "local_sgd",
+        "collective": "direct",
+        "schedule": f"local_sgd(sync_every={period})",
+    }
+    for period in PERIODS
+}
+"""By steps between two exchanges."""
 CODED = ("direct, int8", "direct, qsgd", "direct, topk", "powersgd")
 """Those whose coding is charged to unpaced devices."""
 UNPACED = (DENSE, *CODED)

@@ -16,10 +16,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import Benchmark, Group, Kept, Measured, main  # noqa: E402
 from benchmarks.common.results import load_results  # noqa: E402
-from benchmarks.fidelity.cells import Cell, calibrated, compared, measured  # noqa: E402
+from benchmarks.fidelity.cells import PACED, Cell, calibrated, compared, measured, use  # noqa: E402
 from benchmarks.fidelity.networks import NAMED, drawn  # noqa: E402
 from benchmarks.fidelity.order import Timed, agreement, tau, without_one  # noqa: E402
-from benchmarks.fidelity.recipes import CODED, DENSE, UNPACED, dealt  # noqa: E402
+from benchmarks.fidelity.recipes import CODED, DENSE, PERIODS, UNPACED, dealt  # noqa: E402
 
 FOLDER = Path(__file__).parent
 NODES, UNPACED_NODES = 4, 2
@@ -37,6 +37,8 @@ MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER = (
     "median error of recipes with codecs, unpaced devices as calibrated, wifi-100mbps and lan-1g",
     "order of recipes by step time kept, all networks",
 )
+USE = "utilisation, simulated against lab, 4 periods x 4 bandwidths"
+BANDWIDTHS = ("wifi-10mbps", "wifi-50mbps", "wifi-100mbps", "lan-1g")
 CANARIES = (
     "preset synchronous",
     "preset ring",
@@ -96,6 +98,29 @@ def measure(quick: bool) -> Mapping[str, Measured]:
             }
         ),
     }
+
+
+def used(quick: bool) -> Mapping[str, Measured]:
+    """Compare the use of processors for some periods of local steps."""
+    kept = Kept(FOLDER, "use", quick=quick)
+    seed = seed_of(kept)
+    cells = [
+        (
+            Cell(network, "", f"every {period}", UNPACED_NODES if quick else NODES, paced=True, seed=seed),
+            period,
+        )
+        for network in BANDWIDTHS[: 1 if quick else None]
+        for period in PERIODS[: 1 if quick else None]
+    ]
+    found = []
+    for cell, period in cells:
+        device = PACED if quick else this_machine([cell], cell, kept, quick)
+        told = kept.once(asdict(cell), partial(use, cell, device, period, quick=quick))
+        print(f"{cell.network}, {cell.recipe}: {told}", file=sys.stderr, flush=True)
+        found.append({**told, "network": cell.network, "period": period})
+    errors = [one["error"] for one in found]
+    config = {"seed": seed, "nodes": NODES, "cells": found, "median": statistics.median(errors)}
+    return {USE: Measured(max(errors), (min(errors), max(errors)), config)}
 
 
 _SAID = ("network", "recipe", "paced", "steps", "lab_s", "simulated_s", "error", "short_error", "bytes_error")
@@ -183,7 +208,11 @@ def median_within(errors: Sequence[float]) -> tuple[float, float]:
 
 
 BENCHMARK = Benchmark(
-    FOLDER, [Group((MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER), measure, "measured", 55.0, CANARIES)]
+    FOLDER,
+    [
+        Group((MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER), measure, "measured", 55.0, CANARIES),
+        Group((USE,), used, "measured", 8.0, ("preset local_sgd",)),
+    ],
 )
 
 if __name__ == "__main__":
