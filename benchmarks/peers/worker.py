@@ -30,13 +30,13 @@ from farflung.recipes import Recipe, recipe
 from farflung.seeding import generator
 from farflung.workloads import workload
 
-__all__ = ["LONG", "OURS", "PERIOD", "REFERENCE", "SYSTEMS", "System"]
+__all__ = ["LONG", "OURS", "PERIOD", "REFERENCE", "SYNCHRONOUS", "SYSTEMS", "System"]
 
 PERIOD, LONG = 10, 50
 """Steps between two exchanges: of what averages parameters, and of what has an outer optimizer."""
 ALIKE = 100
 """Steps at the start of post-local SGD and of late means in which replicas stay alike."""
-CONNECT_S, LIMIT_S = 60.0, 85.0
+CONNECT_S, LIMIT_S = 60.0, 1500.0
 
 
 # --- systems ------------------------------------------------------------------------------------------------------
@@ -171,15 +171,15 @@ def hivemind(job: Job) -> Started:
     optimizer = Optimizer(
         dht=dht,
         run_id="peers",
-        target_batch_size=LONG * job.batch * job.size,
+        target_batch_size=2 * LONG * job.batch * job.size,
         batch_size_per_step=job.batch,
         optimizer=job.inner(job.model.parameters()),
         use_local_updates=True,
-        matchmaking_time=1.0,
-        averaging_timeout=5.0,
+        matchmaking_time=2.0,
+        averaging_timeout=10.0,
         state_averaging_compression=Float16Compression(),
-        averager_opts={"target_group_size": job.size, "request_timeout": 0.3},
-        tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5, "max_refresh_period": 1.0},
+        averager_opts={"target_group_size": job.size, "request_timeout": 1.0},
+        tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5},
     )
 
     def end() -> None:
@@ -204,23 +204,23 @@ class System:
 
     Args:
       start: wraps a model and its optimizer.
-      adam: whether that is AdamW; SGD with momentum otherwise.
+      optimizer: ``SGD``, with momentum, or ``AdamW``.
       needs: a module of the extra ``peers``.
       steps_of: the system whose steps are the same, so that it has no training of its own.
       until: the step from which on all steps are alike.
       connections: of gloo between two ranks.
       alone: whether rank 0's model is looked at, without a wait for the others'.
-      canary: the case of the battery that covers it.
+      canaries: cases of the battery that cover it; none of a peer.
     """
 
     start: Callable[[Job], Started]
-    adam: bool = False
+    optimizer: str = "SGD"
     needs: str = ""
     steps_of: str = ""
     until: int = PERIOD
     connections: int = 1
     alone: bool = False
-    canary: str = "synchronous"
+    canaries: Sequence[str] = ()
 
     def check(self, name: str) -> None:
         """Raise :class:`farflung.errors.MissingExtra` where its module is not installed."""
@@ -228,10 +228,13 @@ class System:
             need(f"the row of {name}", self.needs, extra="peers")
 
 
-REFERENCE = "DDP"
+REFERENCE, SYNCHRONOUS = "DDP", "synchronous"
 OURS = {
     "diloco, 4 bits": System(
-        partial(ours, how=recipe("diloco").but(codec="error_feedback(qsgd(bits=4))")), adam=True, until=LONG
+        partial(ours, how=recipe("diloco").but(codec="error_feedback(qsgd(bits=4))")),
+        optimizer="AdamW",
+        until=LONG,
+        canaries=("preset diloco",),
     ),
     "delayed, chunked_topk": System(
         partial(
@@ -241,37 +244,37 @@ OURS = {
             ),
         ),
         until=2 * ALIKE,
-        canary="preset delayed",
+        canaries=("delayed, pulled",),
     ),
     "powersgd, rank 4": System(
-        partial(ours, how=recipe("powersgd").but(reducer="powersgd(rank=4)")), canary="preset powersgd"
+        partial(ours, how=recipe("powersgd").but(reducer="powersgd(rank=4)")), canaries=("preset powersgd",)
     ),
 }
 """Named before anything was measured: for little bandwidth, for long delays, and nearly without loss."""
 SYSTEMS: dict[str, System] = {
     REFERENCE: System(ddp),
-    "DDP, 4 connections": System(
-        partial(ddp, bucket_cap_mb=0.08), steps_of=REFERENCE, connections=4
-    ),
+    "DDP, 4 connections": System(partial(ddp, bucket_cap_mb=0.08), steps_of=REFERENCE, connections=4),
     "DDP, fp16 hook": System(partial(ddp, hook=fp16)),
     "DDP, PowerSGD hook": System(partial(ddp, hook=powersgd), until=2 * PERIOD),
     "post-local SGD": System(post_local, until=ALIKE),
     "torchft LocalSGD": System(partial(torchft, make=torchft_local), needs="torchft"),
-    "torchft DiLoCo": System(partial(torchft, make=torchft_diloco), adam=True, needs="torchft", until=LONG),
+    "torchft DiLoCo": System(
+        partial(torchft, make=torchft_diloco), optimizer="AdamW", needs="torchft", until=LONG
+    ),
     "torchft streaming DiLoCo": System(
         partial(
             torchft,
-            make=partial(
-                torchft_diloco, parts=2, fragment_sync_delay=5, fragment_update_alpha=0.5
-            ),
+            make=partial(torchft_diloco, parts=2, fragment_sync_delay=5, fragment_update_alpha=0.5),
         ),
-        adam=True,
+        optimizer="AdamW",
         needs="torchft",
         until=LONG,
     ),
-    "hivemind": System(hivemind, needs="hivemind", until=LONG, alone=True),
+    "hivemind": System(hivemind, needs="hivemind", until=2 * LONG, alone=True),
     **OURS,
-    "synchronous": System(partial(ours, how=recipe("synchronous"))),
+    SYNCHRONOUS: System(
+        partial(ours, how=recipe("synchronous")), steps_of=REFERENCE, canaries=("preset synchronous",)
+    ),
 }
 """By name, as rows have them."""
 
@@ -283,7 +286,7 @@ class Spent:
     """Seconds, bytes and processor seconds of this rank so far, without its evaluations."""
 
     def __init__(self) -> None:
-        self._left_out = {name: 0.0 for name in self._now()}
+        self._left_out = dict.fromkeys(self._now(), 0.0)
 
     def read(self) -> dict[str, float]:
         return {name: value - self._left_out[name] for name, value in self._now().items()}
@@ -337,13 +340,10 @@ def train(
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
     in_lab = os.environ["MASTER_ADDR"] == address_of(0)
     data, test = work.datasets()
-    # Hivemind takes no parameters of another memory format.
-    bare, mean = (
-        work.model(generator(seed, "model")).to(memory_format=torch.contiguous_format) for _ in range(2)
-    )
+    bare, mean = (contiguous(work.model(generator(seed, "model"))) for _ in range(2))
 
     def inner(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if system.adam:
+        if system.optimizer == "AdamW":
             return torch.optim.AdamW(parameters, rate, weight_decay=0.01)
         return torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=1e-4)
 
@@ -372,6 +372,13 @@ def train(
     return {"rank": rank, "looks": looks, "marks": marks, "peak_mb": peak_mb()}
 
 
+def contiguous(model: nn.Module) -> nn.Module:
+    """With parameters in the one memory format that hivemind takes."""
+    for one in model.parameters():
+        one.data = one.data.contiguous()
+    return model
+
+
 def batches(samples: int, batch: int, rank: int, size: int, seed: int) -> Iterator[Tensor]:
     """This rank's part of each batch, which are the same for all systems."""
     epoch = 0
@@ -389,7 +396,7 @@ def accuracy(own: nn.Module, mean: nn.Module, work: Any, test: Any, rank: int, s
         of_all.copy_(one)
         if of_all.is_floating_point() and size > 1:
             dist.all_reduce(of_all)
-            of_all /= size
+            of_all.div_(size)
     mean.eval()
     parts = torch.arange(rank, len(test), size).split(500)
     right = torch.stack([work.metric(mean, test.take(ids, train=False)).sum() for ids in parts]).sum()
