@@ -20,6 +20,8 @@ TASK, NODES, BATCH = "benchmarks.workloads.halved:cifar10", 4, 16
 RATES = {"SGD": (0.025, 0.05, 0.1, 0.2), "AdamW": (0.0005, 0.001, 0.002, 0.004)}
 PILOT, JUDGES = 0, (1, 2)
 """The seed that rates are tuned on, and those that judge."""
+PROCESSOR_S = 225
+"""Of a training of DDP, by all its ranks; hivemind's take twice as many."""
 WITHIN = 1.0
 """Points below the reference's own best is as good as that."""
 
@@ -115,7 +117,12 @@ def learned(name: str, train: Train = TRAININGS.curve) -> Learned:
 
 
 def main(names: Sequence[str]) -> int:
-    """Makes all trainings of systems; the exit code."""
+    """Makes all trainings of systems, after an estimate; the exit code."""
+    each = len(RATES["SGD"]) + len(JUDGES)
+    print(
+        f"about {len(names) * each * PROCESSOR_S:,} processor seconds, without what is stored",
+        file=sys.stderr,
+    )
 
     def make(name: str, system: System) -> Any:
         system.check(name)
