@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from benchmarks.common.workers import environment
 from farflung.errors import LabError
@@ -29,7 +30,7 @@ from farflung.network import network_profile
 from farflung.seeding import generator
 from farflung.workloads import workload
 
-__all__ = ["HEARTBEATS", "survivors"]
+__all__ = ["HEARTBEATS", "managed", "survivors"]
 
 HEARTBEATS: dict[str, dict[str, int]] = {
     "heartbeat 1 s": {"heartbeat_timeout_ms": 1_000, "join_timeout_ms": 60_000, "quorum_tick_ms": 100},
@@ -153,34 +154,55 @@ class Training:
         self.file.flush()
 
 
-def replica(train: Training, nodes: int, node: int, steps: int, folder: Path) -> None:
-    """Trains as one replica group of torchft's, of one process."""
-    from torch.distributed import TCPStore
-    from torchft import Manager, Optimizer, ProcessGroupGloo
+def managed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    node: int,
+    store: TCPStore,
+    lighthouse: str,
+    timeout: timedelta,
+    **more: Any,
+) -> Any:
+    """Make torchft's manager of a replica group of one process, which hosts a store of its own."""
+    from torchft import Manager, ProcessGroupGloo
 
     def state() -> dict[str, Any]:
-        return {"model": train.model.state_dict(), "optimizer": train.optimizer.state_dict()}
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load(found: dict[str, Any]) -> None:
-        train.model.load_state_dict(found["model"])
-        train.optimizer.load_state_dict(found["optimizer"])
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
 
-    store = TCPStore(address_of(node), 0, is_master=True, wait_for_workers=False)
-    patience = timedelta(seconds=5)
-    manager = Manager(
-        ProcessGroupGloo(patience),
+    return Manager(
+        ProcessGroupGloo(timeout),
         load,
         state,
-        min_replica_size=2,
-        timeout=patience,
+        timeout=timeout,
         rank=0,
         world_size=1,
-        store_addr=address_of(node),
+        store_addr=store.host,
         store_port=store.port,
-        lighthouse_addr=f"http://{address_of(nodes)}:{PORT}",
+        lighthouse_addr=lighthouse,
         replica_id=f"replica_{node}",
-        hostname=address_of(node),
+        hostname=store.host,
         init_sync=False,
+        **more,
+    )
+
+
+def replica(train: Training, nodes: int, node: int, steps: int, folder: Path) -> None:
+    """Trains as one replica group of torchft's, of one process."""
+    from torchft import Optimizer
+
+    store = TCPStore(address_of(node), 0, is_master=True, wait_for_workers=False)
+    manager = managed(
+        train.model,
+        train.optimizer,
+        node,
+        store,
+        f"http://{address_of(nodes)}:{PORT}",
+        min_replica_size=2,
+        timeout=timedelta(seconds=5),
     )
     optimizer = Optimizer(manager, train.optimizer)
     (folder / f"{node}.ready").touch()

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("farflung.cli.compare", "Compare"),
     "retime": ("farflung.cli.stored", "Retime"),
     "traffic": ("farflung.cli.stored", "Traffic"),
+    "trace": ("farflung.cli.stored", "Trace"),
     "list": ("farflung.cli.listing", "List"),
     "lab": ("farflung.cli.lab", "RunInLab"),
     "schedule": ("farflung.cli.schedule", "Schedule"),

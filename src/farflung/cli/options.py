@@ -37,8 +37,10 @@ __all__ = [
 
 ENDPOINT = settings_of(Endpoint)
 """The options of how a process connects to its peers."""
-KEPT = {name: one for name, one in settings_of(RunOptions).items() if name in ("out", "resume", "replay")}
-"""The options of where a run is kept, in either world."""
+KEPT = {
+    name: one for name, one in settings_of(RunOptions).items() if name in ("out", "resume", "replay", "trace")
+}
+"""The options of what a run keeps and where, in either world."""
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile
 from farflung.recipes import Recipe, recipe
 from farflung.report import gantt_picture
-from farflung.runs import SimulatedConfig, prepared, simulate_prepared
+from farflung.runs import RunOptions, SimulatedConfig, prepared, simulate_prepared
 from farflung.sim import Costs, Timeline, timeline
 from farflung.telemetry import Event
 from farflung.types import Bucket, TensorSpec
@@ -108,8 +108,8 @@ class Schedule:
             "steps": self.steps,
             "batch_size": 1,
         }
-        run = prepared(SimulatedConfig, settings, scratch=True)
-        return simulate_prepared(run, checkpointed=False, trace=True).events
+        run = prepared(SimulatedConfig, settings, options=RunOptions(trace=True), scratch=True)
+        return simulate_prepared(run, checkpointed=False).events
 
 
 def grid(chosen: Recipe, steps: int, compute_s: float) -> Sequence[str]:

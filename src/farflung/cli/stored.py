@@ -1,4 +1,4 @@
-"""``farflung retime`` and ``farflung traffic``: what the folder of a run that has ended tells."""
+"""``farflung retime``, ``traffic`` and ``trace``: what the folder of a run that has ended tells."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import tyro
 from farflung.cli.options import finish
 from farflung.cli.output import OutputOptions, print_files, stdout_console
 from farflung.cli.progress import Progress
+from farflung.errors import DataError
+from farflung.files import reading, write_json
 from farflung.runs import SimulatedConfig
 
-__all__ = ["Retime", "Traffic"]
+__all__ = ["Retime", "Trace", "Traffic"]
 
 
 @dataclass(frozen=True)
@@ -76,4 +78,32 @@ class Traffic:
         if sent:
             traffic_picture(sent, files.traffic_picture, title=title)
             print_files(picture=files.traffic_picture)
+        return 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Write what each replica did and when as a trace of Chrome's, to be opened at https://ui.perfetto.dev.
+
+    With steps and their parts, evaluations, checkpoints and changes of the members; with exchanges where the run was
+    traced (--trace). Perfetto opens the file in the browser and sends it nowhere.
+    """
+
+    run_folder: tyro.conf.Positional[Path]
+    """The folder of a run of farflung train or farflung simulate."""
+    out: Path | None = None
+    """The file; trace.json in the run's folder when not given."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        from farflung.report import chrome_trace
+        from farflung.runs import RunFolder
+
+        files = RunFolder(self.run_folder)
+        files.stored_config()
+        with reading(files.path, "its events are damaged and cannot be traced", DataError):
+            trace = chrome_trace(files.events(), title=str(self.run_folder))
+        out = self.out or files.path / "trace.json"
+        write_json(out, trace)
+        print_files(trace=out)
         return 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from farflung.report.sampling import sampling_picture
     from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
     from farflung.report.tensorboard import TensorBoard
+    from farflung.report.trace import chrome_trace
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -34,6 +35,7 @@ __all__ = [
     "TensorBoard",
     "as_text",
     "buffers_picture",
+    "chrome_trace",
     "coded_picture",
     "compare_courses",
     "comparison_picture",

@@ -60,6 +60,7 @@ class RunOptions:
         them share; cpu when not given.
       pace: compute no faster than this device: a name (see ``farflung list devices``) or a TOML file. Replicas idle
         until its time has passed; steps for which this machine is too slow are counted.
+      trace: write each exchange to telemetry too, for ``farflung trace``.
       data_stays: refuse to train by a recipe that sends samples to other replicas, or has them computed there.
       endpoint: where torchrun or the like has started this process, how it connects to its peers.
     """
@@ -69,6 +70,7 @@ class RunOptions:
     replay: Path | str | None = None
     device: str = "cpu"
     pace: str | None = None
+    trace: bool = False
     data_stays: bool = False
     endpoint: Endpoint = Endpoint()
 

@@ -157,6 +157,7 @@ def join(
                 shares=config.make_shares(),
                 checkpoints=checkpoints,
                 stop_asked=asked.is_set,
+                trace=options.trace,
                 device=placed,
             )
             replica = make()

@@ -147,9 +147,16 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
             events = stack.enter_context(listener(Path(scratch)))
         shown = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
-        device, pace = run.options.device, run.options.pace
+        said = run.options
         job = Job(
-            str(folder.path), folder.resumed, config.workers, scratch, device, pace, bool(config.elastic)
+            str(folder.path),
+            folder.resumed,
+            config.workers,
+            scratch,
+            said.device,
+            said.pace,
+            said.trace,
+            bool(config.elastic),
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")

@@ -70,6 +70,7 @@ def simulate(
     out: Path | str | None = None,
     resume: Path | str | None = None,
     replay: Path | str | None = None,
+    trace: bool = False,
     show: Sink = nowhere,
     stop_asked: Callable[[], bool] = never,
     **settings: object,
@@ -88,6 +89,7 @@ def simulate(
       out: the run's folder; when not given, the files go with the object that is returned.
       resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
       replay: a ``decisions.jsonl`` whose decisions are made again.
+      trace: whether to write each exchange to telemetry too, for ``farflung trace``.
       show: gets the events of all replicas as they happen.
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       settings: those of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
@@ -99,7 +101,7 @@ def simulate(
       RunLost: a replica was lost.
     """
     said = {"workload": workload, "recipe": recipe, **settings}
-    options = RunOptions(out=out, resume=resume, replay=replay)
+    options = RunOptions(out=out, resume=resume, replay=replay, trace=trace)
     run = prepared(SimulatedConfig, said, options=options, scratch=True)
     return simulate_prepared(run, show, stop_asked=stop_asked)
 
@@ -110,7 +112,6 @@ def simulate_prepared(
     *,
     stop_asked: Callable[[], bool] = never,
     checkpointed: bool = True,
-    trace: bool = False,
     said: set[str] | None = None,
 ) -> Run:
     """Makes the folder, and trains there in virtual time.
@@ -120,7 +121,6 @@ def simulate_prepared(
       show: gets the events of all replicas.
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       checkpointed: whether checkpoints are kept.
-      trace: whether to tell of every exchange.
       said: the methods without rates that were named in a message; grows.
 
     Raises:
@@ -128,7 +128,7 @@ def simulate_prepared(
       RunLost: a replica was lost.
     """
     with run.begun():
-        ended = _simulated(run, show, stop_asked, checkpointed=checkpointed, trace=trace)
+        ended = _simulated(run, show, stop_asked, checkpointed=checkpointed)
     say_uncharged(ended, set() if said is None else said)
     return ended
 
@@ -139,7 +139,6 @@ def _simulated(
     stop_asked: Callable[[], bool],
     *,
     checkpointed: bool,
-    trace: bool,
 ) -> Run:
     config, files = run.config, run.files
     decisions = files.decision_log()
@@ -165,7 +164,7 @@ def _simulated(
                 shares=shares,
                 checkpoints=checkpoints if checkpointed else None,
                 stop_asked=stop_asked,
-                trace=trace,
+                trace=run.options.trace,
                 kind=partial(RecordedReplica, recorder=recorder),
             )
             replicas.append(make())

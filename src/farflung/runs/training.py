@@ -57,8 +57,8 @@ def train(
       show: gets the events as they happen, on a thread of its own: of all workers that are started here, of this
         replica under torchrun. Where it is slow, events of steps are dropped, and an event ``dropped`` counts them.
       settings: by name the options that :class:`farflung.runs.RunOptions` documents (``out``, ``resume``, ``replay``,
-        ``device``, ``pace``, ``data_stays``, ``endpoint``), and the settings of the command (``steps``, ``workers``,
-        ``learning_rate`` and so on), with its defaults.
+        ``device``, ``pace``, ``trace``, ``data_stays``, ``endpoint``), and the settings of the command (``steps``,
+        ``workers``, ``learning_rate`` and so on), with its defaults.
 
     Raises:
       BadInput: says what is wrong and what to do, before anything begins.

@@ -55,6 +55,7 @@ class Job:
       scratch: a folder for the socket of events and the file of the rendezvous; removed with the run.
       device: torch's device to train on.
       pace: device profile whose speed is kept; ``None`` for full speed.
+      trace: whether to tell of every exchange.
       elastic: whether the run may outlive the loss of workers.
     """
 
@@ -64,6 +65,7 @@ class Job:
     scratch: str
     device: str
     pace: str | None
+    trace: bool
     elastic: bool
 
     @property
@@ -152,7 +154,7 @@ def _train(job: Job, rank: int, page: Page | None) -> None:
     with Buffered(teller(job.events)) as tell:
         try:
             config = RunConfig.resolve(job.files.stored_config())
-            options = RunOptions(device=job.device, pace=job.pace)
+            options = RunOptions(device=job.device, pace=job.pace, trace=job.trace)
             join(Prepared(config, job.files, options=options), tell, env, page)
         except Left:
             pass

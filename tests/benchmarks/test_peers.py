@@ -1,0 +1,78 @@
+"""Systems beside each other: which steps and times count, and what is tuned."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import nn
+
+from benchmarks.common.results import load_expected
+from benchmarks.peers.run import BENCHMARK, STEPS, fastest, spent
+from benchmarks.peers.trained import JUDGES, PILOT, RATES, Trained, learned
+from benchmarks.peers.worker import LONG, OURS, REFERENCE, SYNCHRONOUS, SYSTEMS, batches, halves
+from benchmarks.sampling.training import Looks
+
+
+def test_every_row_is_measured_by_one_group() -> None:
+    rows = [row for group in BENCHMARK.groups for row in group.rows]
+    assert sorted(rows) == sorted(row.name for row in load_expected(BENCHMARK.folder))
+
+
+def test_what_steps_take_counts_their_start_apart() -> None:
+    found = {"until": 100, "sent": [200.0, 0.5]}
+    assert [spent(found, "sent", steps) for steps in (50, 100, 300)] == [100.0, 200.0, 300.0]
+    assert STEPS % LONG == 0
+
+
+def test_the_fastest_is_one_that_comes_there() -> None:
+    assert fastest(["a", "b", "c"], {"a": None, "b": 3.0, "c": 2.0, "d": 1.0}) == "c"
+    assert fastest(["a"], {"a": None}) is None
+
+
+class Trainer:
+    """Accuracies that rise to a height at one rate, and to less at others; notes what was trained."""
+
+    def __init__(self, best: dict[str, tuple[float, float]]) -> None:
+        self.best, self.asked = best, list[Trained]()
+
+    def __call__(self, one: Trained) -> Looks:
+        self.asked.append(one)
+        rate, height = self.best[one.name]
+        top = height - 5 * abs(math.log(one.rate / rate)) - one.seed
+        return [[step, min(top, step / 10)] for step in range(50, one.steps + 1, 50)]
+
+
+def test_rates_are_tuned_on_the_pilot_alone_and_a_missed_target_says_so() -> None:
+    train = Trainer({REFERENCE: (0.1, 64.0), "torchft DiLoCo": (0.002, 66.0), "post-local SGD": (0.05, 60.0)})
+    reference = learned(REFERENCE, train)
+    assert (reference.rate, reference.bests, reference.target) == (0.1, [63.0, 62.0], 61.5)
+    assert reference.there == 650  # the median of three looks
+    ours = learned("torchft DiLoCo", train)
+    assert (ours.rate, ours.target, ours.steps) == (0.002, 61.5, [650, 650])
+    never = learned("post-local SGD", train)
+    assert (never.rate, never.steps, never.there) == (0.05, [None, None], None)
+    for name in ("torchft DiLoCo", "post-local SGD"):
+        asked = [one for one in train.asked if one.name == name]
+        assert [one.rate for one in asked if one.seed == PILOT] == [*RATES[SYSTEMS[name].optimizer]]
+        assert [one.seed for one in asked if one.seed != PILOT] == [*JUDGES]
+    assert learned(SYNCHRONOUS, train) == reference
+    assert SYNCHRONOUS not in {one.name for one in train.asked}
+
+
+def test_ranks_share_each_batch() -> None:
+    ranks = [batches(10, 2, rank, 2, seed=3) for rank in range(2)]
+    epoch = [sorted(int(one) for rank in ranks for one in next(rank)) for _ in range(2)]
+    assert all(len(set(step)) == 4 for step in epoch)
+    assert not set(epoch[0]) & set(epoch[1])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (8, 1, 1), (3, 3, 3, 3)])
+def test_fragments_are_about_equal(sizes: tuple[int, ...]) -> None:
+    first, second = halves([nn.Linear(size, 1, bias=False) for size in sizes])
+    assert [*first, *second]
+    assert abs(sum(one.in_features for one in first) - sum(one.in_features for one in second)) <= 6  # type: ignore[misc]
+
+
+def test_three_are_named() -> None:
+    assert len(OURS) == 3
