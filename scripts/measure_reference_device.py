@@ -32,7 +32,13 @@ CODECS = (
     "topk(density=0.1)",
 )
 """Besides all with their default options: what people ask for most."""
-REDUCERS = ("powersgd(rank=1)", "powersgd(rank=4)", "shared_scale_qsgd(bits=4)", "shared_scale_qsgd(bits=8)")
+REDUCERS = (
+    "powersgd(rank=1)",
+    "powersgd(rank=2)",
+    "powersgd(rank=4)",
+    "shared_scale_qsgd(bits=4)",
+    "shared_scale_qsgd(bits=8)",
+)
 ROUNDS = 9
 TARGET = Path(__file__).parents[1] / "src" / "farflung" / "devices" / "reference.toml"
 

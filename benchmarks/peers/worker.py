@@ -432,5 +432,6 @@ if __name__ == "__main__":
     supervised()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT_S - 5)
-    print(json.dumps(train(**json.loads(sys.argv[1]))), flush=True)
+    told = json.dumps(train(**json.loads(sys.argv[1])))
+    os.write(1, f"{told}\n".encode())  # at once, since all ranks write to one pipe
     os._exit(0)  # threads of torchft and hivemind may wait

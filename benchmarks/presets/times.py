@@ -126,7 +126,10 @@ def _phases(recipe: Recipe, steps: int) -> list[tuple[Mapping[str, Any], int]]:
         then = {**plain, "schedule": f"local_sgd(sync_every={parts.schedule.sync_every})"}
         until = parts.schedule.until
     elif isinstance(parts.reducer, PowerSGD):
-        then = {**plain, "reducer": text_of(replace(parts.reducer, dense_steps=0), REDUCERS)}
+        then = {
+            **plain,
+            "reducer": text_of(replace(parts.reducer, dense_steps=0, collective="direct"), REDUCERS),
+        }
         until = parts.reducer.for_run(steps, 0).dense_steps or 0
     phases = [(first, min(until, steps)), (then, steps - until)]
     return [(members, count) for members, count in phases if count > 0]

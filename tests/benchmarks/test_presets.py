@@ -100,7 +100,7 @@ def test_what_changes_on_its_way_is_timed_in_two_parts() -> None:
     assert (later["schedule"], rest) == ("local_sgd(sync_every=16)", 1000)
     assert [steps for _, steps in _phases(recipe("post_local_sgd"), 50)] == [50]
     (_, dense), (low_rank, rest) = _phases(recipe("powersgd"), 2000)
-    assert (dense, rest, low_rank["reducer"]) == (200, 1800, "powersgd(dense_steps=0, collective='auto')")
+    assert (dense, rest, low_rank["reducer"]) == (200, 1800, "powersgd(dense_steps=0)")
 
 
 # --- trainings ------------------------------------------------------------------------------------------------------
