@@ -42,7 +42,7 @@ CODECS = (
     "codec='error_feedback(topk(density=0.25))'",
     "reducer='shared_scale_qsgd(bits=4)'",
 )
-LEARNING = "reducer='powersgd(rank=1,min_ratio=1)'"
+LEARNING = "reducer='powersgd(rank=1,min_ratio=1,dense_steps=0)'"
 """For schedules without late results."""
 LATE = ("pipelined", "delayed", "streaming_diloco")
 
