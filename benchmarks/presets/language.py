@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.common import Trainings
-from benchmarks.presets.methods import METHODS, Setting
+from benchmarks.presets.methods import Setting
 from farflung.runs import simulate
 
 __all__ = ["CORPUS", "DEVICE", "NODES", "TRAININGS", "Curve", "Language", "canaries"]
@@ -101,4 +101,3 @@ def canaries(text: str) -> tuple[str, ...]:
 TRAININGS: Trainings[Language, Curve] = Trainings(
     RESULTS / "trainings.jsonl", Language, lambda training: canaries(training.recipe)
 )
-assert all(len(grid) == 4 for grid in METHODS.values())
