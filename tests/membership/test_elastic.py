@@ -483,6 +483,22 @@ def test_a_replica_joins(schedule: str, members: str) -> None:
     check(ended)
 
 
+def test_one_that_is_connected_is_admitted_once_its_replica_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Elastic._given
+
+    async def late(self: Elastic) -> bytes:
+        await self._runtime.sleep_until(0.5)
+        return await given(self)
+
+    monkeypatch.setattr(Elastic, "_given", late)
+    ended = run(3, FaultPlan().join(2, at_s=0.1), **LONG)
+    (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
+    assert (change.joined, len(ended.models)) == ((2,), 3)
+    assert change.t > 0.5
+    assert change.step > 5  # the others have gone on
+    check(ended)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one.startswith(LATE)])
 def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None:

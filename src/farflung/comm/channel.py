@@ -127,7 +127,7 @@ def step_of(exchange: int) -> int:
 
 def of_no_view(exchange: int) -> bool:
     """Whether messages of an exchange outlive the view that they are sent in."""
-    return exchange >> _STEP_BITS in (Purpose.VIEWS, Purpose.STATE)
+    return exchange >> _STEP_BITS == Purpose.VIEWS
 
 
 def describe(tag: Tag) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
@@ -43,7 +44,7 @@ _DONE = b"done"
 _ANSWER = b"!"
 """Says that its sender is there; the number of exchanges that it has started follows."""
 _ADMIT = b"again"
-"""Asks to be admitted again."""
+"""Asks to be admitted, or admitted again."""
 _BUSY, _STUCK = 10, 100
 """For how many times the patience members that answer are waited for: one that is busy, and all."""
 _BACK_OFF_S = 60.0
@@ -169,7 +170,7 @@ class Elastic:
         self._suspensions: list[float] = []
         """When this member was suspended."""
         self._asks = False
-        """Whether it asks to be admitted again: its replica knows that it was suspended."""
+        """Whether it asks to be admitted: its replica is there, and knows where it was suspended."""
         self._known = set(names)
         """All that have been members."""
         self._last: _Logged[Any] | None = None
@@ -272,16 +273,20 @@ class Elastic:
         return await self._runtime.launch(self._given())
 
     async def _given(self) -> bytes:
-        self._asks = self._suspended is not None
+        self._asks = True
         self._runtime.launch(self._seek())
         self._runtime.launch(self._ask())
         tag = Tag(Purpose.STATE.at((await self._admitted).number))
-        while True:
+        payload: Payload | None = None
+        while payload is None:
+            if (ended := self._ended or self._suspended) is not None:
+                raise ended
+            self._state = Pending()
             self._state.follow(self._comm.recv_any(tag, deadline_s=math.inf))
-            _, payload = await self._state
-            if not self._frozen:
-                break
-            self._state = Pending()  # the next view may make exchanges again that this state holds
+            with suppress(WaitEnded):  # by the next view, in which the state is given again
+                _, payload = await self._state
+            if self._frozen or self._ended or self._suspended:
+                payload = None  # the next view may make exchanges again that this state holds
         told, state, *results = payload.tensors()
         found = json.loads(bytes(told.numpy()))
         self._started = self._base = found["started"]
@@ -535,13 +540,12 @@ class Elastic:
         return True
 
     async def _ask(self, *names: str) -> None:
-        """Ask members to admit this one again; later, where it was suspended before."""
-        if not self._suspensions:
-            return
-        last, count = self._suspensions[-1], len(self._suspensions)
-        await self._runtime.sleep_until(last + min(2.0 ** (count - 2), _BACK_OFF_S) * (count > 1))
+        """Ask others to admit this member; later, where it was suspended before."""
+        if (count := len(self._suspensions)) > 1:
+            wait_s = min(2.0 ** (count - 2), _BACK_OFF_S)
+            await self._runtime.sleep_until(self._suspensions[-1] + wait_s)
         if self._asks and self._ended is None:
-            for name in sorted(self._member.connected.intersection(names or self._known)):
+            for name in sorted(self._member.connected.intersection(names or self._member.connected)):
                 self._comm.send(text_payload(_ADMIT), int(name), TAG, -1)
 
     # --- effects of the agreement -----------------------------------------------------------------------------------
@@ -689,14 +693,10 @@ class Elastic:
     async def _welcome(self) -> None:
         while True:
             name = str(await self._comm.arrival())
-            if name in self._connections.malformed:
-                continue
-            if name in self._known:
+            if name not in self._connections.malformed:
                 self._connections.come(name)
                 self._runtime.launch(self._ask(name))
-            else:
-                self._member.guest(name)
-            self._settle_soon()
+                self._settle_soon()
 
     async def _watch(self) -> None:
         while True:
