@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = _lazy(__name__)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "RECIPES",
