@@ -11,6 +11,7 @@ import pytest
 
 from farflung.codecs import CODECS, ByRole, ErrorFeedback, TopK, error_feedback
 from farflung.errors import ConfigError
+from farflung.recipes import recipe
 from farflung.recipes.parts import MEMBERS
 from farflung.spec import Registry, build, imported, is_carried, text_of
 
@@ -93,3 +94,30 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
     del registry["mine"]
     assert list(registry) == ["topk"]
     assert list(both) == ["topk", "mine", "by_role"]
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    {
+        "ring": "ring",
+        "synchronous(codec=int8)": "synchronous(codec=int8)",
+        "ring(codec='topk(0.1)', bucket_nbytes=9)": "ring(codec=topk(0.1), bucket_nbytes=9)",
+        "local-sgd(codec=error_feedback(topk(0.1)))": "local_sgd(codec=error_feedback(topk(0.1)))",
+        "bell(codec=int8)": "unknown recipe 'bell'",
+        "ring(int8)": "write it as name",
+        "ring(**changes)": "write it as name",
+        "ring((": "write it as name",
+        "ring(seed=1)": "cannot change 'seed'; it can change: bucket_nbytes, codec",
+        "ring(codec=5)": "codec = 5: must be of type str",
+        "ring(bucket_nbytes=many)": "bucket_nbytes = many: must be of type int",
+    }.items(),
+)
+def test_a_recipe_may_have_changes_in_brackets(text: str, means: str) -> None:
+    assert means in _said(text)
+
+
+def _said(text: str) -> str:
+    try:
+        return recipe(text).text
+    except ConfigError as refusal:
+        return str(refusal)

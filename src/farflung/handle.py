@@ -148,7 +148,7 @@ def attach(
       model: trained by this loop; compiled models will do, those wrapped in DistributedDataParallel or FSDP will not.
       optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do. Inside of
         Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
-      how: a recipe or the name of one; ``recipe("ring").but(bucket_nbytes=1 << 20)`` has buckets of another size.
+      how: a recipe or the name of one, with changes in brackets if wished: ``"ring(codec=int8)"``.
       seed: equal on all ranks; what codecs draw from.
       deadline_s: seconds that any message may take before its sender counts as lost.
       launch_env: rank and size of this replica; read from the environment when not given.

@@ -13,7 +13,8 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 from farflung.config import Training
 from farflung.errors import ConfigError
 from farflung.recipes import Recipe
-from farflung.spec import parse, unparse
+from farflung.recipes.recipe import changes_of
+from farflung.spec import unparse
 from farflung.types import Json
 
 __all__ = ["AUTO", "Setting", "settings_of", "training_settings", "variant"]
@@ -96,20 +97,14 @@ def variant(text: str) -> dict[str, Json]:
     """
     known = {name: setting for name, setting in training_settings().items() if name != "seed"}
     known |= {name: setting for name, setting in settings_of(Recipe).items() if name in Recipe().settings}
-    try:
-        tree = parse("recipe", text)
-    except ConfigError:
-        raise ConfigError(_form(text)) from None
-    named = tree.func if isinstance(tree, ast.Call) else tree
-    if not isinstance(named, ast.Name) or (isinstance(tree, ast.Call) and tree.args):
-        raise ConfigError(_form(text))
-    settings: dict[str, Json] = {"recipe": named.id}
-    for keyword in tree.keywords if isinstance(tree, ast.Call) else ():
-        if keyword.arg not in known:
+    name, changes = changes_of(text)
+    settings: dict[str, Json] = {"recipe": name}
+    for changed, node in changes.items():
+        if changed not in known:
             raise ConfigError(
-                f"recipe {text!r}: cannot change {keyword.arg!r}; it can change: {', '.join(sorted(known))}"
+                f"recipe {text!r}: cannot change {changed!r}; it can change: {', '.join(sorted(known))}"
             )
-        settings[keyword.arg] = _value(text, known[keyword.arg], keyword.value)
+        settings[changed] = _value(text, known[changed], node)
     return settings
 
 
@@ -126,7 +121,3 @@ def _value(text: str, setting: Setting, node: ast.expr) -> Json:
     if type(value) is kind and isinstance(value, int | float | str):
         return value
     raise ConfigError(f"recipe {text!r}: {name} = {unparse(node)}: must be of type {kind.__name__}")
-
-
-def _form(text: str) -> str:
-    return f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"

@@ -84,7 +84,7 @@ def workload(name: str, **options: Json) -> Workload:
     try:
         factory = WORKLOADS[name]
     except KeyError:
-        raise UnknownName("workload", name, WORKLOADS) from None
+        raise UnknownName("workload", name, [*WORKLOADS, "module:name of your own"]) from None
     known = list(inspect.signature(factory).parameters)
     for option in options:
         if option not in known:
