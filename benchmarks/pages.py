@@ -1,4 +1,4 @@
-"""Writes ``docs/results.md``, its pictures and the results in each benchmark's README: ``scripts/bench --pages``."""
+"""Writes ``docs/results.md``, its pictures and the results in all READMEs: ``scripts/bench --pages``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,21 @@ from benchmarks.common.results import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PAGE", "Page", "main", "pages", "pictured", "readme", "results_page", "with_block"]
+__all__ = [
+    "FRONT",
+    "PAGE",
+    "Page",
+    "front",
+    "main",
+    "pages",
+    "pictured",
+    "readme",
+    "results_page",
+    "with_block",
+]
 
 PAGE = ROOT / "docs" / "results.md"
+FRONT = ROOT / "README.md"
 BEGIN, END = "<!-- results: written by scripts/bench --pages -->", "<!-- end of results -->"
 VERDICTS: tuple[Verdict, ...] = (
     "reproduced",
@@ -127,6 +139,29 @@ def readme(page: Page) -> str:
     headlines = [row for row in page.rows if row[0].headline]
     text = f"{_sentence(page.counts)} All rows: [results](../../docs/results.md#{_anchor(page)}).\n"
     return f"{text}\n{_rows_table(headlines)}"
+
+
+def front(found: Sequence[Page]) -> str:
+    """The table of the repository's README: a row of each system, and the verdicts on all rows of it."""
+    lines = []
+    for page in found:
+        if page.system is None:
+            continue
+        row, result = next(each for each in page.rows if each[0].name == page.system.shown)
+        others = ", ".join(
+            f"{page.counts[verdict]} {verdict}" for verdict in VERDICTS if page.counts[verdict]
+        )
+        lines.append(
+            (
+                f"[{page.system.name}](benchmarks/{page.folder.name}/README.md)",
+                page.system.idea,
+                f"{row.name} ({row.unit})",
+                _figure(row.published),
+                "" if result is None else _with_spread(result),
+                f"**{judge(row, result)[0]}**<br>all rows: {others}",
+            )
+        )
+    return _markdown(("system", "idea", "figure", "paper", "ours", "verdict"), lines)
 
 
 def with_block(text: str, block: str) -> str:
@@ -292,6 +327,7 @@ def main() -> int:
     """Writes all pages; the exit code."""
     found = pages()
     PAGE.write_text(results_page(found), encoding="utf-8")
+    FRONT.write_text(with_block(FRONT.read_text(encoding="utf-8"), front(found)), encoding="utf-8")
     for page in found:
         path = page.folder / "README.md"
         path.write_text(with_block(path.read_text(encoding="utf-8"), readme(page)), encoding="utf-8")

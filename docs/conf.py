@@ -16,7 +16,7 @@ from sphinx.util import logging
 import farflung
 
 project = "farflung"
-author = "The farflung authors"
+author = "The farflung developers"
 version = release = farflung.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]

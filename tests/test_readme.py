@@ -1,8 +1,8 @@
-"""The README and the page on Python tell the truth: their commands and their Python run as they stand.
+"""The README and the pages on Python and on configuration tell the truth: their blocks run as they stand.
 
-A block of the README stands alone and runs in an empty folder. Those of the page run one after the other in one; a
-block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a process group, and one of
-the page that attaches, runs on two processes that are told what torchrun tells.
+A block of the README or on configuration stands alone and runs in an empty folder. Those of the page on Python run one
+after the other in one; a block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a
+process group, and one of that page that attaches, runs on two processes that are told what torchrun tells.
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
@@ -84,7 +84,9 @@ def run(command: list[str], cwd: Path) -> None:
 FENCE = re.compile(r"^\s*(?:```|~~~)\s*(?:sh|bash|shell|console|zsh|python|py|pycon)\b", re.MULTILINE)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 SHELL = blocks_of(README, "sh")
+CONFIGURING = blocks_of(CONFIGURATION, "sh")
 PYTHON = blocks_of(README, "python")
 
 
@@ -92,15 +94,27 @@ def where(block: Block) -> str:
     return f"line {block.line}"
 
 
+def test_the_first_screen_shows_what_it_does() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert f"]({picture})" in "".join(lines[:20])
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+    comments_aside = re.sub(r"<!--.*?-->", "", README, flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", comments_aside):
+        assert (ROOT / target).exists(), target
+
+
 def test_the_blocks_are_found() -> None:
-    assert len(BLOCK.findall(README)) == len(FENCE.findall(README)), (
-        "fences are ```sh or ```python, not indented"
-    )
+    for text in (README, CONFIGURATION):
+        assert len(BLOCK.findall(text)) == len(FENCE.findall(text)), (
+            "fences are ```sh or ```python, not indented"
+        )
     assert ["make", "test"] in [program(command) for block in SHELL for command in block.commands()]
 
 
 @pytest.mark.timeout(LIMIT_S * 6)
-@pytest.mark.parametrize("block", SHELL, ids=where)
+@pytest.mark.parametrize("block", [*SHELL, *CONFIGURING], ids=where)
 def test_commands_run(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +131,7 @@ def test_commands_run(
             run(["bash", "-euc", command], tmp_path)
         else:
             known = tuple(words[:2]) in NOT_RUN or words[0] == "cd"
-            assert known, f"README line {block.line}: this test does not know what to do with: {command}"
+            assert known, f"line {block.line}: this test does not know what to do with: {command}"
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=where)
@@ -125,15 +139,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "block.py"
     path.write_text(block.text, encoding="utf-8")
-    python(path, several="init_process_group" in block.text)
-
-
-def python(path: Path, *, several: bool) -> None:
-    """Runs a script in its folder, on two processes as under torchrun if it is for several, else in this one."""
-    if several:
-        two_replicas(path)
-    else:
-        runpy.run_path(str(path), run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def two_replicas(path: Path) -> None:
@@ -157,7 +163,7 @@ def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
-    assert len(blocks) == len(FENCE.findall(PAGE)) == 7
+    assert len(blocks) == len(FENCE.findall(PAGE)) == 9
     found: dict[str, Any] = {}
     for number, block in enumerate(blocks):
         if block.language == "sh":
@@ -171,7 +177,7 @@ def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         path.write_text(block.text, encoding="utf-8")
         if named:
             monkeypatch.delitem(sys.modules, named[1], raising=False)
-        elif "farflung.attach(" in block.text:
+        elif "farflung.attach(" in block.text or "init_process_group" in block.text:
             two_replicas(path)
         else:
             found |= runpy.run_path(str(path), run_name="__main__")

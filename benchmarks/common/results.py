@@ -86,6 +86,7 @@ class System:
       source: authors, venue and year.
       paper: the setting of the published figure.
       ours: the setting of ours.
+      shown: the row that the repository's README shows; none that is over float32 where 16 bits are what is used.
     """
 
     name: str
@@ -93,6 +94,7 @@ class System:
     source: str
     paper: str
     ours: str
+    shown: str
 
 
 @dataclass(frozen=True)

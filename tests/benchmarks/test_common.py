@@ -319,6 +319,8 @@ def test_pages_say_what_is_stored() -> None:
     found = pages.pages()
     assert pages.PAGE.read_text() == pages.results_page(found), "write them: scripts/bench --pages"
     assert sum(page.system is not None for page in found) == 6
+    text = pages.FRONT.read_text()
+    assert text == pages.with_block(text, pages.front(found)), "write them: scripts/bench --pages"
     for page in found:
         text = (page.folder / "README.md").read_text()
         assert text == pages.with_block(text, pages.readme(page)), "write them: scripts/bench --pages"
