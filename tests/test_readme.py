@@ -101,8 +101,13 @@ def test_the_first_screen_shows_what_it_does() -> None:
     assert f"]({picture})" in "".join(lines[:20])
     assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
     comments_aside = re.sub(r"<!--.*?-->", "", README, flags=re.DOTALL)
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", comments_aside):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", comments_aside):
         assert (ROOT / target).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}, (
+                target
+            )
 
 
 def test_the_blocks_are_found() -> None:
