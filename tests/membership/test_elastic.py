@@ -661,3 +661,12 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
     first: Any = ended.survivors[0].runtime.elastic
     assert first._view.number == views
     check(ended)
+
+
+def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("what nothing expects")
+
+    monkeypatch.setattr(Elastic, "_change", fails)
+    with pytest.raises(RunLost, match="the agreement on members failed: ValueError: what nothing expects"):
+        raise run(3, FaultPlan().crash(1, at_s=0.1)).error or AssertionError

@@ -232,8 +232,11 @@ def point() -> Quadratic:
     return Quadratic(dim=int(os.environ.get("DIM", "8")))
 
 
-def test_a_replica_with_another_model_is_refused_alone(tmp_path: Path) -> None:
+def test_a_replica_with_another_model_is_refused_alone_and_leaves_its_rank_to_the_next(
+    tmp_path: Path,
+) -> None:
     folder, said, pids = tmp_path / "run", list[str](), dict[object, int]()
+    views, joined = list[Event](), list[subprocess.Popen[str]]()
 
     def show(event: Event) -> None:
         if event["event"] == "hello":
@@ -245,18 +248,20 @@ def test_a_replica_with_another_model_is_refused_alone(tmp_path: Path) -> None:
                 command, env=other, stderr=subprocess.PIPE, text=True, check=False, timeout=60
             )
             said.append(f"{done.returncode}: {done.stderr}")
+            joined.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        elif event["event"] == "view" and event["rank"] == 0:
+            views.append(event)
             os.kill(pids[0], signal.SIGINT)
 
     farflung.train(
-        f"{__name__}:point", show=show, out=folder, workers=2, elastic="1:4", steps=100_000, deadline=30.0,
+        f"{__name__}:point", show=show, out=folder, workers=2, elastic="1:3", steps=100_000, deadline=30.0,
         evaluate_every=100_000,
     )  # fmt: skip
     (ended,) = said
     assert ended.startswith("1: farflung: ranks disagree on model: ")
     assert len(ended.splitlines()) == 1
-    assert not [
-        event for event in read_events(folder / "telemetry" / "rank-0.jsonl") if event["event"] == "view"
-    ]
+    joined[0].communicate(timeout=60)
+    assert [event["joined"] for event in views] == [[2]]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,20 @@ def test_a_checkpoint_is_of_the_step_at_which_it_was_due(tmp_path: Path) -> None
     resumed = simulate(resume=tmp_path / "half", steps=8)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name])
+
+
+def test_loss_and_metric_share_one_forward_pass() -> None:
+    passes = 0
+
+    class Counts(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            nonlocal passes
+            passes += not torch.is_grad_enabled()
+            return super().forward(input)
+
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
+    made = partial(Counts, 6, 2)
+    workload = TorchWorkload(made, data, data, nn.functional.cross_entropy, defaults={"batch_size": 4})
+    run = simulate(workload, workers=2, steps=2, device=AT_ONCE, evaluate_every=1)
+    assert passes == 2 * len(told(run, "evaluation", "step"))

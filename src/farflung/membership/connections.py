@@ -104,12 +104,14 @@ class Connections:
             self._member.lost(name)
             self._settle()
 
-    def hear(self, name: str) -> None:
-        """Note that a message of a process has arrived, which may have been silent."""
+    def hear(self, name: str) -> bool:
+        """Note that a message of a process has arrived, and return whether it was not known or had been silent."""
         self.heard[name] = self._runtime.now()
-        if name not in self._member.connected and name not in self.closed:
-            self.silent.discard(name)
-            self._member.back(name)
+        if name in self._member.connected or name in self.closed:
+            return False
+        self.silent.discard(name)
+        self._member.back(name)
+        return True
 
     def come(self, name: str) -> None:
         """Note that a process is connected again."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,10 +131,35 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
             tensor.data = value
 
 
+@contextmanager
+def _forward_once(model: nn.Module) -> Iterator[None]:
+    """Inside, the model returns its last output again for the same inputs: loss and metric share one forward pass."""
+    forward, own = model.forward, "forward" in vars(model)
+    inputs: tuple[Any, ...] | None = None
+    output: Any = None
+
+    def remembered(*given: Any, **named: Any) -> Any:
+        nonlocal inputs, output
+        if named:
+            return forward(*given, **named)
+        if inputs is None or len(given) != len(inputs) or any(map(is_not, given, inputs)):
+            inputs, output = given, forward(*given)
+        return output
+
+    model.forward = remembered
+    try:
+        yield
+    finally:
+        if own:
+            model.forward = forward
+        else:
+            del model.forward
+
+
 def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:
     model.eval()
     sums = torch.zeros((), dtype=torch.float64, device=device)
-    with torch.no_grad():
+    with torch.no_grad(), _forward_once(model):
         for part in ids.split(BATCH):
             batch = batch_on(data.take(part, train=False), device)
             metric = workload.metric(model, batch).double().sum(dim=0).reshape(-1)

@@ -27,6 +27,8 @@ __all__ = ["Guest", "Takes", "elastic_on"]
 _KEY, _GUEST = Tag(Purpose.VIEWS.at(1)), Tag(Purpose.VIEWS.at(2))
 VISIT_S = 10.0
 """How long a visit of a replica that joins may take."""
+INVITED_S = 600.0
+"""For how long a rank is kept for a replica that has asked for it and has yet to come."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class _Visits:
         self._runtime, self._key, self._page, self._takes = runtime, key, page, takes
         self._guests: dict[int, Peer] = {}
         """Replicas that join, by rank, until a view has them."""
-        self._last = -1
-        """The last rank that was given to one."""
+        self._invited: dict[int, float] = {}
+        """Until when ranks are kept for replicas that have asked for one."""
 
     async def listen(self, guests: Sequence[Peer]) -> None:
         """Answer from now on, and hear from other members of replicas that join, beside those that do already."""
@@ -148,16 +150,22 @@ class _Visits:
         senior = self._runtime.peers.get(ranks[0])
         if not here and ranks[0] != self._runtime.comm.rank and senior is not None and _place(senior):
             return {"ask": _place(senior)}
-        used = (rank for change in self.elastic.changes for rank in change.ranks)
-        rank = max(*used, *self._guests, self._last) + 1
-        if rank >= self._takes.ranks:
+        now, kept = self._runtime.now(), self._used() | self._guests.keys()
+        kept |= {rank for rank, until in self._invited.items() if until > now}
+        rank = next((rank for rank in range(self._takes.ranks) if rank not in kept), None)
+        if rank is None:
             raise ConfigError(f"all {self._takes.ranks} ranks of the run are used")
-        self._last = rank
+        self._invited[rank] = now + INVITED_S
         return {"rank": rank, "members": list(ranks), "config": dict(self._takes.config)}
+
+    def _used(self) -> set[int]:
+        return {rank for change in self.elastic.changes for rank in change.ranks}
 
     def _welcome(self, peer: Peer) -> dict[str, Json]:
         """Admit a replica, and have all others do so."""
         runtime = self._runtime
+        if peer.rank in self._used() | self._guests.keys():
+            raise ConfigError(f"rank {peer.rank} was given to another replica meanwhile: join again")
         guests: list[Json] = [guest.to_json() for guest in self._guests.values()]
         self._admit(peer)
         for rank in runtime.view.present() - {peer.rank}:
@@ -172,6 +180,7 @@ class _Visits:
         self._guests[peer.rank] = peer
 
         def come(greeted: Pending[None]) -> None:
+            self._invited.pop(peer.rank, None)
             if greeted.error is not None:
                 self._guests.pop(peer.rank, None)
                 return
