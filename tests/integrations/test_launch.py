@@ -272,6 +272,7 @@ def test_regions_of_skypilot(scripts: Scripts) -> None:
     assert (homes["west"] / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ray_train(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     options = [
@@ -285,7 +286,7 @@ def test_ray_train(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     subprocess.run([sys.executable, LAUNCH / "ray_train.py", *options], check=True, timeout=10 * PATIENCE_S)
-    newest = max(tmp_path.glob("*/checkpoint_*"))
+    newest = max(tmp_path.glob("*/checkpoint_2*"))
     assert [load_tree(newest / f"rank-{rank}.safetensors")["handle"]["step"] for rank in range(2)] == [4, 4]
 
 
