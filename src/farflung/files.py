@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import struct
 import tarfile
 import time
@@ -218,7 +219,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
       StorageError: it cannot be written.
     """
     with writing(path):
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        # By no number of a process: those of containers, which may share the folder, are numbered alike.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         try:
             write(partial)
             partial.replace(path)
