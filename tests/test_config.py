@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -13,7 +14,15 @@ import torch
 from torch import nn
 
 from farflung.config import Training
-from farflung.errors import ConfigError
+from farflung.errors import (
+    BadLabels,
+    ConfigError,
+    DeadlinePassed,
+    FarflungError,
+    PeerLost,
+    StorageError,
+    UnknownName,
+)
 from farflung.optimizers import OPTIMIZERS
 from farflung.types import Json
 
@@ -140,3 +149,19 @@ def test_json_holds_everything() -> None:
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Training(**GOOD).steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnknownName("codec", "x", ["a"]),
+        StorageError("model", "no room"),
+        PeerLost(3, "its connection is gone"),
+        DeadlinePassed(1, "a decision at step 3", 2.0),
+        BadLabels("one class alone"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_copy_of_an_error_has_its_message_and_fields(error: FarflungError) -> None:
+    other = copy.copy(error)  # as a copy in another process is made
+    assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))

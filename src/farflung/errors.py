@@ -8,6 +8,9 @@ to do, on one or two lines.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import override
 
 __all__ = [
     "BadInput",
@@ -37,9 +40,19 @@ __all__ = [
 
 
 class FarflungError(Exception):
-    """Base of every error that farflung raises on purpose."""
+    """Base of every error that farflung raises on purpose. A copy in another process has its message and fields."""
 
     exit_code = 1
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy, (type(self), self.args, vars(self))
+
+
+def _copy(kind: type[FarflungError], args: tuple[Any, ...], fields: dict[str, Any]) -> FarflungError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 class BadInput(FarflungError):
