@@ -19,7 +19,7 @@ from farflung.report import ReportedRun, report_data, report_page
 from farflung.runs import RunFolder
 from farflung.types import Json
 
-__all__ = ["PageServer", "Report", "Watch"]
+__all__ = ["PageServer", "Report", "Watch", "page_data"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Report:
         """Carries it out; returns the exit code."""
         if not self.run_folders:
             raise ConfigError("give the folder of a run, or of several")
-        page = report_page(_data(self.run_folders))
+        page = report_page(page_data(self.run_folders))
         out = self.out or (self.run_folders[0] if len(self.run_folders) == 1 else Path()) / "report.html"
         write_text(out, page)
         print_files(report=out)
@@ -59,7 +59,7 @@ class Watch:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        _data([self.run_folder])  # what cannot be shown is refused here
+        page_data([self.run_folder])  # what cannot be shown is refused here
         try:
             server = PageServer(self.run_folder, self.port)
         except (OSError, OverflowError) as error:
@@ -70,7 +70,12 @@ class Watch:
         return 0
 
 
-def _data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]:
+def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]:
+    """Gathers what a page shows of runs, as their folders are now.
+
+    Raises:
+      BadInput: a folder has no run, or a damaged one.
+    """
     runs = []
     for path in folders:
         files = RunFolder(path)
@@ -110,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "plain", "not there")
         else:
             try:
-                data = _data([self.server.folder], live=True)
+                data = page_data([self.server.folder], live=True)
             except FarflungError as error:
                 self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "plain", str(error))
             else:

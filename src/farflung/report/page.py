@@ -109,7 +109,8 @@ class ReportedRun:
         self.simulated = "network" in settings
         self.title = f"{name} (simulated)" if self.simulated else name
         self.courses = {rank: rank_course(rank, events[rank]) for rank in sorted(events)}
-        farthest = sorted(self.courses.values(), key=lambda course: len(course.steps))
+        by_length = sorted(self.courses, key=lambda rank: (len(self.courses[rank].steps), -rank))
+        farthest = [self.courses[rank] for rank in by_length]
         self.main = farthest[-1] if farthest else RankCourse()
         self.steps: dict[int, tuple[float, Event]] = {}
         self.evaluations: dict[int, tuple[float, Event]] = {}
