@@ -142,7 +142,7 @@ def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
     ]
     settings = figures(data, "Settings")["Those that differ come first"]["rows"]
     assert ["steps", 40, 6] in settings[:10]
-    processes = figures(data, "Machine")[f"Processes, {real.folder}"]
+    processes = figures(data, "Machine")[f"Where it ran, {real.folder}"]
     assert (processes["columns"][0], len(processes["rows"])) == ("rank", 3)
     assert any("torch" in str(cell) for cell in processes["rows"][0])
 

@@ -33,9 +33,9 @@ Pick: TypeAlias = "Callable[[Iterable[float]], float]"
 MOST_POINTS = 2000
 """Of a line; of more, those at equal distances are left."""
 MOST_LINES = 8
-"""With more replicas, a chart has the lowest, the median and the highest."""
+"""With more replicas a chart has the lowest, the median and the highest."""
 GANTT_STEPS, GANTT_RANKS = 6, 8
-"""The last steps of the first ranks are drawn."""
+"""So many of the last steps, and of the first ranks, are drawn."""
 SHADES = {"compute_s": 0, "exposed_s": 1, "data_s": 2, "scoring_s": 3}
 """Colours of the parts of a step: those that they have in the whole time."""
 SAME = ("workload", "workers", "batch_size", *FAMILIES)
@@ -164,7 +164,8 @@ class ReportedRun:
                 value: Any = event.get(field)
                 if value is not None and place is not None:
                     value = value[place] if isinstance(value, list) and len(value) > place else "none"
-                if value is not None and math.isfinite(value := number({**event, field: value}, field)):
+                told = event if place is None else {**event, field: value}
+                if value is not None and math.isfinite(value := number(told, field)):
                     found.setdefault(step, {})[rank] = value
         return dict(sorted(found.items()))
 
@@ -234,8 +235,8 @@ def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
         course = run.courses[rank]
         steps = [step for step in range(last + 1 - GANTT_STEPS, last + 1) if step in course.steps]
         # The clock of a rank that has joined began later.
-        joined = min(course.steps) > min(run.main.steps)
-        shift = run.main.steps[steps[0]][0] - course.steps[steps[0]][0] if joined else 0.0
+        joined = min(course.steps) > min(run.steps)
+        shift = run.steps[steps[0]][0] - course.steps[steps[0]][0] if joined else 0.0
         for step in steps:
             end, event = course.steps[step]
             begin = end + shift - number(event, "duration_s")
@@ -246,10 +247,8 @@ def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
         exchanges: dict[int, tuple[float, float]] = {}
         for end, event in [*course.others, *course.evaluations.values()]:
             kind, step = str(event["event"]), int(number(event, "step"))
-            if kind in BESIDE and steps[0] < step <= steps[-1]:
-                rows.append(
-                    [rank, BESIDE[kind], step, end + shift - number(event, "duration_s"), end + shift]
-                )
+            if kind in BESIDE and steps[0] < step <= steps[-1] and (took := number(event, "duration_s")):
+                rows.append([rank, BESIDE[kind], step, end + shift - took, end + shift])
             elif kind == "exchange" and step in steps:
                 begin = end + shift - number(event, "t") + number(event, "began_s")
                 first, latest = exchanges.get(step, (begin, end + shift))
@@ -356,7 +355,7 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
     }
     for chart in CHARTS:
         sections.setdefault(chart.section, []).extend(_chart(chart, runs))
-    sections |= {"Settings": [*_settings(runs)], "Machine": each(_machines, "Processes")}
+    sections |= {"Settings": [*_settings(runs)], "Machine": each(_machines, "Where it ran")}
     one = f"{runs[0].name}: {runs[0].settings.get('workload')}, {runs[0].settings.get('recipe')}"
     simulated = ", ".join(run.name for run in runs if run.simulated)
     found = {
