@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 from farflung.data.source import File
 
+S = TypeVar("S", bound=ThreadingHTTPServer)
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
 
@@ -53,11 +55,18 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    """A server that answers inside."""
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+def running(server: S) -> Iterator[S]:
+    """Inside, a server answers."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield running
-        running.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def serving() -> AbstractContextManager[Server]:
+    """A server that answers inside."""
+    return running(Server())

@@ -43,6 +43,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "retime": ("farflung.cli.stored", "Retime"),
     "traffic": ("farflung.cli.stored", "Traffic"),
     "trace": ("farflung.cli.stored", "Trace"),
+    "report": ("farflung.cli.report", "Report"),
+    "watch": ("farflung.cli.report", "Watch"),
     "list": ("farflung.cli.listing", "List"),
     "lab": ("farflung.cli.lab", "RunInLab"),
     "schedule": ("farflung.cli.schedule", "Schedule"),

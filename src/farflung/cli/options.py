@@ -156,26 +156,19 @@ def endpoint_of(command: object) -> Endpoint:
 
 def finish(run: Run, *, as_json: bool) -> None:
     """Draws the pictures of a run and prints its summary."""
-    from farflung.report import buffers_picture, elastic_picture, partition_picture, sampling_picture
+    from farflung.report import partition_picture
 
-    events, title = run.events, run.config.title
     files: dict[str, Path | str] = {"picture": run.picture()}
-    if buffers_picture(events, run.files.buffers_picture, title=title, simulated=run.simulated):
-        files["buffers"] = run.files.buffers_picture
-    if elastic_picture(events, run.files.elastic_picture, title=title, simulated=run.simulated):
-        files["members"] = run.files.elastic_picture
     if run.shares:
         files["shares"] = run.files.partition_picture
         partition_picture(
             run.shares, run.files.partition_picture, title=f"{run.config.workload}, {run.config.split_text}"
         )
-    if sampling_picture(events, run.files.sampling_picture, title=title, simulated=run.simulated):
-        files["sampling"] = run.files.sampling_picture
     if as_json:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return
     stdout_console().print(run.table())
-    files["telemetry"] = run.files.telemetry(min(events, default=0))
+    files["telemetry"] = run.files.telemetry(min(run.events, default=0))
     if run.files.curves.is_dir():
         files["curves"] = f"tensorboard --logdir {run.files.curves}"
-    print_files(**files)
+    print_files(**files, page=f"farflung report {run.folder}")

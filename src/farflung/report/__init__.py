@@ -6,7 +6,6 @@ from farflung.lazy import lazy
 
 if TYPE_CHECKING:
     from farflung.report.bottleneck import slowest
-    from farflung.report.buffers import buffers_picture
     from farflung.report.coded import coded_picture
     from farflung.report.comparison import (
         Compared,
@@ -15,11 +14,10 @@ if TYPE_CHECKING:
         comparison_picture,
         comparison_table,
     )
-    from farflung.report.elastic import elastic_picture
     from farflung.report.gantt import gantt_picture
+    from farflung.report.page import ReportedRun, report_data, report_page
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
-    from farflung.report.sampling import sampling_picture
     from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
     from farflung.report.tensorboard import TensorBoard
     from farflung.report.trace import chrome_trace
@@ -31,21 +29,21 @@ __all__ = [
     "PLAIN_WIDTH",
     "Compared",
     "Course",
+    "ReportedRun",
     "SentByKind",
     "TensorBoard",
     "as_text",
-    "buffers_picture",
     "chrome_trace",
     "coded_picture",
     "compare_courses",
     "comparison_picture",
     "comparison_table",
-    "elastic_picture",
     "gantt_picture",
     "partition_picture",
     "partition_table",
+    "report_data",
+    "report_page",
     "run_picture",
-    "sampling_picture",
     "score_words",
     "sent_by_kind",
     "slowest",

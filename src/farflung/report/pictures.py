@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.extras import need
 from farflung.files import write_whole, writing
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, sessions, time_split
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, rank_course
 from farflung.report.tables import score_words
 from farflung.telemetry import Event
 
@@ -158,21 +157,6 @@ def smooth(values: NDArray[np.float64], half: int) -> NDArray[np.float64]:
 # --- the picture of a run ---------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Replica:
-    """What the events of one replica amount to.
-
-    Args:
-      losses: mean loss over all replicas, by step.
-      scores: seconds since the beginning and metric of each evaluation, by step.
-      seconds: by part, over all sessions.
-    """
-
-    losses: dict[int, float] = field(default_factory=dict)
-    scores: dict[int, tuple[float, float]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
-
-
 def run_picture(
     events_by_rank: Mapping[int, Iterable[Event]], path: Path, *, title: str, simulated: bool
 ) -> None:
@@ -191,52 +175,26 @@ def run_picture(
       DataError: there is nothing to draw, or an event is damaged.
       MissingExtra: matplotlib is not installed.
     """
-    replicas = {rank: _read(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
-    if not any(replica.losses or replica.scores for replica in replicas.values()):
+    courses = {rank: rank_course(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    if not any(course.steps or course.evaluations for course in courses.values()):
         raise DataError(f"no picture for {path}: the run's events hold no step and no evaluation")
-    height = min(8.0, max(4.6, 3.4 + 0.09 * len(replicas)))
+    # Losses and scores are equal on all replicas: those of the one that came farthest.
+    steps = max((course.steps for course in courses.values()), key=len)
+    evaluations = max((course.evaluations for course in courses.values()), key=len).values()
+    losses = {
+        at: number(event, "mean_loss")
+        for at, (_, event) in steps.items()
+        if event.get("mean_loss") is not None
+    }
+    height = min(8.0, max(4.6, 3.4 + 0.09 * len(courses)))
     with picture(path, (15, height), title, simulated=simulated) as figure:
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)  # type: ignore[union-attr, call-arg]
         left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.2])
-        # Losses and scores are equal on all replicas: those of the one that came farthest.
-        _draw_losses(left, max((replica.losses for replica in replicas.values()), key=len))
+        _draw_losses(left, losses)
         middle.set_xlabel(time_label(simulated=simulated))
-        _draw_scores(middle, max((replica.scores for replica in replicas.values()), key=len).values())
+        _draw_scores(middle, [(at, number(event, "accuracy")) for at, event in evaluations])
         right.set_xlabel(time_label(simulated=simulated))
-        _draw_time(right, {rank: replica.seconds for rank, replica in replicas.items()})
-
-
-def _read(rank: int, events: Iterable[Event]) -> _Replica:
-    replica, of = _Replica(), f"rank {rank}"
-    for session in sessions(events, of):
-        split = dict.fromkeys(PARTS_OF_TIME, 0.0)
-        other = True
-        for at, event in session:
-            kind = event["event"]
-            if kind == "begin":
-                step = int(number(event, "step", of))
-                replica.losses = {at: loss for at, loss in replica.losses.items() if at < step}
-                replica.scores = {at: score for at, score in replica.scores.items() if at <= step}
-            elif kind == "step":
-                if event.get("mean_loss") is not None:
-                    replica.losses[int(number(event, "step", of))] = number(event, "mean_loss", of)
-                split["compute"] += number(event, "compute_s", of)
-                split["exposed_communication"] += number(event, "exposed_s", of)
-                split["data_wait"] += number(event, "data_s", of)
-                split["scoring"] += number({"scoring_s": 0.0, **event}, "scoring_s", of)
-            elif kind == "end":
-                leg = event.get("last_leg")
-                split = time_split(leg if isinstance(leg, dict) else event, f"{of}: its end")
-                other = False
-            else:
-                split["evaluation"] += number(event, "duration_s", of)
-                if kind == "evaluation":
-                    replica.scores[int(number(event, "step", of))] = at, number(event, "accuracy", of)
-        if other and session:
-            split["other"] = max(0.0, session[-1][0] - session[0][0] - sum(split.values()))
-        for name, value in split.items():
-            replica.seconds[name] += value
-    return replica
+        _draw_time(right, {rank: course.seconds for rank, course in courses.items()})
 
 
 def _draw_losses(axes: Axes, losses: Mapping[int, float]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from farflung.errors import DataError
 from farflung.telemetry import Event
 from farflung.types import Json
 
-__all__ = ["PARTS_OF_TIME", "SELDOM", "number", "sessions", "time_split"]
+__all__ = ["PARTS_OF_TIME", "SELDOM", "RankCourse", "number", "rank_course", "sessions", "time_split"]
 
 PARTS_OF_TIME = {
     "compute": "compute",
@@ -21,22 +22,23 @@ PARTS_OF_TIME = {
 """The parts that a replica's time is split into, and their names in tables and pictures."""
 SELDOM: Mapping[str, Json] = {"scoring": 0.0}
 """Those that a run leaves out which had none of them."""
-TOLD = {"begin", "step", "evaluation", "checkpoint", "end"}
+TOLD = {"begin", "step", "evaluation", "checkpoint", "exchange", "view", "end"}
 
 
-def number(values: Mapping[str, Json], name: str, of: str = "the run") -> float:
+def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
     """Reads one number of an event, or of a summary.
 
     Args:
       values: the event or the summary.
       name: of the number.
-      of: begins the message of the error.
+      of: begins the message of the error; the rank of the event when not given.
 
     Raises:
       DataError: there is no such number.
     """
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
+        of = of or (f"rank {values['rank']}" if "rank" in values else "the run")
         if "event" in values:
             raise DataError(f"{of}: no number {name} in an event ({values['event']}); its events are damaged")
         raise DataError(f"{of} has no number {name}: it is damaged or of another kind")
@@ -75,3 +77,62 @@ def sessions(events: Iterable[Event], of: str) -> Iterator[list[tuple[float, Eve
             session = []
         session.append((before + t - begin, event))
     yield session
+
+
+@dataclass(slots=True)
+class RankCourse:
+    """What one replica has told, each event with seconds since its beginning; steps that were done again count once.
+
+    Args:
+      steps: by number.
+      evaluations: by the number of steps before them.
+      others: checkpoints, exchanges and views since the last ``begin``.
+      seconds: by part, over all sessions; those of steps that were done again are among them.
+      ended: whether it has come to the end of the run.
+    """
+
+    steps: dict[int, tuple[float, Event]] = field(default_factory=dict)
+    evaluations: dict[int, tuple[float, Event]] = field(default_factory=dict)
+    others: list[tuple[float, Event]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
+    ended: bool = False
+
+
+def rank_course(rank: int, events: Iterable[Event]) -> RankCourse:
+    """Reads the events of one replica, in the order they were emitted.
+
+    Raises:
+      DataError: one lacks a number.
+    """
+    course, of = RankCourse(), f"rank {rank}"
+    for session in sessions(events, of):
+        split = dict.fromkeys(PARTS_OF_TIME, 0.0)
+        other = True
+        for at, event in session:
+            kind = event["event"]
+            if kind == "begin":
+                step = int(number(event, "step", of))
+                course.steps = {done: told for done, told in course.steps.items() if done < step}
+                course.evaluations = {done: told for done, told in course.evaluations.items() if done <= step}
+                course.others, course.ended = [], False
+            elif kind == "step":
+                course.steps[int(number(event, "step", of))] = at, event
+                split["compute"] += number(event, "compute_s", of)
+                split["exposed_communication"] += number(event, "exposed_s", of)
+                split["data_wait"] += number(event, "data_s", of)
+                split["scoring"] += number({"scoring_s": 0.0, **event}, "scoring_s", of)
+            elif kind == "end":
+                leg = event.get("last_leg")
+                split = time_split(leg if isinstance(leg, dict) else event, f"{of}: its end")
+                other, course.ended = False, True
+            elif kind == "evaluation":
+                course.evaluations[int(number(event, "step", of))] = at, event
+            else:
+                course.others.append((at, event))
+            if kind in ("evaluation", "checkpoint"):
+                split["evaluation"] += number(event, "duration_s", of)
+        if other and session:
+            split["other"] = max(0.0, session[-1][0] - session[0][0] - sum(split.values()))
+        for name, value in split.items():
+            course.seconds[name] += value
+    return course

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import signal
 import threading
@@ -126,7 +127,9 @@ def join(
         file = stack.enter_context(JsonLines(files.telemetry(rank)))
         stack.callback(decisions.write)
         telemetry = Telemetry(rank, file, show, decisions.write)
-        telemetry.emit("hello", pid=os.getpid(), threads=threads)
+        system = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        telemetry.emit("hello", pid=os.getpid(), threads=threads, machine=system, versions=versions)
         store = None if guest else run.store or meeting(replace(env, size=max(size, config.ranks)))
         members = list(range(size)) if guest is None else guest.members
         runtime = WallRuntime(

@@ -1,0 +1,141 @@
+"""``farflung report`` and ``farflung watch``: runs as a page of HTML, when they have ended and while they go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import tyro
+from typing_extensions import override
+
+from farflung.cli.output import print_files, stdout_console
+from farflung.errors import ConfigError, DataError, FarflungError
+from farflung.files import reading, write_text
+from farflung.report import ReportedRun, report_data, report_page
+from farflung.runs import RunFolder
+from farflung.types import Json
+
+__all__ = ["PageServer", "Report", "Watch", "page_data"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one page of HTML about runs: what they learned, when, and where their time went.
+
+    The page asks no other address for anything, so it can be sent and kept. Runs need not have come to their end.
+    """
+
+    run_folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs of farflung train or farflung simulate; several are compared."""
+    out: Path | None = None
+    """The file; report.html when not given, in the run's folder where there is one run."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        if not self.run_folders:
+            raise ConfigError("give the folder of a run, or of several")
+        page = report_page(page_data(self.run_folders))
+        out = self.out or (self.run_folders[0] if len(self.run_folders) == 1 else Path()) / "report.html"
+        write_text(out, page)
+        print_files(report=out)
+        return 0
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Show a run in the browser while it goes on: the page of farflung report, whose figures are kept up to date.
+
+    Only this machine can see it. Ctrl-C ends it, and leaves the run alone.
+    """
+
+    run_folder: tyro.conf.Positional[Path]
+    """The folder of a run of farflung train or farflung simulate, which need not have begun a step."""
+    port: int = 0
+    """Of loopback; a free one when not given."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        page_data([self.run_folder])  # what cannot be shown is refused here
+        try:
+            server = PageServer(self.run_folder, self.port)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {self.port}: {error}") from None
+        with server:
+            stdout_console().print(f"http://127.0.0.1:{server.server_port}/", soft_wrap=True)
+            server.serve_forever()
+        return 0
+
+
+def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]:
+    """Gathers what a page shows of runs, as their folders are now.
+
+    Raises:
+      BadInput: a folder has no run, or a damaged one.
+    """
+    runs = []
+    for path in folders:
+        files = RunFolder(path)
+        settings = files.stored_config()
+        with reading(path, "its events are damaged and cannot be shown", DataError):
+            summary = files.stored_summary() if files.summary.exists() else None
+            name = str(path).encode(errors="replace").decode()
+            runs.append(ReportedRun(name, settings, files.events(), summary))
+    with reading(", ".join(map(str, folders)), "damaged", DataError):
+        return report_data(runs, live=live)
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of a run to this machine alone, its figures read anew for each request.
+
+    Args:
+      folder: of the run.
+      port: of loopback; 0 is a free one.
+    """
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        super().__init__(("127.0.0.1", port), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    timeout = 10
+
+    def do_GET(self) -> None:
+        """Answers with the page, or with its figures."""
+        here = f"127.0.0.1:{self.server.server_port}"
+        if self.headers.get("Host") not in (here, f"localhost:{self.server.server_port}"):
+            # A site whose name has been made to point here would otherwise be let in by the browser.
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "plain", f"farflung watch answers at {here} alone")
+        elif self.path not in ("/", "/data.json"):
+            self._answer(HTTPStatus.NOT_FOUND, "plain", "not there")
+        else:
+            try:
+                data = page_data([self.server.folder], live=True)
+            except FarflungError as error:
+                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "plain", str(error))
+            else:
+                page = self.path == "/"
+                said = report_page(data) if page else json.dumps(data)
+                self._answer(HTTPStatus.OK, "html" if page else "json", said)
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header(
+            "Content-Type", f"{'application' if kind == 'json' else 'text'}/{kind}; charset=utf-8"
+        )
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    @override
+    def log_message(self, format: str, *args: object) -> None:
+        """Prints nothing for a request."""
