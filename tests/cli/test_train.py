@@ -107,7 +107,8 @@ def test_a_killed_command_leaves_nothing_and_no_worker_could_be_reached(
         assert forks == [command] * 2, "another Python was started for them"
         addresses = {address for pid in (process.pid, *pids) for address, _ in listening(pid)}
         assert addresses == {"127.0.0.1"}, "what others can reach"
-        ends = [os.pidfd_open(pid) for pid in pids]
+        (parent,) = {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] for pid in pids}
+        ends = [os.pidfd_open(pid) for pid in (*pids, int(parent))]
         process.send_signal(signal.SIGKILL)
         for end in ends:
             assert select.select([end], [], [], DEADLINE_S)[0], "still there"

@@ -138,11 +138,11 @@ def serve(pipe: int) -> int:
 
 def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
     """Kills the workers, the processes that they have started, and this one."""
-    shutil.rmtree(job.scratch, ignore_errors=True)
     for worker in workers:
         worker.kill()
     for worker in workers:
         worker.join()
+    shutil.rmtree(job.scratch, ignore_errors=True)  # in which no worker can write any more
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("this process is in the group")
 
