@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     )
     from farflung.report.elastic import elastic_picture
     from farflung.report.gantt import gantt_picture
+    from farflung.report.loggers import RunLog
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
     from farflung.report.sampling import sampling_picture
     from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
-    from farflung.report.tensorboard import TensorBoard
     from farflung.report.trace import chrome_trace
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 else:
@@ -31,8 +31,8 @@ __all__ = [
     "PLAIN_WIDTH",
     "Compared",
     "Course",
+    "RunLog",
     "SentByKind",
-    "TensorBoard",
     "as_text",
     "buffers_picture",
     "chrome_trace",
