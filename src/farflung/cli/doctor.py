@@ -21,9 +21,9 @@ import tyro
 
 import farflung
 from farflung.cli.output import print_table
+from farflung.cli.probing import Probed, listening, probe, serve
 from farflung.comm.endpoint import ports_in
 from farflung.comm.interface import LOOPBACK, check_host, interface_address, route_to
-from farflung.comm.probing import Probed, listening, probe, serve
 from farflung.errors import ConfigError
 from farflung.lab import why_not
 from farflung.types import Json
