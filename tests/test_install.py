@@ -29,6 +29,9 @@ USERS = (
     "accelerate",
     "transformers",
     "tensorboard",
+    "wandb",
+    "trackio",
+    "mlflow",
     "sklearn",
 )  # the extras that are not for developers
 

@@ -10,7 +10,7 @@ from farflung.errors import DataError
 from farflung.files import JsonLinesFile, json_lines
 from farflung.types import Json
 
-__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "read_events"]
+__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "both", "read_events"]
 
 Event: TypeAlias = "dict[str, Json]"
 """One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
@@ -41,6 +41,16 @@ class Telemetry:
         entry: Event = {"event": event, "rank": self._rank, **fields}
         for sink in self._sinks:
             sink(entry)
+
+
+def both(one: Sink, other: Sink) -> Sink:
+    """Makes a sink that hands each event to two others."""
+
+    def tell(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return tell
 
 
 class JsonLines(JsonLinesFile):

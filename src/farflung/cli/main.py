@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schedule": ("farflung.cli.schedule", "Schedule"),
     "data": ("farflung.cli.fetch", "Data"),
     "calibrate": ("farflung.cli.calibrate", "Calibrate"),
+    "doctor": ("farflung.cli.doctor", "Doctor"),
     "keys": ("farflung.cli.keys", "MakeKeys"),
     "coded": ("farflung.cli.coded", "Coded"),
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -15,13 +14,10 @@ import tyro
 from farflung.cli.output import print_files, stderr_console, stdout_console
 from farflung.cli.settings import option_types, read_settings
 from farflung.comm import Endpoint
-from farflung.extras import need
 from farflung.runs import RunConfig, RunOptions, Setting, settings_of
-from farflung.telemetry import Event, Sink
 from farflung.types import Json
 
 if TYPE_CHECKING:  # these import torch, which help does without
-    from farflung.cli.progress import Progress
     from farflung.runs import Prepared, Run
 
 __all__ = [
@@ -38,7 +34,9 @@ __all__ = [
 ENDPOINT = settings_of(Endpoint)
 """The options of how a process connects to its peers."""
 KEPT = {
-    name: one for name, one in settings_of(RunOptions).items() if name in ("out", "resume", "replay", "trace")
+    name: one
+    for name, one in settings_of(RunOptions).items()
+    if name in ("out", "resume", "replay", "trace", "log_to")
 }
 """The options of what a run keeps and where, in either world."""
 
@@ -86,8 +84,6 @@ class RunCommand:
     config: Path | None = None
     """Take settings from this file: TOML with the names of options as keys, or the config.json of a run. Options on
     the command line win over it."""
-    tensorboard: bool | None = None
-    """Write curves for TensorBoard as well, to the folder tensorboard of the run's."""
     json: bool | None = None
     """Print the summary as JSON on stdout and nothing else."""
     quiet: bool | None = None
@@ -106,8 +102,6 @@ class RunCommand:
             filed = Filed(self.config, of_the_run)  # type: ignore[arg-type]
             missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
             command = replace(self, **missing)  # type: ignore[arg-type]
-        if command.tensorboard:
-            need("--tensorboard", "tensorboard", extra="tensorboard")
         return command.start(filed)
 
     def start(self, filed: Mapping[str, Json]) -> int:
@@ -117,23 +111,6 @@ class RunCommand:
     def given(self) -> dict[str, Json]:
         """The settings on the command line."""
         return given(self, self.kind.settings())
-
-    @contextmanager
-    def shown(self, run: Prepared[C], progress: Progress) -> Iterator[Sink]:
-        """Inside, where events go: to a bar, and to TensorBoard where that is asked for."""
-        from farflung.report import TensorBoard
-
-        with ExitStack() as stack:
-            stack.enter_context(progress)
-            sinks: list[Sink] = [progress]
-            if self.tensorboard:
-                sinks.append(stack.enter_context(TensorBoard(run.files.curves)))
-
-            def tell(event: Event) -> None:
-                for sink in sinks:
-                    sink(event)
-
-            yield tell
 
     def show(self, run: Prepared[C]) -> None:
         """How the training set is split, where it is."""

@@ -43,7 +43,7 @@ class Simulate(RunCommand):
             def tell(event: Event) -> None:
                 if not opened:  # only now nothing is refused any more
                     self.show(run)
-                    opened.append(stack.enter_context(self.shown(run, progress)))
+                    opened.append(stack.enter_context(progress))
                 opened[0](event)
 
             ended = simulate_prepared(run, tell, stop_asked=stop.is_set)

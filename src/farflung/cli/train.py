@@ -56,7 +56,7 @@ class Train(RunCommand):
         leads = env is None or env.rank == 0
         with ready_to_train(run) as begin:
             self.show(run)
-            with self.shown(run, Progress(quiet=bool(self.quiet or self.json) or not leads)) as events:
+            with Progress(quiet=bool(self.quiet or self.json) or not leads) as events:
                 ended = begin(events)
         if leads:
             finish(ended, as_json=bool(self.json))

@@ -25,7 +25,7 @@ from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR
 from farflung.errors import FarflungError
 from farflung.types import Json
 
-__all__ = ["LENGTH", "MOST_NBYTES", "Access", "answered", "visit_proof"]
+__all__ = ["LENGTH", "MOST_NBYTES", "Access", "answered", "exactly", "visit_proof"]
 
 LENGTH = struct.Struct("<I")
 """Comes before a question and its answer, which are JSON."""
@@ -100,18 +100,18 @@ class Access:
         host, _, port = address.rpartition(":")
         plain = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
         with _sealed(plain) if self.encrypted else plain as link:
-            *_, nonce = CHALLENGE.unpack(_exactly(link, CHALLENGE.size, until))
+            *_, nonce = CHALLENGE.unpack(exactly(link, CHALLENGE.size, until))
             mine = secrets.token_bytes(16)
             shown = link.getpeercert(True) if isinstance(link, ssl.SSLSocket) else None
             said = visit_proof(self.key, "visitor", nonce + mine, shown)
             link.sendall(HELLO.pack(VISITOR, 0, mine, said))
-            proof = _exactly(link, PROOF_NBYTES, until)
+            proof = exactly(link, PROOF_NBYTES, until)
             if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + mine, shown)):
                 raise ConnectionError("another run")
             text = json.dumps(question).encode()
             link.sendall(LENGTH.pack(len(text)) + text)
-            (nbytes,) = LENGTH.unpack(_exactly(link, LENGTH.size, until))
-            answer: dict[str, Any] = json.loads(_exactly(link, min(nbytes, MOST_NBYTES), until))
+            (nbytes,) = LENGTH.unpack(exactly(link, LENGTH.size, until))
+            answer: dict[str, Any] = json.loads(exactly(link, min(nbytes, MOST_NBYTES), until))
             return answer
 
 
@@ -125,7 +125,12 @@ def _sealed(plain: socket.socket) -> ssl.SSLSocket:
         return context.wrap_socket(plain)
 
 
-def _exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
+def exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
+    """Reads so many bytes, by a moment on the monotonic clock.
+
+    Raises:
+      OSError: they did not come, or the connection was closed.
+    """
     said = b""
     while len(said) < nbytes:
         link.settimeout(max(1e-3, until - time.monotonic()))

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
         comparison_table,
     )
     from farflung.report.gantt import gantt_picture
+    from farflung.report.loggers import RunLog
     from farflung.report.page import ReportedRun, report_data, report_page
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
     from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
-    from farflung.report.tensorboard import TensorBoard
     from farflung.report.trace import chrome_trace
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 else:
@@ -30,8 +30,8 @@ __all__ = [
     "Compared",
     "Course",
     "ReportedRun",
+    "RunLog",
     "SentByKind",
-    "TensorBoard",
     "as_text",
     "chrome_trace",
     "coded_picture",

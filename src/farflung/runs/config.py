@@ -61,6 +61,8 @@ class RunOptions:
       pace: compute no faster than this device: a name (see ``farflung list devices``) or a TOML file. Replicas idle
         until its time has passed; steps for which this machine is too slow are counted.
       trace: write each exchange to telemetry too, for ``farflung trace``.
+      log_to: loggers of the run's figures: tensorboard, wandb, trackio or mlflow; several with commas between them, as
+        in tensorboard,mlflow.
       data_stays: refuse to train by a recipe that sends samples to other replicas, or has them computed there.
       endpoint: where torchrun or the like has started this process, how it connects to its peers.
     """
@@ -71,6 +73,7 @@ class RunOptions:
     device: str = "cpu"
     pace: str | None = None
     trace: bool = False
+    log_to: str = ""
     data_stays: bool = False
     endpoint: Endpoint = Endpoint()
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.files import naming
+from farflung.report import RunLog
 from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.result import Run
@@ -66,6 +67,15 @@ class Prepared(Generic[C]):
             decision log.
         """
         return self.files.begun(self.config.to_json(), self.options.replay)
+
+    def log(self) -> RunLog:
+        """What logs the run's figures where ``log_to`` says.
+
+        Raises:
+          BadInput: there is no such logger, or it is not installed.
+        """
+        told = {**self.config.to_json(), "command": self.config.command, "folder": str(self.files.path)}
+        return RunLog(self.options.log_to, self.files.path, title=self.config.title, config=told)
 
     def ended(self, summary: dict[str, Json]) -> Run:
         """The run, once it has been made."""

@@ -30,7 +30,7 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.sim import RecordedReplica, Retimed, Traffic, TrafficRecorder, VirtualWorld, retimed_events
 from farflung.spec import is_carried, name_of
-from farflung.telemetry import Event, JsonLines, Sink, Telemetry
+from farflung.telemetry import Event, JsonLines, Sink, Telemetry, both
 from farflung.types import Decision, Json, State, Workload
 
 __all__ = [
@@ -71,6 +71,7 @@ def simulate(
     resume: Path | str | None = None,
     replay: Path | str | None = None,
     trace: bool = False,
+    log_to: str = "",
     show: Sink = nowhere,
     stop_asked: Callable[[], bool] = never,
     **settings: object,
@@ -90,6 +91,7 @@ def simulate(
       resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
       replay: a ``decisions.jsonl`` whose decisions are made again.
       trace: whether to write each exchange to telemetry too, for ``farflung trace``.
+      log_to: loggers of the run's figures: tensorboard, wandb, trackio or mlflow; several with commas between them.
       show: gets the events of all replicas as they happen.
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       settings: those of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
@@ -101,7 +103,7 @@ def simulate(
       RunLost: a replica was lost.
     """
     said = {"workload": workload, "recipe": recipe, **settings}
-    options = RunOptions(out=out, resume=resume, replay=replay, trace=trace)
+    options = RunOptions(out=out, resume=resume, replay=replay, trace=trace, log_to=log_to)
     run = prepared(SimulatedConfig, said, options=options, scratch=True)
     return simulate_prepared(run, show, stop_asked=stop_asked)
 
@@ -127,8 +129,9 @@ def simulate_prepared(
       BadInput: another run is there or being made there, or it cannot be written.
       RunLost: a replica was lost.
     """
-    with run.begun():
-        ended = _simulated(run, show, stop_asked, checkpointed=checkpointed)
+    log = run.log()
+    with run.begun(), log:
+        ended = _simulated(run, both(show, log), stop_asked, checkpointed=checkpointed)
     say_uncharged(ended, set() if said is None else said)
     return ended
 

@@ -27,7 +27,7 @@ from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
 from farflung.sampling import InShares
-from farflung.telemetry import Event, Sink
+from farflung.telemetry import Sink, both
 from farflung.types import Workload
 from farflung.wall import LaunchEnv
 
@@ -57,8 +57,8 @@ def train(
       show: gets the events as they happen, on a thread of its own: of all workers that are started here, of this
         replica under torchrun. Where it is slow, events of steps are dropped, and an event ``dropped`` counts them.
       settings: by name the options that :class:`farflung.runs.RunOptions` documents (``out``, ``resume``, ``replay``,
-        ``device``, ``pace``, ``trace``, ``data_stays``, ``endpoint``), and the settings of the command (``steps``,
-        ``workers``, ``learning_rate`` and so on), with its defaults.
+        ``device``, ``pace``, ``trace``, ``log_to``, ``data_stays``, ``endpoint``), and the settings of the command
+        (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
 
     Raises:
       BadInput: says what is wrong and what to do, before anything begins.
@@ -130,9 +130,11 @@ def ready_to_train(
                 "give the host alone, and a --port range that is forwarded as it is"
             )
 
+        log = run.log() if env.rank == 0 else nullcontext(nowhere)
+
         def joined(show: Sink) -> Run:
-            sink = _both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
-            with Buffered(sink) as shown:
+            sink = both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
+            with log as logged, Buffered(both(sink, logged)) as shown:
                 return join(run, shown, env, Page.inherited())
 
         with run.begun() if env.rank == 0 else nullcontext():
@@ -147,13 +149,11 @@ def ready_to_train(
     place(options.device, local_size=config.workers)
     if options.pace is not None:
         device_profile(options.pace, forward_flops=forward_flops(config.task))
+    log = run.log()
+
+    def launched(show: Sink) -> Run:
+        with log:
+            return launch(run, both(show, log))
+
     with run.begun():
-        yield partial(launch, run)
-
-
-def _both(one: Sink, other: Sink) -> Sink:
-    def tell(event: Event) -> None:
-        one(event)
-        other(event)
-
-    return tell
+        yield launched

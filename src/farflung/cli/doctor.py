@@ -1,0 +1,184 @@
+"""``farflung doctor``: says whether this machine can run, and what the way to others is like."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+import farflung
+from farflung.cli.output import print_table
+from farflung.cli.probing import Probed, listening, probe, serve
+from farflung.comm.endpoint import ports_in
+from farflung.comm.interface import LOOPBACK, check_host, interface_address, route_to
+from farflung.errors import ConfigError
+from farflung.lab import why_not
+from farflung.types import Json
+
+__all__ = ["Doctor"]
+
+OPTIONAL = (
+    "matplotlib tyro confluent-kafka pyroute2 scikit-learn lightning accelerate transformers tensorboard wandb trackio "
+    "mlflow"
+)
+"""What extras install."""
+SETTINGS = Path("/proc/sys/net/ipv4")
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say whether this machine can run, and measure the way to other machines.
+
+    On one machine: farflung doctor --serve. On another: farflung doctor HOST:PORT, with the port that the first has
+    printed. Reached or not in both directions, round trip, throughput, clocks and versions. Exit code 1 where one is
+    not reached.
+    """
+
+    peers: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Machines to measure, each as HOST:PORT."""
+    serve: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Answer other machines until Ctrl-C. Whatever reaches the port can measure this machine's network meanwhile."""
+    port: int = 0
+    """Where to listen: with --serve for others, else for connections back from them; 0: any port that is free."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what was found as JSON."""
+
+    def run(self) -> int:
+        """Carries it out; returns the exit code."""
+        (port,) = ports_in(self.port)
+        peers = {text: _address(text) for text in self.peers}
+        if self.serve and (peers or self.json):
+            raise ConfigError("--serve: answers others: leave out HOST:PORT and --json")
+        if self.serve:
+            return _serve(port)
+        machine = dict(_machine([host for host, _ in peers.values()]))
+        if not self.json:
+            print_table(["of this machine", ""], machine.items())
+        found: dict[str, Probed] = {}
+        troubles = []
+        for text, address in peers.items():
+            try:
+                one = found[text] = probe(address, port=port)
+            except OSError as error:
+                troubles.append(f"{text}: not reached: {error.strerror or error}")
+            else:
+                if one.back:
+                    troubles.append(f"{text}: cannot connect back to this machine: {one.back}")
+        if self.json:
+            rows: list[Json] = [{"peer": text, **asdict(one)} for text, one in found.items()]
+            print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))
+        elif found:
+            columns = ("peer", "connects back", "round trip", "to it", "from it", "its clock", "its version")
+            print_table(columns, (_row(text, one) for text, one in found.items()))
+        for trouble in troubles:
+            print(f"farflung: {trouble}", file=sys.stderr)
+        return int(bool(troubles))
+
+
+def _address(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        raise ConfigError(f"{text}: must be HOST:PORT, an address of IPv6 in brackets")
+    host = found[1] or found[2]
+    check_host(host, text)
+    return host, int(found[3])
+
+
+def _serve(port: int) -> int:
+    try:
+        listener = listening(port)
+    except OSError as error:
+        raise ConfigError(f"--port {port}: cannot be listened at ({os.strerror(error.errno or 0)})") from None
+    with listener, suppress(KeyboardInterrupt):
+        port = listener.getsockname()[1]
+        print(
+            f"listens at port {port} of {_interfaces()}; on another machine: farflung doctor HOST:{port}",
+            flush=True,
+        )
+        serve(listener)
+    return 0
+
+
+def _row(text: str, one: Probed) -> list[str]:
+    return [
+        text,
+        "no" if one.back else "yes",
+        f"{1e3 * one.round_trip_s:.3g} ms",
+        f"{one.there_bps / 1e6:.4g} Mbit/s",
+        f"{one.here_bps / 1e6:.4g} Mbit/s",
+        f"{1e3 * one.clock_s:+.3g} ms",
+        one.version if one.version == farflung.__version__ else f"{one.version}, here {farflung.__version__}",
+    ]
+
+
+def _machine(hosts: list[str]) -> Iterator[tuple[str, str]]:
+    """What this machine has, by name."""
+    yield (
+        "farflung",
+        f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
+    )
+    yield "torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices"
+    packages = dict.fromkeys(OPTIONAL.split(), "")
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    yield "installed", ", ".join(f"{name} {found}" for name, found in packages.items() if found)
+    yield (
+        "not installed",
+        ", ".join(name for name, found in packages.items() if not found) or "nothing is missing",
+    )
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    free, total = (
+        os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+    )
+    yield "memory", f"{total:.3g} GB, {free:.3g} GB of it unused"
+    soft, hard = (
+        "no limit" if n == resource.RLIM_INFINITY else str(n)
+        for n in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    yield "open files", f"{soft}; runs raise that as far as they need, up to {hard}"
+    yield "congestion control", _congestion()
+    yield "interfaces", _interfaces()
+    masters = hosts or [host for host in (os.environ.get("MASTER_ADDR"),) if host]
+    ways = ", ".join(f"{route_to(host)} to {host}" for host in dict.fromkeys(masters))
+    yield (
+        "messages and gloo use",
+        ways or f"{LOOPBACK}, or under torchrun the address on the way to MASTER_ADDR",
+    )
+    lab = why_not() if packages["pyroute2"] else "no: pip install 'farflung[lab]'"
+    yield "lab", lab or "yes; farflung lab --check measures its links"
+    yield "samples from Kafka", "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'"
+
+
+def _congestion() -> str:
+    """The kernel's default, which farflung uses, and whether bbr could be."""
+    try:
+        default, known = (
+            (SETTINGS / name).read_text(encoding="ascii").strip()
+            for name in ("tcp_congestion_control", "tcp_available_congestion_control")
+        )
+    except OSError:
+        return "not known"
+    bbr = "is available" if "bbr" in known.split() else "is not: modprobe tcp_bbr"
+    return f"{default}, the kernel's default, is used" + ("" if default == "bbr" else f"; bbr {bbr}")
+
+
+def _interfaces() -> str:
+    found = []
+    for _, name in socket.if_nameindex():
+        with suppress(ConfigError):  # without an address of IPv4
+            found.append(f"{name} {interface_address(name)}")
+    return ", ".join(found) or "none with an address"
