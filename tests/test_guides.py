@@ -61,7 +61,7 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it the folder that this process is in, and imports from; modules of an earlier page are not taken for its own."""
+    """Makes it the folder that this process is in and imports from; modules of an earlier page are forgotten."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     for page in PAGES:
@@ -153,13 +153,36 @@ def test_the_code_of_other_systems_is_theirs(page: Path, package: str, text: str
     names: dict[str, object] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):
-            names |= {alias.name: import_module(alias.name) for alias in node.names}
+            names |= {alias.name: import_module(alias.name) for alias in node.names if alias.name == package}
         elif isinstance(node, ast.ImportFrom):
-            module = import_module(node.module or "")
+            module = import_module(str(node.module))
             names |= {alias.name: getattr(module, alias.name) for alias in node.names}
     for call in ast.walk(tree):
-        first, *rest = ast.unparse(call.func).split(".") if isinstance(call, ast.Call) else [""]
-        if first in names and isinstance(call, ast.Call):
-            called = reduce(getattr, rest, names[first])
-            given = dict.fromkeys([each.arg for each in call.keywords if each.arg])
-            inspect.signature(called).bind_partial(*call.args, **given)  # type: ignore[arg-type]
+        if isinstance(call, ast.Call):
+            first, *rest = ast.unparse(call.func).split(".")
+            if first in names:
+                called = inspect.signature(reduce(getattr, rest, names[first]))
+                called.bind_partial(*call.args, **{each.arg: each for each in call.keywords if each.arg})
+
+
+ENTRY = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[\w/-]+)\.html\): \S", re.MULTILINE)
+CAPTION = re.compile(r"^:caption: (.+)\n:maxdepth: 1\n\n((?:[\w/-]+\n)+)", re.MULTILINE)
+
+
+def test_llms_txt_has_every_page_of_the_index_under_its_caption() -> None:
+    index = re.sub(r"<!--.*?-->", "", (DOCS / "index.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    top, *sections = re.split(r"^## ", (DOCS / "llms.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.match(r"# farflung\n\n> \S", top)
+    listed = {
+        section.partition("\n")[0]: [found.groups() for found in ENTRY.finditer(section)]
+        for section in sections
+    }
+    assert listed == {
+        caption: [
+            ((DOCS / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "), page)
+            for page in pages.split()
+        ]
+        for caption, pages in CAPTION.findall(index)
+    }
+    lines = [line for section in sections for line in section.splitlines() if line.startswith("- ")]
+    assert len(lines) == sum(map(len, listed.values())), "an entry is '- [title](page.html): one line'"
