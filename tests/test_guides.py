@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,7 +151,7 @@ THEIRS = re.compile(
 def test_the_code_of_other_systems_is_theirs(page: Path, package: str, text: str) -> None:
     tree = ast.parse(text, page.name)
     pytest.importorskip(package, exc_type=ImportError)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name: import_module(alias.name) for alias in node.names if alias.name == package}
