@@ -34,6 +34,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_extra_path = ["llms.txt"]
 html_title = f"farflung {version}"
 
 REFERENCE = (Path(__file__).parent / "reference.md").read_text(encoding="utf-8")

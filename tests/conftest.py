@@ -45,7 +45,12 @@ POOLED = (
     "tests/worlds/",
 )
 """These share the pool too, so they all run in one process."""
-APART = ("tests/runs/test_python.py", "tests/runs/test_retime.py", "tests/test_readme.py")
+APART = (
+    "tests/runs/test_python.py",
+    "tests/runs/test_retime.py",
+    "tests/test_guides.py",
+    "tests/test_readme.py",
+)
 """These share nothing and take long, so each of their tests runs wherever there is room, at the end."""
 
 UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_coded_cut.py", "tests/lab/test_two_machines.py")

@@ -1,8 +1,7 @@
 """The README and the pages on Python and on configuration tell the truth: their blocks run as they stand.
 
 A block of the README or on configuration stands alone and runs in an empty folder. Those of the page on Python run one
-after the other in one; a block that begins with the name of a file, as ``# mine.py``, is that file. One that makes a
-process group, and one of that page that attaches, runs on two processes that are told what torchrun tells.
+after the other in one. A block that makes a process group runs on two processes that are told what torchrun tells.
 ``<!-- not run: reason -->`` on the line before a block leaves it out.
 """
 
@@ -33,7 +32,7 @@ RUN = {"farflung", "python", "torchrun"}
 NOT_RUN = {("git", "clone"), ("pip", "install")}
 
 BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>sh|python)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>sh|python|toml)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -52,12 +51,12 @@ class Block:
         return [line for line in lines if line and not line.startswith("#")]
 
 
-def blocks_of(text: str, language: str) -> list[Block]:
-    """The blocks in one language, those marked as not run left out."""
+def blocks_of(text: str, *languages: str) -> list[Block]:
+    """The blocks in these languages, those marked as not run left out."""
     return [
         Block(text.count("\n", 0, found.start("text")), found["language"], found["text"])
         for found in BLOCK.finditer(text)
-        if found["language"] == language and not found["reason"]
+        if found["language"] in languages and not found["reason"]
     ]
 
 
@@ -81,7 +80,7 @@ def run(command: list[str], cwd: Path) -> None:
     assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
 
 
-FENCE = re.compile(r"^\s*(?:```|~~~)\s*(?:sh|bash|shell|console|zsh|python|py|pycon)\b", re.MULTILINE)
+FENCE = re.compile(r"^\s*(?:```|~~~)\s*(?:sh|bash|shell|console|zsh|python|py|pycon|toml)\b", re.MULTILINE)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -144,46 +143,47 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "block.py"
     path.write_text(block.text, encoding="utf-8")
-    runpy.run_path(str(path), run_name="__main__")
+    python(path, several="init_process_group" in block.text)
 
 
-def two_replicas(path: Path) -> None:
-    """Runs a script on two processes, as torchrun would."""
+def python(path: Path, *, several: bool) -> None:
+    """Runs a script in its folder, on two processes as under torchrun if it is for several, else in this one."""
+    if several:
+        replicas(path, size=2)
+    else:
+        runpy.run_path(str(path), run_name="__main__")
+
+
+def replicas(path: Path, *arguments: str, size: int) -> None:
+    """Runs a script in its folder on so many processes, as torchrun would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
-        replicas = [
+        started = [
             stack.enter_context(
-                Fork(partial(script, path), environment=of_torchrun(rank, 2, "127.0.0.1", store.port))
+                Fork(
+                    partial(script, path, *arguments),
+                    cwd=path.parent,
+                    environment=of_torchrun(rank, size, "127.0.0.1", store.port),
+                )
             )
-            for rank in range(2)
+            for rank in range(size)
         ]
-        for replica in replicas:
+        for replica in started:
             _, err = replica.finished()
             assert replica.returncode == 0, "\n".join(err)
 
 
 @pytest.mark.timeout(LIMIT_S * 6)
-@pytest.mark.usefixtures("forked_workers")
 def test_the_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    blocks = [*blocks_of(PAGE, "python"), *blocks_of(PAGE, "sh")]
-    assert len(blocks) == len(FENCE.findall(PAGE)) == 9
+    blocks = blocks_of(PAGE, "python")
+    assert len(blocks) == len(FENCE.findall(PAGE)) == 4
     found: dict[str, Any] = {}
     for number, block in enumerate(blocks):
-        if block.language == "sh":
-            for command in block.commands():
-                words = program(command)
-                assert words[0] == "farflung"
-                assert main(words[1:]) == 0, command
-            continue
-        named = re.match(r"# (\w+)\.py\n", block.text)
-        path = tmp_path / (f"{named[1]}.py" if named else f"block_{number}.py")
+        path = tmp_path / f"block_{number}.py"
         path.write_text(block.text, encoding="utf-8")
-        if named:
-            monkeypatch.delitem(sys.modules, named[1], raising=False)
-        elif "farflung.attach(" in block.text or "init_process_group" in block.text:
-            two_replicas(path)
+        if "init_process_group" in block.text:
+            replicas(path, size=2)
         else:
             found |= runpy.run_path(str(path), run_name="__main__")
     plain, half, quarter = found["comparison"].rows
