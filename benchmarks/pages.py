@@ -1,4 +1,4 @@
-"""Writes ``docs/results.md``, its pictures and the results in all READMEs: ``scripts/bench --pages``."""
+"""Writes ``docs/results.md``, and what is measured in READMEs and ``docs/papers``: ``scripts/bench --pages``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 __all__ = [
     "FRONT",
     "PAGE",
+    "PAPERS",
     "Page",
-    "front",
+    "generated",
     "main",
     "pages",
     "pictured",
-    "readme",
     "results_page",
     "with_block",
 ]
 
 PAGE = ROOT / "docs" / "results.md"
 FRONT = ROOT / "README.md"
+PAPERS = ROOT / "docs" / "papers"
 BEGIN, END = "<!-- results: written by scripts/bench --pages -->", "<!-- end of results -->"
 VERDICTS: tuple[Verdict, ...] = (
     "reproduced",
@@ -72,6 +73,8 @@ are farflung's own and do not enter the verdict, and a *peer* is another system 
 published figure have no verdict.
 
 ## Six published systems
+
+Each has [a page of its own](papers/index.md): equations, settings, all rows, and why ours differ.
 """
 
 
@@ -92,6 +95,16 @@ class Page(NamedTuple):
     def title(self) -> str:
         """The first line of the README."""
         return (self.folder / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+
+    @property
+    def paper(self) -> Path:
+        """The page of the system."""
+        return PAPERS / f"{self.folder.name}.md"
+
+    @property
+    def rows_at(self) -> str:
+        """Where all rows are, from the folder of the documentation."""
+        return f"results.md#{_anchor(self)}" if self.system is None else f"papers/{self.paper.name}"
 
     @property
     def counts(self) -> Counter[Verdict]:
@@ -118,30 +131,56 @@ def results_page(found: Sequence[Page]) -> str:
         _markdown(heads, [line for page, system in systems for line in _on_first_screen(page, system)])
     )
     lines = [
-        (f"[{page.title}](#{_anchor(page)})", *(str(page.counts[verdict] or "") for verdict in VERDICTS))
+        (
+            f"[{page.title}]({page.rows_at.removeprefix(PAGE.name)})",
+            *(str(page.counts[verdict] or "") for verdict in VERDICTS),
+        )
         for page in found
     ]
     parts.append("\n## Counts\n\n" + _markdown(("", *VERDICTS), lines, align="r"))
     for page in found:
-        parts.append(f"\n({_anchor(page)})=\n## {page.title}\n")
-        if page.system is not None:
+        if page.system is None:
+            parts.append(f"\n({_anchor(page)})=\n## {page.title}\n")
             parts.append(
-                f"{page.system.idea} {page.system.source}.\n\n"
-                f"![Distance of each row from the paper's figure, in tolerances](results_{page.folder.name}.png)\n"
+                f"How it is measured, and why it differs: `benchmarks/{page.folder.name}/README.md`.\n"
             )
-        parts.append(f"How it is measured, and why it differs: `benchmarks/{page.folder.name}/README.md`.\n")
-        parts.append(_rows_table(page.rows))
+            parts.append(_rows_table(page.rows))
     return "\n".join(parts)
 
 
-def readme(page: Page) -> str:
+def generated(found: Sequence[Page]) -> Iterator[tuple[Path, str]]:
+    """The pages that have a block of results, with the block: READMEs, and ``docs/papers``."""
+    systems = [(page, page.system) for page in found if page.system is not None]
+    heads = ("system", "idea", "claim", "paper", "ours", "verdict")
+    lines = [
+        (f"[{name}]({page.paper.name})" if name else "", *cells, verdict)
+        for page, system in systems
+        for name, *cells, _, verdict, _ in _on_first_screen(page, system)
+    ]
+    yield PAPERS / "index.md", _markdown(heads, lines)
+    yield FRONT, _front(found)
+    for page, _ in systems:
+        yield page.paper, _paper(page)
+    for page in found:
+        yield page.folder / "README.md", _readme(page)
+
+
+def _paper(page: Page) -> str:
+    """The results that the page of a system shows: all rows, and how far they are from the published figures."""
+    picture = (
+        f"![Distance of each row from the paper's figure, in tolerances](../results_{page.folder.name}.png)"
+    )
+    return f"{_sentence(page.counts)}\n\n{picture}\n\n{_rows_table(page.rows)}"
+
+
+def _readme(page: Page) -> str:
     """The results that the README of a benchmark shows: its headline rows, and counts of all verdicts."""
     headlines = [row for row in page.rows if row[0].headline]
-    text = f"{_sentence(page.counts)} All rows: [results](../../docs/results.md#{_anchor(page)}).\n"
+    text = f"{_sentence(page.counts)} All rows: [results](../../docs/{page.rows_at}).\n"
     return f"{text}\n{_rows_table(headlines)}"
 
 
-def front(found: Sequence[Page]) -> str:
+def _front(found: Sequence[Page]) -> str:
     """The table of the repository's README: a row of each system, and the verdicts on all rows of it."""
     lines = []
     for page in found:
@@ -153,7 +192,7 @@ def front(found: Sequence[Page]) -> str:
         )
         lines.append(
             (
-                f"[{page.system.name}](benchmarks/{page.folder.name}/README.md)",
+                f"[{page.system.name}](docs/papers/{page.paper.name})",
                 page.system.idea,
                 f"{row.name} ({row.unit})",
                 _figure(row.published),
@@ -327,10 +366,9 @@ def main() -> int:
     """Writes all pages; the exit code."""
     found = pages()
     PAGE.write_text(results_page(found), encoding="utf-8")
-    FRONT.write_text(with_block(FRONT.read_text(encoding="utf-8"), front(found)), encoding="utf-8")
+    for path, block in generated(found):
+        path.write_text(with_block(path.read_text(encoding="utf-8"), block), encoding="utf-8")
     for page in found:
-        path = page.folder / "README.md"
-        path.write_text(with_block(path.read_text(encoding="utf-8"), readme(page)), encoding="utf-8")
         if page.system is not None:
             pictured(page, PAGE.with_name(f"results_{page.folder.name}.png"))
     return 0

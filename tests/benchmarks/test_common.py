@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -319,13 +320,31 @@ def test_pages_say_what_is_stored() -> None:
     found = pages.pages()
     assert pages.PAGE.read_text() == pages.results_page(found), "write them: scripts/bench --pages"
     assert sum(page.system is not None for page in found) == 6
-    text = pages.FRONT.read_text()
-    assert text == pages.with_block(text, pages.front(found)), "write them: scripts/bench --pages"
+    for path, block in pages.generated(found):
+        text = path.read_text()
+        assert text == pages.with_block(text, block), "write them: scripts/bench --pages"
     for page in found:
-        text = (page.folder / "README.md").read_text()
-        assert text == pages.with_block(text, pages.readme(page)), "write them: scripts/bench --pages"
-        assert len(text.splitlines()) <= 60, page.folder
+        assert len((page.folder / "README.md").read_text().splitlines()) <= 60, page.folder
         assert any(row.headline for row, _ in page.rows)
+
+
+@pytest.mark.parametrize("name", ["mercury", "coded", "pipe_sgd", "gradiveq", "delayed", "scadles"])
+def test_pages_of_papers_have_both_figures_and_their_pictures(name: str) -> None:
+    path = pages.PAPERS / f"{name}.md"
+    text = path.read_text()
+    results = load_results(ROOT / "benchmarks" / name)
+    headlines = [
+        row for row in load_expected(ROOT / "benchmarks" / name) if row.headline and row.published is not None
+    ]
+    assert headlines
+    for row in headlines:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {row.name} |"))
+        cells = [cell.strip() for cell in line.split("|")]
+        assert any(cell.startswith(f"{row.published:.4g} (") for cell in cells), line
+        assert results[row.name].figure in cells, line
+    linked = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert linked
+    assert all((path.parent / picture).is_file() for picture in linked), linked
 
 
 # --- workers ----------------------------------------------------------------------------------------------------
