@@ -14,14 +14,18 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forks import Fork, farflung
+from farflung.errors import DataMissing
+from farflung.telemetry import read_events
+from farflung.workloads import workload
+from tests.broker import HOME, Broker
+from tests.forks import Fork, farflung, script
 from tests.test_readme import BLOCK, FENCE, LIMIT_S, ROOT, Block, blocks_of, program, python, replicas, run
 
 DOCS = ROOT / "docs"
@@ -29,6 +33,7 @@ PAGES = sorted(path for kind in ("tutorials", "how-to", "coming-from") for path 
 NAMED = re.compile(r"# (?P<file>[\w-]+\.(?:py|toml))\n")
 TERMINALS = DOCS / "tutorials" / "elastic.md"
 """Its commands are for two terminals and a run that is under way, which its own test has."""
+KAFKA = DOCS / "tutorials" / "kafka.md"
 
 
 def name_of(page: Path) -> str:
@@ -127,12 +132,47 @@ def test_the_run_that_loses_members(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             first.send_signal(signal.SIGINT)
             first.finished()
             ended(second)
-    assert (tmp_path / "runs" / "mine" / "elastic.png").is_file()
     for number, block in enumerate(blocks[3:]):
         if block.language == "sh":
             carry_out(block.commands(), tmp_path)
         else:
             carry_out_code(block, tmp_path, number)
+
+
+@pytest.mark.kafka
+@pytest.mark.timeout(LIMIT_S)
+def test_the_run_from_kafka(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer steps than on the page, each of which takes a second."""
+    try:
+        workload("fashion-mnist/cnn").datasets()
+    except DataMissing as missing:
+        pytest.skip(str(missing))
+    inside(tmp_path, monkeypatch)
+    broker = Broker(tmp_path_factory.mktemp("broker"), real=True)
+    text = KAFKA.read_text(encoding="utf-8").replace("localhost:9092", broker.servers)
+    for steps, fewer in (("--steps 100", "--steps 4"), ("--steps 200", "--steps 6")):
+        text = text.replace(steps, fewer)
+    needing = [
+        found["text"].replace("\\\n", "")
+        for found in BLOCK.finditer(text)
+        if found["reason"] == "needs a broker"
+    ]
+    (make, produce), (train,), (resume,) = (block.splitlines() for block in needing)
+    try:
+        run(["bash", "-euc", f"{HOME}/bin/{make}"], tmp_path)
+        with Fork(partial(script, ROOT / program(produce)[1], *program(produce)[2:])) as producer:
+            for command in (train, resume):
+                carry_out([command], tmp_path)
+            producer.send_signal(signal.SIGINT)
+            ended(producer)
+    finally:
+        broker.close()
+    (end,) = (
+        e for e in read_events(tmp_path / "runs/kafka/telemetry/rank-3.jsonl")[-1:] if e["event"] == "end"
+    )
+    assert end["steps"] == 6
 
 
 THEIRS = re.compile(
