@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import tyro
 from typing_extensions import override
@@ -17,6 +18,7 @@ from farflung.errors import ConfigError, DataError, FarflungError
 from farflung.files import reading, write_text
 from farflung.report import ReportedRun, report_data, report_page
 from farflung.runs import RunFolder
+from farflung.runs.stopping import on_stop
 from farflung.types import Json
 
 __all__ = ["PageServer", "Report", "Watch", "page_data"]
@@ -64,10 +66,11 @@ class Watch:
             server = PageServer(self.run_folder, self.port)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {self.port}: {error}") from None
-        with server:
+        # Not by an exception, which Python drops where it happens to be in a destructor.
+        with server, on_stop(lambda: Thread(target=server.shutdown, daemon=True).start()):
             stdout_console().print(f"http://127.0.0.1:{server.server_port}/", soft_wrap=True)
             server.serve_forever()
-        return 0
+        raise KeyboardInterrupt
 
 
 def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]:
