@@ -146,7 +146,7 @@ def test_the_run_from_kafka(
 ) -> None:
     """With fewer steps than on the page, each of which takes a second."""
     try:
-        workload("fashion-mnist/cnn").datasets()
+        workload("fashion-mnist/mlp").datasets()
     except DataMissing as missing:
         pytest.skip(str(missing))
     inside(tmp_path, monkeypatch)
