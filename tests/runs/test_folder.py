@@ -36,6 +36,18 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return err
 
 
+def test_runs_of_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("farflung.runs.preparing.time.strftime", lambda _: "20260102-030405")
+    for _ in range(3):
+        assert main(["simulate", "--workload", WHAT[0], "--steps", "2", "--quiet"]) == 0
+    capsys.readouterr()
+    found = sorted(path.name.partition("-20260102-030405")[2] for path in (tmp_path / "runs").iterdir())
+    assert found == ["", "-2", "-3"]
+
+
 # --- one at a time ------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -137,7 +138,8 @@ def prepared(
 
 
 def run_folder(title: str) -> Path:
-    """Names a new folder under ``runs/``, by title and time."""
-    label = time.strftime("%Y%m%d-%H%M%S")
+    """Names a new folder under ``runs/``, by title and time, and by a number where there is one of that second."""
     stem = re.sub(r"[^\w.-]+", "-", title)
-    return Path("runs") / f"{stem}-{label}"
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
