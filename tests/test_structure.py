@@ -220,7 +220,8 @@ def test_what_a_loop_of_ones_own_loads_is_no_more_than_it_needs() -> None:
         "print(*(one.__file__ for name, one in sys.modules.items() if name.startswith('farflung')), sep='\\n')"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    loaded = [Path(line) for line in said.split()]
+    loaded = [Path(line) for line in said.splitlines()]
+    assert [path for path in loaded if not path.is_relative_to(PACKAGE)] == []
     units = {path.relative_to(PACKAGE).parts[0] for path in loaded}
     assert units.isdisjoint({"calibration", "cli", "coded", "faults", "lab", "report", "runs", "sim"})
     assert sum(statements(path) for path in loaded) <= CORE_STATEMENTS
