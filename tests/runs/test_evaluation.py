@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from farflung import TorchWorkload
 from farflung.devices import DeviceProfile
 from farflung.devices.stragglers import Varying
+from farflung.replica.evaluation import _forward_once
 from farflung.runs import Run, compare, simulate
 from farflung.types import Json
 
@@ -170,3 +171,17 @@ def test_loss_and_metric_share_one_forward_pass() -> None:
     workload = TorchWorkload(made, data, data, nn.functional.cross_entropy, defaults={"batch_size": 4})
     run = simulate(workload, workers=2, steps=2, device=AT_ONCE, evaluate_every=1)
     assert passes == 2 * len(told(run, "evaluation", "step"))
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: torch.jit.trace(nn.Linear(3, 2), torch.ones(1, 3)), partial(nn.Linear, 3, 2)]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_is_afterwards_as_it_was(made: Any) -> None:
+    model, inputs = made(), torch.ones(1, 3)
+    before, own = model(inputs), dict(vars(model))
+    with _forward_once(model):
+        assert model(inputs) is model(inputs)
+        assert torch.equal(model(inputs), before)
+    assert vars(model) == own
+    assert torch.equal(model(2 * inputs), model.forward(2 * inputs))

@@ -178,12 +178,12 @@ class Elastic:
         """When this member has left; ``None``: it was not asked to."""
         self._ended: FarflungError | None = None
         if comm.size > 1:
-            self._begin(self._listen())
-            self._begin(self._watch())
-            self._begin(self._welcome())
-            self._begin(self._attend())
+            self._in_background(self._listen())
+            self._in_background(self._watch())
+            self._in_background(self._welcome())
+            self._in_background(self._attend())
 
-    def _begin(self, work: Coroutine[Pending[Any], None, None]) -> None:
+    def _in_background(self, work: Coroutine[Pending[Any], None, None]) -> None:
         """Start work that nothing waits for; the run stops by name where it fails."""
 
         def ended(task: Pending[None]) -> None:
@@ -284,8 +284,8 @@ class Elastic:
 
     async def _given(self) -> bytes:
         self._asks = True
-        self._begin(self._seek())
-        self._begin(self._ask())
+        self._in_background(self._seek())
+        self._in_background(self._ask())
         tag = Tag(Purpose.STATE.at((await self._admitted).number))
         payload: Payload | None = None
         while payload is None:
@@ -352,7 +352,7 @@ class Elastic:
             channel, result, self, *at, make, values, rewind, ends_step, begun=self.step, drops=drops
         )
         self._last = logged if last else None
-        self._begin(self._enter(logged))
+        self._in_background(self._enter(logged))
         return logged
 
     def leave(self) -> Pending[None]:
@@ -573,8 +573,8 @@ class Elastic:
             self._ends_without()
         if self.joins:
             return ()
-        self._begin(self._lose_patience(self._view))
-        self._begin(self._hear_all(self._view))
+        self._in_background(self._lose_patience(self._view))
+        self._in_background(self._hear_all(self._view))
         return (
             self._base,
             *sorted(n for n, one in self._log.items() if n > self._base and one.kept is not None),
@@ -604,7 +604,7 @@ class Elastic:
                 logged.rewind()
         for logged in missing:
             giver = givers.get(logged.number)
-            self._begin(self._make(logged) if giver is None else self._adopt(logged, giver))
+            self._in_background(self._make(logged) if giver is None else self._adopt(logged, giver))
 
     def hand(self, view: View) -> None:
         if self._view.number < view.number:  # a member that leaves does not install the view
@@ -667,7 +667,7 @@ class Elastic:
         if source in self._connections.malformed:
             return
         if self._connections.hear(source):
-            self._begin(self._ask(source))
+            self._in_background(self._ask(source))
         if text == PROBE:
             self._comm.send(text_payload(_ANSWER + b"%d" % self._started), int(source), TAG, -1)
         elif text == _ADMIT:
@@ -706,7 +706,7 @@ class Elastic:
             name = str(await self._comm.arrival())
             if name not in self._connections.malformed:
                 self._connections.come(name)
-                self._begin(self._ask(name))
+                self._in_background(self._ask(name))
                 self._settle_soon()
 
     async def _watch(self) -> None:
@@ -715,7 +715,7 @@ class Elastic:
             if not self._connections.go(name):
                 continue
             if self.joins:
-                self._begin(self._miss())
+                self._in_background(self._miss())
             if self._over or self._ended is not None:
                 continue
             if self._suspended is not None or (name in self._known and name not in self._view.members):
@@ -759,7 +759,7 @@ class Elastic:
         """Let the member act once all that has arrived is heard."""
         if not self._settling:
             self._settling = True
-            self._begin(self._settle())
+            self._in_background(self._settle())
 
     async def _settle(self) -> None:
         self._settling = False

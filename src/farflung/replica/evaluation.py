@@ -134,7 +134,7 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
 @contextmanager
 def _forward_once(model: nn.Module) -> Iterator[None]:
     """Inside, the model returns its last output again for the same inputs: loss and metric share one forward pass."""
-    forward, own = model.forward, "forward" in vars(model)
+    forward, own = model.forward, vars(model).get("forward")
     inputs: tuple[Any, ...] | None = None
     output: Any = None
 
@@ -146,14 +146,15 @@ def _forward_once(model: nn.Module) -> Iterator[None]:
             inputs, output = given, forward(*given)
         return output
 
-    model.forward = remembered
+    vars(model)["forward"] = (
+        remembered  # not by setattr, which modules of TorchScript have their own way with
+    )
     try:
         yield
     finally:
-        if own:
-            model.forward = forward
-        else:
-            del model.forward
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
 
 
 def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:
