@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
 
 __all__ = ["FP16", "METHODS", "NETWORKS", "REFERENCE", "Setting"]
 
@@ -12,7 +14,6 @@ FP16 = "synchronous(codec=truncate16)"
 """DDP with its fp16 hook, by the bytes and times of 16 bits a gradient; its loss is taken as that of the reference."""
 NETWORKS = ("wifi-10mbps", "four-regions", "shanghai-boston")
 """Between the four replicas."""
-RATES = (0.002, 0.004, 0.008, 0.016)
 
 
 @dataclass(frozen=True)
@@ -30,30 +31,42 @@ class Setting:
     optimizer: str = ""
 
 
-def _rates(recipe: str, rates: Sequence[float] = RATES, optimizer: str = "") -> tuple[Setting, ...]:
-    return tuple(Setting(recipe, rate, optimizer) for rate in rates)
+Grid: TypeAlias = Sequence[Setting]
 
 
-def _outer(recipe: str, optimizer: str = "", rates: Sequence[float] = (0.004, 0.008)) -> tuple[Setting, ...]:
-    """Two inner rates by two outer ones."""
+def _grid(recipe: str, rates: Sequence[float], *options: Sequence[float], optimizer: str = "") -> Grid:
+    """Every learning rate with all values of what the recipe leaves open."""
     return tuple(
-        Setting(recipe.format(outer_rate), rate, optimizer) for rate in rates for outer_rate in (0.4, 0.7)
+        Setting(recipe.format(*chosen), rate, optimizer) for rate in rates for chosen in product(*options)
     )
 
 
-METHODS: dict[str, tuple[Setting, ...]] = {
-    REFERENCE: _rates("synchronous"),
-    "powersgd": _rates("powersgd"),
-    "local_sgd": _rates("local_sgd"),
-    "diloco": _outer("diloco(schedule=diloco(sync_every=50, outer_rate={}))"),
-    "muloco": _outer(
-        "diloco(schedule=diloco(sync_every=50, outer_rate={}), codec=error_feedback(sign(bucket_size=1024)))",
-        "benchmarks.presets.muon:MuonAdamWSettings",
+RATES, OUTER_RATES, WARMUPS = (0.002, 0.004, 0.008, 0.016), (0.4, 0.7), (0, 1000)
+METHODS: dict[str, Grid] = {
+    REFERENCE: _grid("synchronous", RATES),
+    "powersgd": _grid("powersgd", RATES),
+    "local_sgd": _grid("local_sgd", RATES),
+    "diloco": _grid(
+        "diloco(schedule=diloco(sync_every=50, outer_rate=0.7, warmup={}))", RATES[:2], WARMUPS
     ),
-    "streaming_diloco": _outer(
-        "streaming_diloco(schedule=streaming_diloco(sync_every=48, fragments=4, outer_rate={}))"
+    "muloco": _grid(
+        "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup={}), "
+        "codec=error_feedback(sign(bucket_size=1024)))",
+        RATES[1:2],
+        OUTER_RATES,
+        WARMUPS,
+        optimizer="benchmarks.presets.muon:MuonAdamWSettings",
     ),
-    "sparse_loco": _rates("sparse_loco"),
-    "demo": _rates("demo", (0.0005, 0.001, 0.002, 0.004), "sign_sgd"),
+    "streaming_diloco": _grid(
+        "streaming_diloco(schedule=streaming_diloco(sync_every=48, fragments=4, outer_rate={}))",
+        RATES[:2],
+        OUTER_RATES,
+    ),
+    "sparse_loco": _grid(
+        "sparse_loco(schedule=diloco(sync_every=50, outer_rate=1.0, outer_momentum=0.0, warmup={}))",
+        RATES[:2],
+        WARMUPS,
+    ),
+    "demo": _grid("demo", (0.0005, 0.001, 0.002, 0.004), optimizer="sign_sgd"),
 }
 """A grid of four settings each."""

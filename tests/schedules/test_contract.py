@@ -63,6 +63,7 @@ ROWS: dict[str, Row] = {
     "delayed_gradient": Row(DelayedGradient(), lag=4),
     "delayed_gradient (of blocks)": Row(DelayedGradient(delay=2, period=5), lag=2, every=5),
     "diloco": Row(DiLoCo(sync_every=8), every=8),
+    "diloco (warmed up)": Row(DiLoCo(sync_every=8, warmup=20), every=8),
     "backup_workers": Row(BackupWorkers()),
     "gradient_coding": Row(GradientCoding()),
     "local_sgd": Row(LocalSGD(), every=8),

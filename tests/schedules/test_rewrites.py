@@ -188,20 +188,22 @@ def diloco(
     momentum: float,
     nesterov: bool,
     send: Send = whole,
+    warmup: Sequence[int] = (),
 ) -> list[list[Tensor]]:
     """Douillard et al. 2023 (DiLoCo), Alg. 1: outer SGD with Nesterov's momentum on the mean of theta - theta_i.
 
-    Ours: an outer step at the end is a plain mean.
+    Ours: an outer step at the end, and after each of the steps of a warm-up, is a plain mean.
     """
+    begin = max(warmup, default=0)
     theta, m, path = first, torch.zeros_like(first), []
     w, optimizers = [first] * SIZE, inner()
     for step in range(len(batches[0])):
         w = [optimizers[i](w[i], gradient(w[i], batches[i][step])) for i in range(SIZE)]
-        if (step + 1) % every == 0:
+        plain = step + 1 == len(batches[0]) or step < begin
+        if step + 1 in warmup if step < begin else (step + 1 - begin) % every == 0:
             delta = mean([send(i, theta - w[i]) for i in range(SIZE)])
-            m = momentum * m + delta
-            last = step + 1 == len(batches[0])
-            theta = theta - (delta if last else rate * (delta + momentum * m if nesterov else m))
+            m = m if step < begin else momentum * m + delta
+            theta = theta - (delta if plain else rate * (delta + momentum * m if nesterov else m))
             w = [theta] * SIZE
         path.append(w)
     return path
@@ -215,6 +217,21 @@ def test_diloco(every: int, rate: float, momentum: float, nesterov: bool, steps:
     """Where torchft is not installed, too; with an unfinished block at the end, and with whole ones alone."""
     ours, given = trained(f"diloco({every}, {rate}, {momentum}, {nesterov})", steps=steps, settings=ADAMW)
     same(ours, diloco(*given, every, rate, momentum, nesterov))
+
+
+@pytest.mark.parametrize(
+    ("every", "warmup", "ends"),
+    [
+        (4, 8, (1, 2, 3, 4, 6, 9)),
+        (10, 20, (1, 2, 3, 4, 6, 9, 13, 19, 28)),
+        (5, 5, (1, 2, 4, 8)),
+        (3, 1, (1,)),
+    ],
+)
+def test_a_warm_up_of_diloco(every: int, warmup: int, ends: Sequence[int]) -> None:
+    """Blocks grow, and outer momentum is that of the blocks after them."""
+    ours, given = trained(f"diloco({every}, 0.7, 0.9, warmup={warmup})", steps=43, settings=ADAMW)
+    same(ours, diloco(*given, every, 0.7, 0.9, nesterov=True, warmup=ends))
 
 
 def test_the_preset_diloco() -> None:
