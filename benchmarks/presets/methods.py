@@ -46,9 +46,7 @@ METHODS: dict[str, Grid] = {
     REFERENCE: _grid("synchronous", RATES),
     "powersgd": _grid("powersgd", RATES),
     "local_sgd": _grid("local_sgd", RATES),
-    "diloco": _grid(
-        "diloco(schedule=diloco(sync_every=50, outer_rate=0.7, warmup={}))", RATES[:2], WARMUPS
-    ),
+    "diloco": _grid("diloco(schedule=diloco(sync_every=50, outer_rate=0.7, warmup={}))", RATES[:2], WARMUPS),
     "muloco": _grid(
         "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup={}), "
         "codec=error_feedback(sign(bucket_size=1024)))",
