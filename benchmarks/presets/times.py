@@ -21,7 +21,7 @@ from farflung.reducers import REDUCERS, PowerSGD
 from farflung.replica import Replica
 from farflung.runs import SimulatedConfig
 from farflung.runs.simulation import coding_told, one_thread
-from farflung.schedules import Delayed, Pipelined, PostLocalSGD
+from farflung.schedules import SCHEDULES, Delayed, DiLoCo, Pipelined, PostLocalSGD
 from farflung.sim import VirtualWorld
 from farflung.spec import text_of
 from farflung.telemetry import Event
@@ -100,6 +100,8 @@ def block(schedule: Schedule) -> int:
             return delay + schedule.period
         case Pipelined():
             return schedule.width
+        case DiLoCo(warmup=int(warmup)) if warmup:
+            return warmup
         case _:
             return int(getattr(schedule, "sync_every", 1))
 
@@ -125,6 +127,9 @@ def _phases(recipe: Recipe, steps: int) -> list[tuple[Mapping[str, Any], int]]:
     if isinstance(parts.schedule, PostLocalSGD):
         then = {**plain, "schedule": f"local_sgd(sync_every={parts.schedule.sync_every})"}
         until = parts.schedule.until
+    elif isinstance(parts.schedule, DiLoCo) and parts.schedule.warmup:
+        first, until = plain, parts.schedule.warmup
+        then = {**plain, "schedule": text_of(replace(parts.schedule, warmup=0), SCHEDULES)}
     elif isinstance(parts.reducer, PowerSGD):
         then = {
             **plain,

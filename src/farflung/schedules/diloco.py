@@ -38,8 +38,8 @@ class DiLoCo(Schedule):
     with rate 1 and no momentum: there the outer step would overshoot (ours; needs a run whose length is known).
 
     Early in a training replicas drift apart fast, and long blocks cost most. In a warm-up the exchange after that of
-    step s follows max(1, H s / ``warmup``) steps later, rounded down, and sets the parameters to the plain mean: about
-    (1 + ln H) ``warmup`` / H exchanges (ours; the paper starts from a model that was trained for 24,000 of its 88,000
+    step s follows max(1, H s / ``warmup``) steps later, rounded down, the last one after ``warmup`` steps, and sets the
+    parameters to the plain mean: about (1 + ln H) ``warmup`` / H exchanges (ours; the paper starts from a model that was trained for 24,000 of its 88,000
     steps without DiLoCo).
 
     Args:
@@ -94,13 +94,13 @@ class DiLoCo(Schedule):
 
 
 @cache
-def _growing(longest: int, warmup: int) -> tuple[Collection[int], int]:
-    """The steps after which the blocks of a warm-up end, and the last of them."""
+def _growing(longest: int, warmup: int) -> Collection[int]:
+    """The steps after which the blocks of a warm-up end."""
     ends, end = set[int](), 0
     while end < warmup:
-        end += max(1, longest * end // warmup)
+        end = min(warmup, end + max(1, longest * end // warmup))
         ends.add(end)
-    return ends, end
+    return ends
 
 
 @dataclass(frozen=True, slots=True)
