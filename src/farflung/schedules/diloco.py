@@ -39,8 +39,8 @@ class DiLoCo(Schedule):
 
     Early in a training replicas drift apart fast, and long blocks cost most. In a warm-up the exchange after that of
     step s follows max(1, H s / ``warmup``) steps later, rounded down, the last one after ``warmup`` steps, and sets the
-    parameters to the plain mean: about (1 + ln H) ``warmup`` / H exchanges (ours; the paper starts from a model that was trained for 24,000 of its 88,000
-    steps without DiLoCo).
+    parameters to the plain mean: about (1 + ln H) ``warmup`` / H exchanges. This is ours; the paper starts from a model
+    that was trained for 24,000 of its 88,000 steps without DiLoCo.
 
     Args:
       sync_every: H, steps between two exchanges.
@@ -84,13 +84,14 @@ class DiLoCo(Schedule):
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """At the end of a block, one transfer for each bucket."""
         del state
-        ends, last = _growing(self.sync_every, self.warmup)
-        if step < last:
+        done = step + 1
+        if done <= self.warmup:
             plain = Outer(state=self.optimizer_state)
-            return [Transfer(part, step, plain) for part in parts if step + 1 in ends]
-        return [
-            Transfer(part, step, *self.merges) for part in parts if not (step + 1 - last) % self.sync_every
-        ]
+            now = done in _growing(self.sync_every, self.warmup)
+            return [Transfer(part, step, plain) for part in parts if now]
+        if (done - self.warmup) % self.sync_every:
+            return []
+        return [Transfer(part, step, *self.merges) for part in parts]
 
 
 @cache
