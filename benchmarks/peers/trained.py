@@ -20,7 +20,7 @@ TASK, NODES, BATCH = "benchmarks.workloads.halved:cifar10", 4, 16
 RATES = {"SGD": (0.025, 0.05, 0.1, 0.2), "AdamW": (0.0005, 0.001, 0.002, 0.004)}
 PILOT, JUDGES = 0, (1, 2)
 """The seed that rates are tuned on, and those that judge."""
-PROCESSOR_S = 225
+PROCESSOR_S = 230
 """Of a training of DDP, by all its ranks; hivemind's take twice as many."""
 WITHIN = 1.0
 """Points below the reference's own best is as good as that."""
@@ -44,7 +44,7 @@ class Trained:
     rate: float
     seed: int
     steps: int = 3000
-    every: int = 50
+    every: int = 100
     batch: int = BATCH
     task: str = TASK
 
