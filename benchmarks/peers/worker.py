@@ -142,12 +142,14 @@ def torchft_local(manager: Any, model: nn.Module, optimizer: Any) -> Any:
     return LocalSGD(manager, model, optimizer, sync_every=PERIOD)
 
 
-def torchft_diloco(manager: Any, model: nn.Module, optimizer: Any, *, parts: int = 1, **options: Any) -> Any:
-    """Of so many fragments, with the outer optimizer of the paper."""
+def torchft_diloco(
+    manager: Any, model: nn.Module, optimizer: Any, *, halved: bool = False, **options: Any
+) -> Any:
+    """Of two fragments or one, with the outer optimizer of the paper."""
     from torchft.local_sgd import DiLoCo
 
-    layers = [*model.children()] if parts > 1 else [model]
-    fragments = [nn.Sequential(*some) for some in halves(layers)] if parts == 2 else layers
+    layers = [*model.children()]
+    fragments = [nn.Sequential(*some) for some in halves(layers)] if halved and layers[1:] else [model]
     outer = [torch.optim.SGD(one.parameters(), 0.7, 0.9, nesterov=True) for one in fragments]
     return DiLoCo(manager, fragments, optimizer, outer, sync_every=LONG, **options)
 
@@ -266,7 +268,7 @@ SYSTEMS: dict[str, System] = {
     "torchft streaming DiLoCo": System(
         partial(
             torchft,
-            make=partial(torchft_diloco, parts=2, fragment_sync_delay=5, fragment_update_alpha=0.5),
+            make=partial(torchft_diloco, halved=True, fragment_sync_delay=5, fragment_update_alpha=0.5),
         ),
         optimizer="AdamW",
         needs="torchft",
