@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from farflung.errors import FarflungError
 
 __all__ = ["ROOT", "NotCommitted", "changed_canaries", "commit_here", "machine", "today"]
@@ -56,10 +58,11 @@ def commit_here() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores, and the versions of torch and Python."""
+    """The processor, its cores, a GPU where there is one, and the versions of torch and Python."""
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "torch": version("torch"),
         "python": platform.python_version(),
     }

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from benchmarks.common import Trainings
 from benchmarks.presets.methods import Setting
 from farflung.runs import simulate
@@ -18,6 +20,7 @@ __all__ = ["CORPUS", "DEVICE", "NODES", "TRAININGS", "Curve", "Language", "canar
 Curve: TypeAlias = list[tuple[int, float, int]]
 """Steps; loss after them; bytes that rank 0 had sent in exchanges of the training."""
 NODES, DEVICE = 4, "cpu-core"
+COMPUTE_ON = "cuda:0" if torch.cuda.is_available() else "cpu"
 CORPUS = "benchmarks.workloads.news:NewsgroupsGPT"
 EVALUATIONS = 20
 RESULTS = Path(__file__).parent / "results"
@@ -66,9 +69,11 @@ class Language:
             shutil.rmtree(folder, ignore_errors=True)
         every = max(1, self.steps // EVALUATIONS)
         if cut_off:
-            run = simulate(resume=folder)
+            run = simulate(resume=folder, compute_on=COMPUTE_ON)
         else:
-            run = simulate(self.workload, self.recipe, out=folder, **self._settings(every))
+            run = simulate(
+                self.workload, self.recipe, out=folder, compute_on=COMPUTE_ON, **self._settings(every)
+            )
         curve: dict[int, tuple[int, float, int]] = {}
         for event in run.events[0]:
             told: dict[str, Any] = dict(event)

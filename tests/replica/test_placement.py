@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farflung import simulate
 from farflung.errors import ConfigError
 from farflung.replica import place
 from farflung.replica.placement import HOST, batch_on, state_on
@@ -66,6 +67,33 @@ def test_a_device_that_is_not_there_is_refused(
         place(device, local_rank=0, local_size=3)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_simulated_run_is_refused_by_the_name_of_its_own_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--compute-on tpu: must be cpu, cuda"):
+        simulate("synthetic/quadratic", steps=2, compute_on="tpu", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_a_simulated_run_computes_on_the_device_and_takes_as_long(tmp_path: Path) -> None:
+    """It goes on there, too."""
+    there, here = (
+        simulate(
+            "synthetic/quadratic",
+            "local_sgd",
+            steps=16,
+            checkpoint_every=8,
+            compute_on=where,
+            out=tmp_path / where,
+        )
+        for where in ("cuda:0", "cpu")
+    )
+    assert there.events[0][0]["device"] == "cuda:0"
+    assert there.summary["duration_s"] == here.summary["duration_s"]
+    assert distance(there.state_dict()["w"].cpu(), here.state_dict()["w"]) < 1e-4
+    again = simulate(resume=tmp_path / "cuda:0", steps=24, compute_on="cuda:0")
+    assert again.summary["steps"] == 24
 
 
 def test_on_the_host_nothing_is_copied() -> None:

@@ -25,6 +25,10 @@ class Simulate(RunCommand):
     The arithmetic is real, and parameters and bytes sent are those of real workers; only the clock is modelled.
     """
 
+    compute_on: str = "cpu"
+    """Torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, which all of them share. Times are
+    those of --device, whatever computes."""
+
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
 
@@ -34,7 +38,7 @@ class Simulate(RunCommand):
         from farflung.cli.progress import Progress
         from farflung.runs import prepared, simulate_prepared
 
-        options = RunOptions(**given(self, KEPT))
+        options = RunOptions(**given(self, KEPT), device=self.compute_on)
         run = prepared(SimulatedConfig, filed, self.given(), options=options)
         progress = Progress(quiet=bool(self.quiet or self.json), simulated=True)
         with asked_to_stop() as stop, ExitStack() as stack:

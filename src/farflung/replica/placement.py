@@ -16,7 +16,7 @@ HOST = torch.device("cpu")
 """Where everything is unless something else was asked for."""
 
 
-def place(device: str, *, local_rank: int = 0, local_size: int = 1) -> torch.device:
+def place(device: str, *, local_rank: int = 0, local_size: int = 1, option: str = "--device") -> torch.device:
     """The device of one of the replicas of this machine.
 
     Args:
@@ -24,6 +24,7 @@ def place(device: str, *, local_rank: int = 0, local_size: int = 1) -> torch.dev
         all of them.
       local_rank: the replica's number on this machine, torchrun's ``LOCAL_RANK``.
       local_size: replicas on this machine, torchrun's ``LOCAL_WORLD_SIZE``.
+      option: that named it, for messages.
 
     Raises:
       ConfigError: no such device, or fewer than replicas.
@@ -31,21 +32,21 @@ def place(device: str, *, local_rank: int = 0, local_size: int = 1) -> torch.dev
     named = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if named is None:
         raise ConfigError(
-            f"--device {device}: must be cpu, cuda (one for each replica) or, for instance, cuda:0 (one for all)"
+            f"{option} {device}: must be cpu, cuda (one for each replica) or, for instance, cuda:0 (one for all)"
         )
     if device == "cpu":
         return HOST
     count = torch.cuda.device_count()
     if not count:
-        raise ConfigError(f"--device {device}: torch sees no CUDA device on this machine: use --device cpu")
+        raise ConfigError(f"{option} {device}: torch sees no CUDA device on this machine: use {option} cpu")
     if named[1] is not None:
         if int(named[1]) >= count:
-            raise ConfigError(f"--device {device}: this machine's last CUDA device is cuda:{count - 1}")
+            raise ConfigError(f"{option} {device}: this machine's last CUDA device is cuda:{count - 1}")
         return torch.device(device)
     if local_size > count:
         raise ConfigError(
-            f"--device cuda: {local_size} replicas here for {count} CUDA devices: start fewer, or have them share one "
-            "with --device cuda:0"
+            f"{option} cuda: {local_size} replicas here for {count} CUDA devices: start fewer, or have them share one "
+            f"with {option} cuda:0"
         )
     return torch.device("cuda", local_rank)
 

@@ -22,6 +22,7 @@ from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Replica, Summary, keep_once, save_tree
+from farflung.replica.placement import place
 from farflung.report import slowest
 from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
@@ -72,6 +73,7 @@ def simulate(
     replay: Path | str | None = None,
     trace: bool = False,
     log_to: str = "",
+    compute_on: str = "cpu",
     show: Sink = nowhere,
     stop_asked: Callable[[], bool] = never,
     **settings: object,
@@ -92,6 +94,8 @@ def simulate(
       replay: a ``decisions.jsonl`` whose decisions are made again.
       trace: whether to write each exchange to telemetry too, for ``farflung trace``.
       log_to: loggers of the run's figures: tensorboard, wandb, trackio or mlflow; several with commas between them.
+      compute_on: torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, for all of them. Times
+        are those of the setting ``device``, whatever computes.
       show: gets the events of all replicas as they happen.
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       settings: those of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
@@ -103,7 +107,7 @@ def simulate(
       RunLost: a replica was lost.
     """
     said = {"workload": workload, "recipe": recipe, **settings}
-    options = RunOptions(out=out, resume=resume, replay=replay, trace=trace, log_to=log_to)
+    options = RunOptions(out=out, resume=resume, replay=replay, trace=trace, log_to=log_to, device=compute_on)
     run = prepared(SimulatedConfig, said, options=options, scratch=True)
     return simulate_prepared(run, show, stop_asked=stop_asked)
 
@@ -129,11 +133,21 @@ def simulate_prepared(
       BadInput: another run is there or being made there, or it cannot be written.
       RunLost: a replica was lost.
     """
+    _placed(run)
     log = run.log()
     with run.begun(), log:
         ended = _simulated(run, both(show, log), stop_asked, checkpointed=checkpointed)
     say_uncharged(ended, set() if said is None else said)
     return ended
+
+
+def _placed(run: Prepared[SimulatedConfig]) -> list[torch.device]:
+    """Where each rank computes."""
+    ranks = run.config.ranks
+    return [
+        place(run.options.device, local_rank=rank, local_size=ranks, option="--compute-on")
+        for rank in range(ranks)
+    ]
 
 
 def _simulated(
@@ -144,6 +158,7 @@ def _simulated(
     checkpointed: bool,
 ) -> Run:
     config, files = run.config, run.files
+    devices = _placed(run)
     decisions = files.decision_log()
     world = config.make_world(decisions)
     shares = config.make_shares()
@@ -168,6 +183,7 @@ def _simulated(
                 checkpoints=checkpoints if checkpointed else None,
                 stop_asked=stop_asked,
                 trace=run.options.trace,
+                device=devices[rank],
                 kind=partial(RecordedReplica, recorder=recorder),
             )
             replicas.append(make())
