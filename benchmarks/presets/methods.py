@@ -34,7 +34,7 @@ class Setting:
 Grid: TypeAlias = Sequence[Setting]
 
 
-def _grid(recipe: str, rates: Sequence[float], *options: Sequence[float], optimizer: str = "") -> Grid:
+def _grid(recipe: str, rates: Sequence[float], *options: Sequence[float | str], optimizer: str = "") -> Grid:
     """Every learning rate with all values of what the recipe leaves open."""
     return tuple(
         Setting(recipe.format(*chosen), rate, optimizer) for rate in rates for chosen in product(*options)
@@ -48,11 +48,10 @@ METHODS: dict[str, Grid] = {
     "local_sgd": _grid("local_sgd", RATES),
     "diloco": _grid("diloco(schedule=diloco(sync_every=50, outer_rate=0.7, warmup={}))", RATES[:2], WARMUPS),
     "muloco": _grid(
-        "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup={}), "
-        "codec=error_feedback(sign(bucket_size=1024)))",
+        "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup=1000), codec=error_feedback({}))",
         RATES[1:2],
         OUTER_RATES,
-        WARMUPS,
+        ("sign(bucket_size=1024)", "qsgd(bits=4)"),
         optimizer="benchmarks.presets.muon:MuonAdamWSettings",
     ),
     "streaming_diloco": _grid(
