@@ -133,32 +133,27 @@ def simulate_prepared(
       BadInput: another run is there or being made there, or it cannot be written.
       RunLost: a replica was lost.
     """
-    _placed(run)
+    ranks = range(run.config.ranks)
+    devices = [
+        place(run.options.device, local_rank=rank, local_size=len(ranks), option="--compute-on")
+        for rank in ranks
+    ]
     log = run.log()
     with run.begun(), log:
-        ended = _simulated(run, both(show, log), stop_asked, checkpointed=checkpointed)
+        ended = _simulated(run, devices, both(show, log), stop_asked, checkpointed=checkpointed)
     say_uncharged(ended, set() if said is None else said)
     return ended
 
 
-def _placed(run: Prepared[SimulatedConfig]) -> list[torch.device]:
-    """Where each rank computes."""
-    ranks = run.config.ranks
-    return [
-        place(run.options.device, local_rank=rank, local_size=ranks, option="--compute-on")
-        for rank in range(ranks)
-    ]
-
-
 def _simulated(
     run: Prepared[SimulatedConfig],
+    devices: Sequence[torch.device],
     show: Sink,
     stop_asked: Callable[[], bool],
     *,
     checkpointed: bool,
 ) -> Run:
     config, files = run.config, run.files
-    devices = _placed(run)
     decisions = files.decision_log()
     world = config.make_world(decisions)
     shares = config.make_shares()
