@@ -48,10 +48,13 @@ METHODS: dict[str, Grid] = {
     "local_sgd": _grid("local_sgd", RATES),
     "diloco": _grid("diloco(schedule=diloco(sync_every=50, outer_rate=0.7, warmup={}))", RATES[:2], WARMUPS),
     "muloco": _grid(
-        "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup=1000), codec=error_feedback({}))",
+        "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup={}))",
         RATES[1:2],
         OUTER_RATES,
-        ("sign(bucket_size=1024)", "qsgd(bits=4)"),
+        (
+            "0), codec=error_feedback(sign(bucket_size=1024)",
+            "1000), codec=error_feedback(qsgd(bits=4)",
+        ),
         optimizer="benchmarks.presets.muon:MuonAdamWSettings",
     ),
     "streaming_diloco": _grid(
