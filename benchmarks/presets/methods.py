@@ -34,7 +34,7 @@ class Setting:
 Grid: TypeAlias = Sequence[Setting]
 
 
-def _grid(recipe: str, rates: Sequence[float], *options: Sequence[float | str], optimizer: str = "") -> Grid:
+def _grid(recipe: str, rates: Sequence[float], *options: Sequence[float], optimizer: str = "") -> Grid:
     """Every learning rate with all values of what the recipe leaves open."""
     return tuple(
         Setting(recipe.format(*chosen), rate, optimizer) for rate in rates for chosen in product(*options)
@@ -47,16 +47,16 @@ METHODS: dict[str, Grid] = {
     "powersgd": _grid("powersgd", RATES),
     "local_sgd": _grid("local_sgd", RATES),
     "diloco": _grid("diloco(schedule=diloco(sync_every=50, outer_rate=0.7, warmup={}))", RATES[:2], WARMUPS),
-    "muloco": _grid(
-        "diloco(schedule=diloco(sync_every=50, outer_rate={}, warmup={}))",
-        RATES[1:2],
-        OUTER_RATES,
-        (
-            "0), codec=error_feedback(sign(bucket_size=1024)",
-            "1000), codec=error_feedback(qsgd(bits=4)",
-        ),
-        optimizer="benchmarks.presets.muon:MuonAdamWSettings",
-    ),
+    "muloco": [
+        setting
+        for warmup, codec in ((0, "sign(bucket_size=1024)"), (1000, "qsgd(bits=4)"))
+        for setting in _grid(
+            f"diloco(schedule=diloco(sync_every=50, outer_rate={{}}, warmup={warmup}), codec=error_feedback({codec}))",
+            RATES[1:2],
+            OUTER_RATES,
+            optimizer="benchmarks.presets.muon:MuonAdamWSettings",
+        )
+    ],
     "streaming_diloco": _grid(
         "streaming_diloco(schedule=streaming_diloco(sync_every=48, fragments=4, outer_rate={}))",
         RATES[:2],
