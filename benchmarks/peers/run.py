@@ -27,13 +27,13 @@ from benchmarks.peers.trained import (
     Trained,
     learned,
 )
-from benchmarks.peers.worker import OURS, SYNCHRONOUS, SYSTEMS
+from benchmarks.peers.worker import LONG, OURS, SYNCHRONOUS, SYSTEMS
 from farflung.network import network_profile
 
 FOLDER = Path(__file__).parent
 NETWORKS = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
-STEPS = 200
-"""That are timed: whole periods of every system."""
+TIMED, TIMED_WHERE_SLOW = 200, 50
+"""Steps that are timed: whole periods of every system; fewer, but on the LAN, of what exchanges every tenth or oftener."""
 COSTS = {"bytes to target": "sent", "processor time to target": "processor_s", "peak memory": "peak_mb"}
 COSTS_ON = "wifi-100mbps"
 """The network whose lab run says what else a system takes, which hardly hangs on the network."""
@@ -65,7 +65,9 @@ def rows_of(name: str, network: str) -> tuple[str, ...]:
 def timed(name: str, network: str) -> dict[str, Any]:
     """What steps take of a system in the lab: in all until they are alike, and each after that."""
     system = SYSTEMS[name]
-    steps = system.until + STEPS
+    often = system.until < LONG
+    after = TIMED_WHERE_SLOW if often and network != LAN else TIMED
+    steps = system.until + after
     key = {"name": name, "network": network, "steps": steps}
 
     def measure() -> dict[str, Any]:
@@ -75,7 +77,7 @@ def timed(name: str, network: str) -> dict[str, Any]:
             # All ranks take as long but for hivemind's, of which one may wait for the others at the end.
             over_ranks = statistics.median if what == "seconds" else math.fsum
             begin, alike, end = (over_ranks(one["marks"][at][what] for one in ranks) for at in range(3))
-            found[what] = [alike - begin, (end - alike) / STEPS]
+            found[what] = [alike - begin, (end - alike) / after]
         return {**found, "peak_mb": max(one["peak_mb"] for one in ranks)}
 
     return Kept(FOLDER, "timings").once(key, measure)

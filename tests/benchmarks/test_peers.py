@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from benchmarks.common.results import load_expected
-from benchmarks.peers.run import BENCHMARK, STEPS, fastest, spent
+from benchmarks.peers.run import BENCHMARK, TIMED, TIMED_WHERE_SLOW, fastest, spent
 from benchmarks.peers.trained import JUDGES, PILOT, RATES, Trained, learned
-from benchmarks.peers.worker import LONG, OURS, REFERENCE, SYNCHRONOUS, SYSTEMS, batches, halves
+from benchmarks.peers.worker import LONG, OURS, PERIOD, REFERENCE, SYNCHRONOUS, SYSTEMS, batches, halves
 from benchmarks.sampling.training import Looks
 
 
@@ -22,7 +22,7 @@ def test_every_row_is_measured_by_one_group() -> None:
 def test_what_steps_take_counts_their_start_apart() -> None:
     found = {"until": 100, "sent": [200.0, 0.5]}
     assert [spent(found, "sent", steps) for steps in (50, 100, 300)] == [100.0, 200.0, 300.0]
-    assert STEPS % LONG == 0
+    assert TIMED % (2 * LONG) == TIMED_WHERE_SLOW % PERIOD == 0
 
 
 def test_the_fastest_is_one_that_comes_there() -> None:
