@@ -33,7 +33,7 @@ from farflung.network import network_profile
 FOLDER = Path(__file__).parent
 NETWORKS = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
 TIMED, TIMED_WHERE_SLOW = 200, 50
-"""Steps that are timed: whole periods of every system; fewer, but on the LAN, of what exchanges every tenth or oftener."""
+"""Steps that are timed: whole periods of every system; fewer, but on the LAN, of what exchanges every tenth step."""
 COSTS = {"bytes to target": "sent", "processor time to target": "processor_s", "peak memory": "peak_mb"}
 COSTS_ON = "wifi-100mbps"
 """The network whose lab run says what else a system takes, which hardly hangs on the network."""
