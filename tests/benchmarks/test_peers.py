@@ -8,8 +8,18 @@ import pytest
 from torch import nn
 
 from benchmarks.common.results import load_expected
-from benchmarks.peers.run import BENCHMARK, TIMED, TIMED_WHERE_SLOW, fastest, spent
-from benchmarks.peers.trained import JUDGES, PILOT, RATES, Trained, learned
+from benchmarks.peers import run
+from benchmarks.peers.run import (
+    BENCHMARK,
+    NETWORKS,
+    TIMED,
+    TIMED_WHERE_SLOW,
+    fastest,
+    rows_of,
+    spent,
+    system_rows,
+)
+from benchmarks.peers.trained import JUDGES, PILOT, RATES, Learned, Trained, learned
 from benchmarks.peers.worker import LONG, OURS, PERIOD, REFERENCE, SYNCHRONOUS, SYSTEMS, batches, halves
 from benchmarks.sampling.training import Looks
 
@@ -23,6 +33,22 @@ def test_what_steps_take_counts_their_start_apart() -> None:
     found = {"until": 100, "sent": [200.0, 0.5]}
     assert [spent(found, "sent", steps) for steps in (50, 100, 300)] == [100.0, 200.0, 300.0]
     assert TIMED % (2 * LONG) == TIMED_WHERE_SLOW % PERIOD == 0
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_system_has_all_its_rows(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    came = Learned(0.1, {"0.1": 64.0}, [64.0, 65.0], 63.0, [100, 200])
+    found = {
+        "until": 10,
+        **{key: [10.0, 2.0] for key in ("seconds", "sent", "processor_s")},
+        "peak_mb": 300.0,
+    }
+    monkeypatch.setattr(run, "learned", lambda name: came)
+    monkeypatch.setattr(run, "timed", lambda name, where: found)
+    rows = system_rows(REFERENCE, network, quick=False)
+    assert [*rows] == [*rows_of(REFERENCE, network)]
+    first = rows[rows_of(REFERENCE, network)[0]]
+    assert (first.ours, first.spread) == (290.0, (190.0, 390.0))
 
 
 def test_the_fastest_is_one_that_comes_there() -> None:
