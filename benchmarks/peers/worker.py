@@ -151,9 +151,7 @@ def torchft_diloco(
     layers = [*model.children()]
     fragments = [nn.Sequential(*some) for some in halves(layers)] if halved and layers[1:] else [model]
     outer = [torch.optim.SGD(one.parameters(), 0.7, 0.9, nesterov=True) for one in fragments]
-    return DiLoCo(
-        manager, fragments, optimizer, outer, sync_every=LONG, use_bucketization=True, **options
-    )
+    return DiLoCo(manager, fragments, optimizer, outer, sync_every=LONG, use_bucketization=True, **options)
 
 
 def halves(layers: Sequence[nn.Module]) -> tuple[Sequence[nn.Module], Sequence[nn.Module]]:
