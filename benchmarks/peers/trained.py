@@ -20,8 +20,8 @@ TASK, NODES, BATCH = "benchmarks.workloads.halved:cifar10", 4, 16
 RATES = {"SGD": (0.025, 0.05, 0.1, 0.2), "AdamW": (0.0005, 0.001, 0.002, 0.004)}
 PILOT, JUDGES = 0, (1, 2)
 """The seed that rates are tuned on, and those that judge."""
-STEPS = 3000
-"""Of trainings that judge; pilots take half as many."""
+PILOT_STEPS, STEPS = 1500, 3000
+"""Of trainings that tune, and of those that judge."""
 PROCESSOR_S = 230
 """Of a training of DDP, by all its ranks; hivemind's take twice as many."""
 WITHIN = 1.0
@@ -102,7 +102,7 @@ def learned(name: str, train: Train = TRAININGS.curve) -> Learned:
     if SYSTEMS[name].steps_of:
         return learned(SYSTEMS[name].steps_of, train)
     target = None if name == REFERENCE else learned(REFERENCE, train).target
-    pilots = {rate: train(Trained(name, rate, PILOT, STEPS // 2)) for rate in RATES[SYSTEMS[name].optimizer]}
+    pilots = {rate: train(Trained(name, rate, PILOT, PILOT_STEPS)) for rate in RATES[SYSTEMS[name].optimizer]}
 
     def order(rate: float) -> tuple[float, float]:
         """The fewest steps until it is there, and of those that never are the best accuracy."""
@@ -120,7 +120,7 @@ def learned(name: str, train: Train = TRAININGS.curve) -> Learned:
 
 def main(names: Sequence[str]) -> int:
     """Makes all trainings of systems, after an estimate; the exit code."""
-    each = len(RATES["SGD"]) / 2 + len(JUDGES)
+    each = (len(RATES["SGD"]) * PILOT_STEPS + len(JUDGES) * STEPS) / STEPS
     print(
         f"about {len(names) * each * PROCESSOR_S:,.0f} processor seconds, without what is stored",
         file=sys.stderr,
