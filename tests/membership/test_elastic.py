@@ -113,8 +113,8 @@ def note(elastic: Any, ended: Ended) -> None:
             made[logged.number] = logged.step, set(elastic._among(logged).ranks)
         has(logged, value)
 
-    async def noted_adopt(logged: Any, giver: int) -> None:
-        await adopt(logged, giver)
+    async def noted_adopt(logged: Any, view: View, giver: int) -> None:
+        await adopt(logged, view, giver)
         others: list[Any] = [replica.runtime.elastic for replica in ended.replicas]
         of_others = [one.made for one in others if one is not elastic and logged.number in one.made]
         if of_others:
@@ -583,6 +583,24 @@ def test_the_others_go_on_where_some_leave(faults: FaultPlan, survivors: list[in
     for fault in faults.faults:
         elastic: Any = ended.replicas[fault.rank].runtime.elastic
         assert isinstance(elastic._ended, Left) == (fault.kind == "leave")
+    check(ended)
+
+
+def test_an_exchange_is_made_once_where_a_view_ends_as_soon_as_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install, under_way = Elastic.install, list[int]()
+
+    def twice(self: Elastic, view: View) -> None:
+        install(self, view)
+        under_way.append(sum(logged.kept is None for logged in self._log.values()))
+        self.freeze()
+        install(self, view._replace(number=view.number + 1))
+
+    monkeypatch.setattr(Elastic, "install", twice)
+    ended = run(2, FaultPlan().crash(1, at_s=0.05))
+    assert ended.error is None
+    assert under_way == [1]
     check(ended)
 
 

@@ -402,11 +402,11 @@ class Elastic:
         self._log[logged.number] = logged
         if logged.ends_step:
             self._complete[logged.number] = logged.step
-        if not self._frozen:
-            await self._make(logged)
+        await self._make(logged, self._view)
 
-    async def _make(self, logged: _Logged[Any]) -> None:
-        view = self._view
+    async def _make(self, logged: _Logged[Any], view: View) -> None:
+        if self._frozen or view is not self._view:  # it is made in the next view
+            return
         assert logged.make is not None
         self._is_waited_for(logged)
         try:
@@ -424,8 +424,9 @@ class Elastic:
             if view is self._view and not self._frozen:
                 self._has(logged, value)
 
-    async def _adopt(self, logged: _Logged[Any], giver: int) -> None:
-        view = self._view
+    async def _adopt(self, logged: _Logged[Any], view: View, giver: int) -> None:
+        if self._frozen or view is not self._view:
+            return
         self._is_waited_for(logged)
         try:
             payload = await self._comm.recv(
@@ -604,7 +605,8 @@ class Elastic:
                 logged.rewind()
         for logged in missing:
             giver = givers.get(logged.number)
-            self._in_background(self._make(logged) if giver is None else self._adopt(logged, giver))
+            work = self._make(logged, view) if giver is None else self._adopt(logged, view, giver)
+            self._in_background(work)
 
     def hand(self, view: View) -> None:
         if self._view.number < view.number:  # a member that leaves does not install the view
