@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import ConfigError, ProtocolError, Unsupported
 from farflung.types import Codec, CodecState, Payload, TensorSpec
@@ -13,6 +14,7 @@ from farflung.types import Codec, CodecState, Payload, TensorSpec
 __all__ = [
     "Fixed",
     "Sparse",
+    "Transformed",
     "accumulate",
     "add_dense",
     "add_entries",
@@ -109,6 +111,33 @@ class Sparse(Fixed):
             return payload
         dense = self.decode(state, payload, TensorSpec.of(like), step=step, count=count)
         return Payload((dense.view(-1),))
+
+
+class Transformed(Sparse):
+    """A codec that sends components of a linear transform, which are summed before one transform back."""
+
+    __slots__ = ()
+
+    def add_components(self, state: CodecState, payload: Payload, total: Tensor) -> None:
+        """Adds the components sent to ``total``, of the shape encoded, in place.
+
+        Raises:
+          ProtocolError: an index out of range, seen on a CPU.
+        """
+        raise NotImplementedError
+
+    def restored(self, state: CodecState, components: Tensor) -> Tensor:
+        """What components, or sums of them, stand for."""
+        raise NotImplementedError
+
+    @override
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        del step, count
+        components = torch.zeros_like(total)
+        self.add_components(state, payload, components)
+        total.add_(self.restored(state, components), alpha=alpha)
 
 
 def accumulate(

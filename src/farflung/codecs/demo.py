@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, add_dense, floating
+from farflung.codecs.base import Transformed, add_dense, floating
 from farflung.codecs.bits import pack_wide, unpack_wide
 from farflung.errors import ProtocolError
 from farflung.options import share_option, whole_option
@@ -22,7 +22,7 @@ __all__ = ["DeMo"]
 
 
 @dataclass(frozen=True, slots=True)
-class DeMo(Sparse):
+class DeMo(Transformed):
     r"""Adds gradients to a momentum, sends the largest of its cosine components, and takes them out of it.
 
     .. math::
@@ -39,7 +39,7 @@ class DeMo(Sparse):
 
     Not linear: replicas send unlike components, which are gathered. Biased; it keeps what it leaves out by itself. What
     is not finite spoils its block, shows in what is decoded, and is forgotten. Where the payload would be no smaller
-    than the dense tensor, what it decodes to is sent.
+    than the dense tensor, all components are sent, the others as zeros.
 
     Args:
       decay: :math:`\beta`, at least 0 and below 1.
@@ -90,18 +90,17 @@ class DeMo(Sparse):
             values.append(components.gather(1, found).view(-1))
             places.append(found.view(-1))
         payload = Payload((torch.cat(values), *pack_wide(torch.cat(places), self._index_bits)))
-        sent = self.decode(state, payload, TensorSpec.of(grad), step=step, count=count)
-        payload = self.or_dense(state, payload, grad, step=step, count=count)
-        kept = momentum.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
+        chosen = torch.zeros_like(grad)
+        self.add_components(state, payload, chosen)
+        kept = momentum.sub_(self.restored(state, chosen)).nan_to_num_(0.0, 0.0, 0.0)
+        if payload.nbytes >= grad.nbytes:
+            payload = Payload((chosen.view(-1),))
         return payload, CodecState(state.shared, {"momentum": kept})
 
     @override
-    def accumulate(
-        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
-    ) -> None:
-        del step, count
+    def add_components(self, state: CodecState, payload: Payload, total: Tensor) -> None:
         parts = tuple(payload.tensors())
-        if add_dense(total, parts, alpha):
+        if add_dense(total, parts, 1.0):
             return
         values, low, high = parts
         places = unpack_wide(low, high, self._index_bits, len(values))
@@ -114,10 +113,16 @@ class DeMo(Sparse):
                 raise ProtocolError(
                     f"component {int(found.max())} of {where.size}: do all ranks run the same model and recipe?"
                 )
-            components = values.new_zeros(where.count, where.size)
-            components.scatter_(1, found, values[start:stop].view(where.count, keep))
-            where.add(total.view(-1), components, alpha)
+            components = where.of(total.view(-1)).view(where.count, where.size)
+            components.scatter_add_(1, found, values[start:stop].view(where.count, keep).to(total.dtype))
             start = stop
+
+    @override
+    def restored(self, state: CodecState, components: Tensor) -> Tensor:
+        restored = torch.zeros_like(components)
+        for where in _each(state):
+            where.restore(components.view(-1), restored.view(-1))
+        return restored
 
     def linear(self, state: CodecState) -> bool:
         """Never: each replica sends components of its own."""
@@ -152,25 +157,29 @@ class _Blocks:
     def count(self) -> int:
         return self.rows * self.columns // self.size
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The numbers of the parameter, or its components block by block."""
+        return flat[self.start : self.start + self.rows * self.columns]
+
     def transformed(self, flat: Tensor) -> Tensor:
         """Components of each block, shape ``(count, size)``."""
         blocks = self._view(flat).transpose(1, 2)
         down, across = self._transforms(flat)
         return (down @ blocks @ across.T).reshape(self.count, self.size)
 
-    def add(self, flat: Tensor, components: Tensor, alpha: float) -> None:
-        """Adds what components stand for to the parameter, in place."""
+    def restore(self, components: Tensor, flat: Tensor) -> None:
+        """Writes what components stand for."""
         high, wide = self.rows // self.height, self.columns // self.width
         down, across = self._transforms(flat)
-        blocks = down.T @ components.to(flat.dtype).view(high, wide, self.height, self.width) @ across
-        self._view(flat).add_(blocks.transpose(1, 2), alpha=alpha)
+        blocks = down.T @ self.of(components).view(high, wide, self.height, self.width) @ across
+        self._view(flat).copy_(blocks.transpose(1, 2))
 
     def _transforms(self, like: Tensor) -> tuple[Tensor, Tensor]:
         return _cosines(self.height, like.device, like.dtype), _cosines(self.width, like.device, like.dtype)
 
     def _view(self, flat: Tensor) -> Tensor:
-        part = flat[self.start : self.start + self.rows * self.columns]
-        return part.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
+        high, wide = self.rows // self.height, self.columns // self.width
+        return self.of(flat).view(high, self.height, wide, self.width)
 
 
 def _each(state: CodecState) -> Iterator[_Blocks]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
-from farflung.codecs.base import accumulate
+from farflung.codecs.base import Transformed, accumulate
 from farflung.codecs.feedback import inner_state, left_over, with_residual
 from farflung.comm import Coding
 from farflung.comm.collectives.coding import Charged
@@ -195,8 +195,14 @@ class Gathered:
 
     async def finish(self) -> tuple[Tensor, Tensor]:
         """The sums, in rank order whatever came first."""
-        channel, step = self._exchange.channel, self._exchange.step
-        cost = CodingCost("accumulate", self._method, self._tensor.numel())
+        channel, codec, state = self._exchange.channel, self._codec, self.state
+        numel = self._tensor.numel()
+        add = (
+            partial(codec.add_components, state)
+            if isinstance(codec, Transformed)
+            else partial(accumulate, codec, state, step=self._exchange.step, count=1)
+        )
+        cost = CodingCost("accumulate", self._method, numel)
         expect = (*map(TensorSpec.of, self._own.tensors()), TensorSpec.of(self._exchange.side))
         self._tensor.zero_()
         side = torch.zeros_like(self._exchange.side)
@@ -204,11 +210,11 @@ class Gathered:
             payload, riding = self._own, self._exchange.side
             if rank != channel.rank:
                 payload, riding = both(await channel.recv(rank, self._hop, expect), self._tensor.device)
-            channel.compute(
-                cost,
-                partial(accumulate, self._codec, self.state, payload, self._tensor, step=step, count=1),
-            )
+            channel.compute(cost, partial(add, payload, self._tensor))
             side += riding
+        if isinstance(codec, Transformed):
+            cost = CodingCost("decode", self._method, numel)
+            self._tensor = channel.compute(cost, partial(codec.restored, state, self._tensor))
         return self._tensor, side
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
