@@ -34,6 +34,8 @@ FOLDER = Path(__file__).parent
 NETWORKS = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
 TIMED, TIMED_WHERE_SLOW = 200, 50
 """Steps that are timed: whole periods of every system; fewer, but on the LAN, of what is soon alike."""
+ROUNDS = {"wifi-100mbps": 3, "lan-1g": 3}
+"""How often all systems are timed one after another where processors limit them; once where the network does."""
 COSTS = {"bytes to target": "sent", "processor time to target": "processor_s", "peak memory": "peak_mb"}
 COSTS_ON = "wifi-100mbps"
 """The network whose lab run says what else a system takes, which hardly hangs on the network."""
@@ -67,12 +69,20 @@ def rows_of(name: str, network: str) -> tuple[str, ...]:
     return (system_row(name, "time to target", network), *costs)
 
 
-def timed(name: str, network: str) -> dict[str, Any]:
-    """What steps take of a system in the lab: in all until they are alike, and each after that."""
+def timed(name: str, network: str) -> list[dict[str, Any]]:
+    """What steps take of a system in the lab, in each round over all systems that are installed."""
+    rounds = ROUNDS.get(network, 1)
+    beside = {name} if rounds == 1 else {one for one, system in SYSTEMS.items() if system.installed}
+    taken = [{one: timed_once(one, network, number) for one in sorted(beside)} for number in range(rounds)]
+    return [of_all[name] for of_all in taken]
+
+
+def timed_once(name: str, network: str, number: int) -> dict[str, Any]:
+    """What steps take in all until they are alike, and each after that."""
     system = SYSTEMS[name]
     after = TIMED_WHERE_SLOW if system.until < LONG and network != LAN else TIMED
     steps = system.until + after
-    key = {"name": name, "network": network, "steps": steps}
+    key = {"name": name, "network": network, "steps": steps, "round": number}
 
     def measure() -> dict[str, Any]:
         ranks = lab(Trained(name, RATES[system.optimizer][0], PILOT, steps, every=0), network)
@@ -93,11 +103,14 @@ def lab(training: Trained, network: str) -> list[dict[str, Any]]:
     return [line for (line,) in said]
 
 
-def spent(found: Mapping[str, Any], what: str, steps: float) -> float:
-    """Of so many steps."""
-    until: int = found["until"]
-    first, each = map(float, found[what])
-    return first * steps / until if steps < until else first + each * (steps - until)
+def spent(rounds: Sequence[Mapping[str, Any]], what: str, steps: float) -> list[float]:
+    """Of so many steps, by each round."""
+
+    def by(found: Mapping[str, Any]) -> float:
+        until, first, each = map(float, (found["until"], *found[what]))
+        return first * steps / until if steps < until else first + each * (steps - until)
+
+    return [by(found) for found in rounds]
 
 
 def system_rows(name: str, network: str, quick: bool) -> Mapping[str, Measured]:
@@ -107,28 +120,35 @@ def system_rows(name: str, network: str, quick: bool) -> Mapping[str, Measured]:
         tiny = Trained(name, 0.01, 0, steps=4, every=1, batch=4, task="synthetic/quadratic")
         return {rows[0]: Measured(tiny.train(nodes=2)[-1][1], None)}
     SYSTEMS[name].check(name)
-    came, found = learned(name), timed(name, network)
-    config = settings(came, found)
-    measured = {rows[0]: until_target(came, found, "seconds", config)}
+    came, rounds = learned(name), timed(name, network)
+    config = settings(came, rounds)
+    measured = {rows[0]: until_target(came, rounds, "seconds", config)}
     for cost, what in costs_on(network).items():
-        peak = found["peak_mb"]
+        peaks = [found["peak_mb"] for found in rounds]
         measured[system_row(name, cost)] = (
-            Measured(peak, (peak, peak), config)
+            Measured(statistics.median(peaks), (min(peaks), max(peaks)), config)
             if what == "peak_mb"
-            else until_target(came, found, what, config)
+            else until_target(came, rounds, what, config)
         )
     return measured
 
 
-def until_target(came: Learned, found: Mapping[str, Any], what: str, config: dict[str, Any]) -> Measured:
-    """The mean over seeds, or the best accuracy where one of them does not come there."""
+def until_target(
+    came: Learned, rounds: Sequence[Mapping[str, Any]], what: str, config: dict[str, Any]
+) -> Measured:
+    """The mean over seeds of medians of rounds, or the best accuracy where a seed does not come there."""
     if came.there is None:
         return Measured.missed(statistics.fmean(came.bests), came.target, config)
-    each = [spent(found, what, steps) for steps in came.steps if steps is not None]
-    return Measured(statistics.fmean(each), (min(each), max(each)), config)
+    each = [spent(rounds, what, steps) for steps in came.steps if steps is not None]
+    spread = (min(map(min, each)), max(map(max, each)))
+    return Measured(statistics.fmean(map(statistics.median, each)), spread, config)
 
 
-def settings(came: Learned, found: Mapping[str, Any]) -> dict[str, Any]:
+def settings(came: Learned, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def median(what: str) -> float:
+        each: list[float] = [found[what][1] for found in rounds]
+        return statistics.median(each)
+
     return {
         "workload": TASK,
         "reduced": "CIFAR-10 at 16 x 16, 20,000 training samples, ResNet-8",
@@ -137,10 +157,11 @@ def settings(came: Learned, found: Mapping[str, Any]) -> dict[str, Any]:
         "seeds": list(JUDGES),
         "pilot": PILOT,
         "learned": vars(came),
-        "step_s": found["seconds"][1],
-        "kB_a_step": found["sent"][1] / 1e3,
-        "processor_s_a_step": found["processor_s"][1],
-        "peak_mb": found["peak_mb"],
+        "rounds": len(rounds),
+        "step_s": median("seconds"),
+        "kB_a_step": median("sent") / 1e3,
+        "processor_s_a_step": median("processor_s"),
+        "peak_mb": statistics.median(found["peak_mb"] for found in rounds),
     }
 
 
@@ -152,7 +173,7 @@ def compared(network: str, quick: bool) -> Mapping[str, Measured]:
     peers = [name for name in SYSTEMS if name not in OURS and name != SYNCHRONOUS]
     for name in peers:
         SYSTEMS[name].check(name)
-    seconds = {name: time_of(name, network) for name in (*ours, *peers)}
+    seconds = {name: times_of(name, network) for name in (*ours, *peers)}
     config = {"seeds": list(JUDGES), "network": network, "seconds": seconds}
     best = fastest(ours, seconds)
     rivals = {best_row(network): fastest(peers, seconds)}
@@ -163,37 +184,38 @@ def compared(network: str, quick: bool) -> Mapping[str, Measured]:
         missed = Measured.missed(statistics.fmean(closest.bests), closest.target, config)
         return dict.fromkeys(rivals, missed)
     rows = {row: over(best, rival, seconds, config) for row, rival in rivals.items() if rival is not None}
-    return {**rows, whole_row(network): whole(best, network, seconds[best])}
+    return {**rows, whole_row(network): whole(best, network, statistics.median(seconds[best]))}
 
 
-def time_of(name: str, network: str) -> float | None:
+def times_of(name: str, network: str) -> list[float]:
+    """To the target, by each round; none where it does not come there."""
     came = learned(name)
-    return None if came.there is None else spent(timed(name, network), "seconds", came.there)
+    return [] if came.there is None else spent(timed(name, network), "seconds", came.there)
 
 
-def fastest(names: Sequence[str], seconds: Mapping[str, float | None]) -> str | None:
+def fastest(names: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> str | None:
     """Of those that come there."""
-    there = {name: took for name in names if (took := seconds[name]) is not None}
-    return min(there, key=lambda name: there[name], default=None)
+    there = [name for name in names if seconds[name]]
+    return min(there, key=lambda name: statistics.median(seconds[name]), default=None)
 
 
-def over(best: str, rival: str, seconds: Mapping[str, float | None], config: dict[str, Any]) -> Measured:
+def over(best: str, rival: str, seconds: Mapping[str, Sequence[float]], config: dict[str, Any]) -> Measured:
+    """The median of the rounds' ratios."""
     ours, theirs = seconds[best], seconds[rival]
-    assert ours is not None
     config = {**config, "best": best, "over": rival}
-    if theirs is None:
+    if not theirs:
         came = learned(rival)
         return Measured.missed(
             statistics.fmean(came.bests), came.target, config, reason=f"{rival} does not come there"
         )
-    return Measured(theirs / ours, (theirs / ours, theirs / ours), config)
+    ratios = [one / other for one, other in zip(theirs, ours, strict=True)]
+    return Measured(statistics.median(ratios), (min(ratios), max(ratios)), config)
 
 
-def whole(name: str, network: str, predicted_s: float | None) -> Measured:
+def whole(name: str, network: str, predicted_s: float) -> Measured:
     """As many steps as take it to the target, the accuracy at their end, and their time over the predicted."""
     came = learned(name)
     assert came.there is not None
-    assert predicted_s is not None
     steps = round(came.there)
     training = Trained(name, came.rate, JUDGES[0], steps, every=steps)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,10 @@ class System:
     connections: int = 1
     alone: bool = False
     canaries: Sequence[str] = ()
+
+    @property
+    def installed(self) -> bool:
+        return not self.needs or find_spec(self.needs) is not None
 
     def check(self, name: str) -> None:
         """Raise :class:`farflung.errors.MissingExtra` where its module is not installed."""

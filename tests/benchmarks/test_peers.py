@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from torch import nn
@@ -11,13 +12,16 @@ from benchmarks.common.results import load_expected
 from benchmarks.peers import run
 from benchmarks.peers.run import (
     BENCHMARK,
+    LAN,
     NETWORKS,
     TIMED,
     TIMED_WHERE_SLOW,
     fastest,
+    over,
     rows_of,
     spent,
     system_rows,
+    timed,
 )
 from benchmarks.peers.trained import JUDGES, PILOT, RATES, Learned, Trained, learned
 from benchmarks.peers.worker import LONG, OURS, PERIOD, REFERENCE, SYNCHRONOUS, SYSTEMS, batches, halves
@@ -30,30 +34,54 @@ def test_every_row_is_measured_by_one_group() -> None:
 
 
 def test_what_steps_take_counts_their_start_apart() -> None:
-    found = {"until": 100, "sent": [200.0, 0.5]}
-    assert [spent(found, "sent", steps) for steps in (50, 100, 300)] == [100.0, 200.0, 300.0]
+    rounds = [{"until": 100, "sent": [200.0, each]} for each in (0.5, 1.0)]
+    assert [spent(rounds, "sent", steps) for steps in (50, 100, 300)] == [
+        [100.0, 100.0],
+        [200.0, 200.0],
+        [300.0, 400.0],
+    ]
     assert TIMED % (2 * LONG) == TIMED_WHERE_SLOW % PERIOD == 0
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_system_has_all_its_rows(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     came = Learned(0.1, {"0.1": 64.0}, [64.0, 65.0], 63.0, [100, 200])
-    found = {
-        "until": 10,
-        **{key: [10.0, 2.0] for key in ("seconds", "sent", "processor_s")},
-        "peak_mb": 300.0,
-    }
+    found = [
+        {"until": 10, "peak_mb": 300.0} | {key: [10.0, each] for key in ("seconds", "sent", "processor_s")}
+        for each in (3.0, 2.0, 1.0)
+    ]
     monkeypatch.setattr(run, "learned", lambda name: came)
     monkeypatch.setattr(run, "timed", lambda name, where: found)
     rows = system_rows(REFERENCE, network, quick=False)
     assert [*rows] == [*rows_of(REFERENCE, network)]
     first = rows[rows_of(REFERENCE, network)[0]]
-    assert (first.ours, first.spread) == (290.0, (190.0, 390.0))
+    assert (first.ours, first.spread) == (290.0, (100.0, 580.0))
+
+
+def test_systems_are_timed_in_rounds_where_the_network_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[str, int]]()
+
+    def once(name: str, network: str, number: int) -> dict[str, Any]:
+        asked.append((name, number))
+        return {"name": name, "round": number}
+
+    monkeypatch.setattr(run, "timed_once", once)
+    names = sorted(name for name, system in SYSTEMS.items() if system.installed)
+    assert timed(REFERENCE, LAN) == [{"name": REFERENCE, "round": number} for number in range(3)]
+    assert asked == [(name, number) for number in range(3) for name in names]
+    asked.clear()
+    timed(REFERENCE, "four-regions")
+    assert asked == [(REFERENCE, 0)]
+
+
+def test_what_one_takes_is_compared_within_rounds() -> None:
+    measured = over("a", "b", {"a": [1.0, 2.0, 4.0], "b": [2.0, 2.0, 6.0]}, {})
+    assert (measured.ours, measured.spread) == (1.5, (1.0, 2.0))
 
 
 def test_the_fastest_is_one_that_comes_there() -> None:
-    assert fastest(["a", "b", "c"], {"a": None, "b": 3.0, "c": 2.0, "d": 1.0}) == "c"
-    assert fastest(["a"], {"a": None}) is None
+    assert fastest(["a", "b", "c"], {"a": [], "b": [3.0], "c": [9.0, 2.0, 1.0], "d": [1.0]}) == "c"
+    assert fastest(["a"], {"a": []}) is None
 
 
 class Trainer:
