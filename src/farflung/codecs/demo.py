@@ -68,7 +68,7 @@ class DeMo(Transformed):
         whole_option("demo", "keep", self.keep, 1)
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """A momentum of zero, and where blocks are: start, rows and columns of a parameter, those of its blocks.
+        """A momentum of zero, by components; where blocks are: start, rows and columns of a parameter, of its blocks.
 
         Raises:
           Unsupported: the tensor is not floating.
@@ -77,25 +77,25 @@ class DeMo(Transformed):
         floating("demo", spec)
         parts = spec.parts or (Placed((spec.numel,), 0),)
         blocks = [self._blocks(part) for part in parts if part.numel]
-        return CodecState({"blocks": blocks}, {"momentum": torch.zeros(spec.shape, dtype=spec.dtype)})
+        return CodecState({"blocks": blocks}, {"components": torch.zeros(spec.shape, dtype=spec.dtype)})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Components and their indices, of all blocks in order."""
-        momentum = state.local["momentum"].to(grad.device).mul(self.decay).add_(grad)
+        momentum = state.local["components"].to(grad.device).mul(self.decay)
         values, places = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
         for where in _each(state):
-            components = where.transformed(momentum.view(-1))
+            components = where.components(momentum.view(-1)).add_(where.transformed(grad.view(-1)))
             largest = components.abs().nan_to_num(nan=math.inf, posinf=math.inf)
             found = largest.topk(min(self.keep, where.size), dim=1, sorted=False).indices.sort(dim=1).values
             values.append(components.gather(1, found).view(-1))
             places.append(found.view(-1))
+            components.scatter_(1, found, 0.0)
         payload = Payload((torch.cat(values), *pack_wide(torch.cat(places), self._index_bits)))
-        chosen = torch.zeros_like(grad)
-        self.add_components(state, payload, chosen)
-        kept = momentum.sub_(self.restored(state, chosen)).nan_to_num_(0.0, 0.0, 0.0)
         if payload.nbytes >= grad.nbytes:
-            payload = Payload((chosen.view(-1),))
-        return payload, CodecState(state.shared, {"momentum": kept})
+            dense = torch.zeros_like(grad)
+            self.add_components(state, payload, dense)
+            payload = Payload((dense.view(-1),))
+        return payload, CodecState(state.shared, {"components": momentum.nan_to_num_(0.0, 0.0, 0.0)})
 
     @override
     def add_components(self, state: CodecState, payload: Payload, total: Tensor) -> None:
@@ -113,7 +113,7 @@ class DeMo(Transformed):
                 raise ProtocolError(
                     f"component {int(found.max())} of {where.size}: do all ranks run the same model and recipe?"
                 )
-            components = where.of(total.view(-1)).view(where.count, where.size)
+            components = where.components(total.view(-1))
             components.scatter_add_(1, found, values[start:stop].view(where.count, keep).to(total.dtype))
             start = stop
 
@@ -157,9 +157,9 @@ class _Blocks:
     def count(self) -> int:
         return self.rows * self.columns // self.size
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The numbers of the parameter, or its components block by block."""
-        return flat[self.start : self.start + self.rows * self.columns]
+    def components(self, flat: Tensor) -> Tensor:
+        """Those of each block, shape ``(count, size)``, of a tensor in which they are one block after another."""
+        return self._part(flat).view(self.count, self.size)
 
     def transformed(self, flat: Tensor) -> Tensor:
         """Components of each block, shape ``(count, size)``."""
@@ -171,15 +171,18 @@ class _Blocks:
         """Writes what components stand for."""
         high, wide = self.rows // self.height, self.columns // self.width
         down, across = self._transforms(flat)
-        blocks = down.T @ self.of(components).view(high, wide, self.height, self.width) @ across
+        blocks = down.T @ self._part(components).view(high, wide, self.height, self.width) @ across
         self._view(flat).copy_(blocks.transpose(1, 2))
+
+    def _part(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.rows * self.columns]
 
     def _transforms(self, like: Tensor) -> tuple[Tensor, Tensor]:
         return _cosines(self.height, like.device, like.dtype), _cosines(self.width, like.device, like.dtype)
 
     def _view(self, flat: Tensor) -> Tensor:
         high, wide = self.rows // self.height, self.columns // self.width
-        return self.of(flat).view(high, self.height, wide, self.width)
+        return self._part(flat).view(high, self.height, wide, self.width)
 
 
 def _each(state: CodecState) -> Iterator[_Blocks]:
