@@ -427,6 +427,7 @@ class HookState:
             return
         if {str(own.index): _shapes(own) for own in self._owns} != kept["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
+        self._slots.check_own(kept["local"])
         self._slots.load_state_dict(kept["shared"], kept["local"])
 
 

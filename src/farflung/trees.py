@@ -8,7 +8,7 @@ from torch import Tensor
 
 from farflung.types import CodecState, Payload, State
 
-__all__ = ["only_seeds", "rebuilt", "shares_memory", "unshared"]
+__all__ = ["keys_of", "only_seeds", "rebuilt", "shares_memory", "unshared"]
 
 
 def rebuilt(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
@@ -37,3 +37,11 @@ def only_seeds(state: CodecState) -> bool:
 
 def _only_seeds(tree: State) -> bool:
     return all(key == "seed" or (isinstance(node, dict) and _only_seeds(node)) for key, node in tree.items())
+
+
+def keys_of(tree: State, prefix: str = "") -> set[str]:
+    """Lists the keys of nested dicts, those within one another joined by dots."""
+    keys = {prefix + key for key in tree}
+    return keys.union(
+        *(keys_of(node, f"{prefix}{key}.") for key, node in tree.items() if isinstance(node, dict))
+    )

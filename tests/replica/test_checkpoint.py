@@ -458,3 +458,23 @@ def test_a_checkpoint_of_more_replicas_is_refused_and_changes_nothing(tmp_path: 
     with pytest.raises(CheckpointError, match="another number of replicas than 1"):
         alone.resume(4)
     assert not touched()
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=3)"])
+def test_a_checkpoint_whose_codec_keeps_something_else_is_refused(schedule: str, tmp_path: Path) -> None:
+    parts = {"codec": "by_role(other=demo, convolution=topk)", "schedule": schedule}
+    run(*replicas(tmp_path, 4, parts=parts))
+
+    def older(tree: State) -> State:
+        return {
+            "momentum" if key == "components" else key: older(node) if isinstance(node, dict) else node
+            for key, node in tree.items()
+        }
+
+    for path in tmp_path.rglob("rank-*"):
+        save_tree(path, older(load_tree(path)))
+    _, resumed = replicas(tmp_path, 8, parts=parts)
+    with pytest.raises(
+        CheckpointError, match=r"the reducer's state in the checkpoint lacks .*components: use"
+    ):
+        resumed[0].resume(4)

@@ -494,8 +494,12 @@ class Exchanges:
         """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same.
 
         Tensors of the state may be on any device.
+
+        Raises:
+          CheckpointError: its reducer's state is of another version.
         """
         shared, own = state["shared"], state["own"]
+        self._slots.check_own(own["slots"])
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state, self._behind = shared["schedule"], shared.get("behind", False)
         self._times.go_on_from(own.get("elapsed_s", 0.0))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from farflung.errors import Unsupported
+from farflung.errors import CheckpointError, Unsupported
 from farflung.seeding import derive
+from farflung.trees import keys_of
 from farflung.types import (
     Bucket,
     CodecState,
@@ -97,6 +98,7 @@ class Slots:
             )
             for number, spec in specs.items()
         }
+        self._keys = {number: keys_of(slot.state.local) for number, slot in self._slots.items()}
 
     def __getitem__(self, number: int) -> StateSlot:
         return self._slots[number]
@@ -129,6 +131,20 @@ class Slots:
         own = {str(number): slot.state.local for number, slot in self._slots.items()}
         return shared, own
 
+    def check_own(self, own: State) -> None:
+        """Checks that a replica's own halves of :meth:`state_dict` hold what the reducer keeps.
+
+        Raises:
+          CheckpointError: one lacks what it has from the beginning, as that of another version may.
+        """
+        for number, keys in self._keys.items():
+            if str(number) in own and (lacking := keys - keys_of(own[str(number)])):
+                raise CheckpointError(
+                    f"the reducer's state in the checkpoint lacks {', '.join(sorted(lacking))}: "
+                    "use the version that wrote it, or start the run anew"
+                )
+
     def load_state_dict(self, shared: State, own: State) -> None:
+        """Continues from :meth:`state_dict`, whose own half has been checked."""
         for number, slot in self._slots.items():
             slot.state = CodecState(shared[str(number)], own.get(str(number), slot.state.local))
