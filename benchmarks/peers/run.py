@@ -7,6 +7,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from benchmarks.peers.trained import (
     Trained,
     learned,
 )
-from benchmarks.peers.worker import LONG, OURS, SYNCHRONOUS, SYSTEMS
+from benchmarks.peers.worker import LONG, OURS, POWERSGDS, SYNCHRONOUS, SYSTEMS
+from benchmarks.presets.language import CORPUS
 from farflung.network import network_profile
 
 FOLDER = Path(__file__).parent
@@ -43,6 +45,7 @@ FP16 = "DDP, fp16 hook"
 WITH_FP16 = "best named composition over DDP with its fp16 hook, wifi-10mbps"
 LAN = "lan-1g"
 LAN_ROW = "best over the best peer, lan-1g"
+APART = "powersgd rank 4, loss apart from PyTorch's powerSGD_hook of the same rank, 20newsgroups/gpt"
 
 
 def best_row(network: str) -> str:
@@ -236,6 +239,21 @@ def whole(name: str, network: str, predicted_s: float) -> Measured:
     return Measured(ratio, (ratio, ratio), config)
 
 
+def apart(quick: bool) -> Mapping[str, Measured]:
+    """What losses of PyTorch's PowerSGD and ours differ by, means over the last half of a training and over seeds."""
+    of_each = Trained("", 0.001, 0, steps=1000, batch=3, task=CORPUS)
+    if quick:
+        of_each = replace(of_each, steps=4, every=1, batch=4, task="synthetic/quadratic")
+    losses: dict[str, list[float]] = {}
+    for name in POWERSGDS:
+        trained = [replace(of_each, name=name, seed=seed) for seed in (PILOT, *JUDGES)]
+        looks = [one.train(nodes=2) if quick else TRAININGS.curve(one) for one in trained]
+        losses[name] = [statistics.fmean(loss for *_, loss in each[len(each) // 2 :]) for each in looks]
+    differences = [abs(ours - theirs) for theirs, ours in zip(*losses.values(), strict=True)]
+    config = {**vars(of_each), "name": [*POWERSGDS], "seed": [PILOT, *JUDGES], "losses": losses}
+    return {APART: Measured(statistics.fmean(differences), (min(differences), max(differences)), config)}
+
+
 CANARIES = tuple(dict.fromkeys(canary for system in SYSTEMS.values() for canary in system.canaries))
 BENCHMARK = Benchmark(
     FOLDER,
@@ -261,6 +279,7 @@ BENCHMARK = Benchmark(
             )
             for network in NETWORKS
         ),
+        Group((APART,), apart, "trainings", 0.5, POWERSGDS["powersgd, rank 4, AdamW"].canaries),
     ],
     TRAININGS,
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.common import Trainings, in_turn, torchrun
-from benchmarks.peers.worker import REFERENCE, SYSTEMS, System
+from benchmarks.peers.worker import REFERENCE, SYSTEMS, System, system_of
 from benchmarks.sampling.training import Looks, best, reached
 
 __all__ = ["BATCH", "JUDGES", "NODES", "PILOT", "RATES", "TASK", "TRAININGS", "Learned", "Trained", "learned"]
@@ -56,14 +56,14 @@ class Trained:
         return f"{self.name}, rate {self.rate:g}, seed {self.seed}"
 
     def train(self, nodes: int = NODES) -> list[list[float]]:
-        """Steps and accuracies in percent."""
+        """Steps, accuracies in percent and losses; of trainings stored on 2026-11-27, no losses."""
         said = torchrun(nodes, "benchmarks.peers.worker", json.dumps(vars(self)))
         looks: list[list[float]] = next(one["looks"] for one in said if one["rank"] == 0)
         return looks
 
 
 def _canaries(training: Trained) -> Sequence[str]:
-    return SYSTEMS[training.name].canaries
+    return system_of(training.name).canaries
 
 
 TRAININGS: Trainings[Trained, list[list[float]]] = Trainings(

@@ -33,12 +33,22 @@ from farflung.recipes import Recipe, recipe
 from farflung.seeding import generator
 from farflung.workloads import workload
 
-__all__ = ["LONG", "OURS", "PERIOD", "REFERENCE", "SYNCHRONOUS", "SYSTEMS", "System"]
+__all__ = [
+    "LONG",
+    "OURS",
+    "PERIOD",
+    "POWERSGDS",
+    "REFERENCE",
+    "SYNCHRONOUS",
+    "SYSTEMS",
+    "System",
+    "system_of",
+]
 
 PERIOD, LONG = 10, 50
 """Steps between two exchanges: of what averages parameters, and of what has an outer optimizer."""
 ALIKE = 100
-"""Steps at the start of post-local SGD and of late means in which replicas stay alike."""
+"""Steps at the start of post-local SGD, of late means and of PowerSGD on text in which gradients are summed dense."""
 CONNECT_S, LIMIT_S = 60.0, 1500
 
 
@@ -86,10 +96,10 @@ def fp16() -> tuple[Any, Any]:
     return None, fp16_compress_hook
 
 
-def powersgd() -> tuple[Any, Any]:
+def powersgd(dense_steps: int = 10) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook
+    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=dense_steps), powerSGD_hook
 
 
 def post_local(job: Job) -> Started:
@@ -286,6 +296,21 @@ SYSTEMS: dict[str, System] = {
     ),
 }
 """By name, as rows have them."""
+POWERSGDS = {
+    "DDP, PowerSGD hook, AdamW": System(
+        partial(ddp, hook=partial(powersgd, dense_steps=ALIKE)), optimizer="AdamW"
+    ),
+    "powersgd, rank 4, AdamW": System(
+        partial(ours, how=recipe("powersgd").but(reducer=f"powersgd(rank=4, dense_steps={ALIKE})")),
+        optimizer="AdamW",
+        canaries=("preset powersgd",),
+    ),
+}
+"""PyTorch's and ours, whose losses on text are compared."""
+
+
+def system_of(name: str) -> System:
+    return POWERSGDS[name] if name in POWERSGDS else SYSTEMS[name]
 
 
 # --- one rank -----------------------------------------------------------------------------------------------------
@@ -340,7 +365,7 @@ def train(
     batch: int,
 ) -> dict[str, Any]:
     """What it came to: looks, and what was spent at the start, when steps became alike, and at the end."""
-    system, work = SYSTEMS[name], workload(task)
+    system, work = system_of(name), workload(task)
     if system.connections > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = ",".join(
             [os.environ.get("GLOO_SOCKET_IFNAME", "lo")] * system.connections
@@ -368,9 +393,9 @@ def train(
         if every and step and step % every == 0:
             before = spent.read()
             if not system.alone:
-                looks.append([step, accuracy(bare, mean, work, test, rank, size)])
+                looks.append([step, *scores(bare, mean, work, test, rank, size)])
             elif rank == 0:
-                looks.append([step, accuracy(bare, mean, work, test, 0, 1)])
+                looks.append([step, *scores(bare, mean, work, test, 0, 1)])
             spent.leave_out(before)
         if step < steps:
             work.loss(model, data.take(next(order), train=True)).mean().backward()
@@ -399,19 +424,24 @@ def batches(samples: int, batch: int, rank: int, size: int, seed: int) -> Iterat
 
 
 @torch.no_grad()
-def accuracy(own: nn.Module, mean: nn.Module, work: Any, test: Any, rank: int, size: int) -> float:
-    """In percent, of the mean of all ranks' parameters and statistics, a part of the test set at each."""
+def scores(
+    own: nn.Module, mean: nn.Module, work: Any, test: Any, rank: int, size: int
+) -> tuple[float, float]:
+    """Accuracy in percent and loss of the mean of all ranks' models, on a part of the test set at each."""
     for of_all, one in zip(mean.state_dict().values(), own.state_dict().values(), strict=True):
         of_all.copy_(one)
         if of_all.is_floating_point() and size > 1:
             dist.all_reduce(of_all)
             of_all.div_(size)
     mean.eval()
-    parts = torch.arange(rank, len(test), size).split(500)
-    right = torch.stack([work.metric(mean, test.take(ids, train=False)).sum() for ids in parts]).sum()
+    total = torch.zeros(2)
+    for ids in torch.arange(rank, len(test), size).split(500):
+        part = test.take(ids, train=False)
+        total += torch.stack([work.metric(mean, part).sum(), work.loss(mean, part).sum()])
     if size > 1:
-        dist.all_reduce(right)
-    return round(100 * float(right) / len(test), 2)
+        dist.all_reduce(total)
+    accuracy, loss = (total / len(test)).tolist()
+    return round(100 * accuracy, 2), round(loss, 5)
 
 
 def supervised() -> None:
