@@ -19,9 +19,13 @@ from farflung.workloads import workload
 WORKLOAD, BATCH_SIZE = "cifar10/resnet20", 16
 CODECS = (
     "dgc(density=0.01)",
+    "error_feedback(chunked_topk)",
+    "error_feedback(chunked_topk, decay=0.95)",
     "error_feedback(int8)",
+    "error_feedback(qsgd(bits=4))",
     "error_feedback(randomk(unbiased=False))",
     "error_feedback(sign)",
+    "error_feedback(sign(bucket_size=1024))",
     "error_feedback(topk(density=0.001))",
     "error_feedback(topk(density=0.1))",
     "qsgd(bits=2)",
