@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch:
         transport = members.transports[dialler]
         member = transport._members[1 - dialler]
         link = member.links[0]
-        monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.02, "reno"))
+        monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.02, "reno", 2e6))
         for _ in range(6):
             link.busy_s += tcp.WIDEN_S
             rate = min(2e6 * len(member.links), 9e6)
@@ -127,6 +128,63 @@ def test_within_a_machine_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         link.busy_s, link.busy_nbytes = 100.0, 1 << 30
         members.transports[0].busy(link)
         assert members.transports[0]._members[1].wanted == 1
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A socket, and how many bytes each call has handed to it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self.handed = sock, list[int]()
+
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
+        self.handed.append(sum(map(len, buffers)))
+        return self._sock.sendmsg(buffers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+def test_the_kernel_takes_the_records_of_a_sealed_piece_at_once() -> None:
+    with closing(Group(2, keys=Keys.fresh())) as members:
+        members.meet()
+        link = members.transports[0]._members[1].links[0]
+        link.sock = watched = Watched(link.sock)  # type: ignore[assignment]
+        arrived = members.comms[1].recv(0, tag(5))
+        members.comms[0].send(Payload((torch.rand(40_000),)), 1, tag(5))
+        members.until(lambda: arrived.done)
+        assert max(watched.handed) > 160_000  # ten records of TLS
+
+
+@pytest.mark.parametrize(("rate_bps", "piece"), [(0.0, 1 << 14), (80e6, 100_000), (1e9, 1 << 18)])
+def test_a_piece_is_what_the_kernel_has_seen_a_link_carry(
+    rate_bps: float, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Group(2, keys=Keys.fresh())) as members:
+        members.meet()
+        link = members.transports[0]._members[1].links[0]
+        monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.0, "bbr", rate_bps))
+        monkeypatch.setattr(link, "_adapt", lambda: None)
+        link._adapts, link._piece = True, 1 << 14
+        arrived = members.comms[1].recv(0, tag(5))
+        members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
+        members.until(lambda: arrived.done)
+        assert link._piece == piece
+
+
+def test_the_rate_is_read_where_the_kernel_has_it() -> None:
+    """On loopback, of some megabytes."""
+    with closing(Group(2)) as members:
+        members.meet()
+        arrived = members.comms[1].recv(0, tag(5))
+        members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
+        members.until(lambda: arrived.done)
+        path = members.transports[0]._members[1].links[0].path()
+        if path is None:
+            pytest.skip("only Linux tells")
+        assert 1e6 < path.rate_bps < 1e13
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -246,7 +304,7 @@ def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whol
             members.meet()
             waiting = members.comms[0].recv(1, tag(5))
             link = members.transports[1]._members[0].links[0]
-            link._out.append(memoryview(b"\xff" * 8 + draw.randbytes(100)))
+            link._put(b"\xff" * 8 + draw.randbytes(100))
             link._write()
             members.until(lambda: waiting.done)  # noqa: B023
             assert isinstance(waiting.error, PeerLost)

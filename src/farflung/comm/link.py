@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from farflung.comm.framing import LEAST_PIECE_NBYTES, LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES, piece_nbytes
 from farflung.comm.loop import Loop
 from farflung.comm.records import Chunk, Receiver, Sender
-from farflung.comm.wire import WireError
+from farflung.comm.wire import Frame, WireError
 
 if TYPE_CHECKING:
     from farflung.comm.tcp import TcpTransport
@@ -29,13 +29,13 @@ _KEEPIDLE = 0x10 if sys.platform == "darwin" else 4
 _KEEPALIVE_S = 30
 _SIOCOUTQ, _SO_NWRITE = 0x5411, 0x1024
 """How Linux and macOS tell of bytes that are not acknowledged."""
-_TCP_INFO_NBYTES = 160
-"""Of the kernel's ``struct tcp_info``, up to the number of data segments that were sent."""
+_TCP_INFO_NBYTES = 168
+"""Of the kernel's ``struct tcp_info``, up to the rate of delivery."""
 _LOOK_S = 0.05
 """How often the size of a piece follows the rate of a connection that is busy."""
 _MUCH = 1 << 15
 """Bytes behind which there are likely more."""
-_AGAIN = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_AGAIN = (BlockingIOError, InterruptedError)
 
 
 class Path(NamedTuple):
@@ -45,11 +45,13 @@ class Path(NamedTuple):
       round_trip_s: in seconds.
       loss: the share of segments that were sent again.
       control: the name of the congestion control.
+      rate_bps: at which data was last seen to be delivered.
     """
 
     round_trip_s: float
     loss: float
     control: str
+    rate_bps: float
 
 
 class State(IntEnum):
@@ -104,6 +106,9 @@ class Link:
         self._sender: Sender | None = None
         self._links: Mapping[int, Link] = {}
         self._due, self._said = 0, b""
+        self._secure: ssl.SSLObject | None = None
+        self._sealed, self._unsealed = ssl.MemoryBIO(), ssl.MemoryBIO()
+        """What TLS has come to and is to be sent; what has arrived and TLS has not read."""
         self._out: list[memoryview] = []
         self._chunk: Chunk | None = None
         self._piece, self._adapts = LEAST_PIECE_NBYTES, True
@@ -146,19 +151,30 @@ class Link:
     def _begin(self) -> None:
         if self._tls is not None:
             server = self.dialled is None
-            self.sock = self._tls.wrap_socket(self.sock, server_side=server, do_handshake_on_connect=False)
+            self._secure = self._tls.wrap_bio(self._unsealed, self._sealed, server_side=server)
         self._listen()
         self._shake()
 
     def _shake(self) -> None:
-        if isinstance(self.sock, ssl.SSLSocket):
-            self.sock.do_handshake()
+        while self._secure is not None:
+            try:
+                self._secure.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                pass
+            finally:  # also what it says of an error
+                self._put()
+                with suppress(OSError):
+                    self._write()
+            if not self._fill():
+                self.end(None)
+                return
         self.state = State.STRANGER
         self._owner.connected(self)
 
     def certificate(self) -> bytes | None:
         """The certificate that the other end has proved to have the key of, in DER."""
-        return self.sock.getpeercert(True) if isinstance(self.sock, ssl.SSLSocket) else None
+        return None if self._secure is None else self._secure.getpeercert(True)
 
     def expect(self, nbytes: int) -> None:
         """Tells the owner when so many bytes more are there."""
@@ -166,7 +182,7 @@ class Link:
 
     def say(self, said: bytes) -> None:
         """Sends a few bytes of the introduction."""
-        self._out.append(memoryview(said))
+        self._put(said)
         self._guarded(self._write)
 
     def promote(self, rank: int, sender: Sender, receiver: Receiver, links: Mapping[int, Link]) -> None:
@@ -203,7 +219,7 @@ class Link:
     def _write(self) -> None:
         while not self._broken and (self._out or self._next()):
             try:
-                sent = self.sock.sendmsg(self._out) if self._tls is None else self.sock.send(self._out[0])
+                sent = self.sock.sendmsg(self._out)
             except _AGAIN:
                 self._wait()
                 return
@@ -237,6 +253,8 @@ class Link:
         """Goes on once the kernel takes more."""
         if not self._blocked:
             self._blocked, self._looked_at, self._since = True, time.monotonic(), 0
+            if self._adapts and (path := self.path()) is not None:
+                self._resize(path.rate_bps)
             self._listen()
 
     def _next(self) -> bool:
@@ -247,23 +265,37 @@ class Link:
         if self._sender is not None and self.state is not State.GONE:
             self._chunk = self._sender.take(self._piece, first=self.index == 0)
         if self._chunk is not None:
-            self._out += map(memoryview, self._chunk.buffers)
+            self._put(*self._chunk.buffers)
         return self._chunk is not None
 
+    def _put(self, *buffers: Frame) -> None:
+        """Adds to what is sent; with TLS sealed as a whole, so that the kernel takes many records at once."""
+        if self._secure is None:
+            self._out += map(memoryview, buffers)
+            return
+        if buffers:
+            self._secure.write(b"".join(buffers))
+        if self._sealed.pending:
+            self._out.append(memoryview(self._sealed.read()))
+
     def _adapt(self) -> None:
-        """Makes a piece what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
+        """Follows the rate at which the connection sends while it is busy."""
         now = time.monotonic()
         took_s = now - self._looked_at
         if took_s < _LOOK_S:
             return
-        piece = piece_nbytes(8 * self._since / took_s)
+        self._resize(8 * self._since / took_s)
         self.busy_s += took_s
         self.busy_nbytes += self._since
         self._looked_at, self._since = now, 0
+        self._owner.busy(self)
+
+    def _resize(self, rate_bps: float) -> None:
+        """Makes a piece what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
+        piece = piece_nbytes(rate_bps)
         if not 0.8 < piece / self._piece < 1.25:
             self._piece = piece
             self._hold_little()
-        self._owner.busy(self)
 
     def _hold_little(self) -> None:
         """Has the kernel take no more than a piece that it cannot send yet."""
@@ -281,7 +313,9 @@ class Link:
         (round_trip_us,), (again,), (segments,) = (
             struct.unpack_from("I", found, at) for at in (68, 100, 156)
         )
-        return Path(round_trip_us / 1e6, again / max(1, segments), control.rstrip(b"\0").decode())
+        (nbytes_per_s,) = struct.unpack_from("Q", found, 160)
+        name = control.rstrip(b"\0").decode()
+        return Path(round_trip_us / 1e6, again / max(1, segments), name, 8.0 * nbytes_per_s)
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
@@ -330,13 +364,13 @@ class Link:
             if self.state is State.CLOSING:
                 nbytes = len(self.sock.recv(1 << 16))
             elif self.receiver is None:
-                said = self.sock.recv(self._due - len(self._said))
-                nbytes = len(said)
-                self._hear(said)
+                said = memoryview(bytearray(self._due - len(self._said)))
+                nbytes = self._receive(said)
+                self._hear(bytes(said[:nbytes]))
             elif self.receiver.paused:
                 return False
             else:
-                nbytes = self.sock.recv_into(self.receiver.room())
+                nbytes = self._receive(self.receiver.room())
                 if nbytes:
                     self._take(nbytes)
             if not nbytes:
@@ -344,12 +378,30 @@ class Link:
             self.read_s = time.monotonic()
             if self.state is State.GONE:
                 return False
-            if self._tls is None and nbytes < _MUCH:
+            if self._secure is None and nbytes < _MUCH:
                 return True
-            many -= nbytes  # TLS gives no more than one record of its own at a time
-        if isinstance(self.sock, ssl.SSLSocket) and self.sock.pending():
+            many -= nbytes
+        if self._secure is not None and (self._unsealed.pending or self._secure.pending()):
             self._loop.after(0.0, self.read)
         return True
+
+    def _receive(self, room: memoryview) -> int:
+        """Reads bytes into ``room``; how many, 0 at the end."""
+        if self._secure is None:
+            return self.sock.recv_into(room)
+        while True:
+            try:
+                return self._secure.read(len(room), room)  # type: ignore[return-value]
+            except ssl.SSLWantReadError:
+                if not self._fill():
+                    return 0
+
+    def _fill(self) -> bool:
+        """Has TLS read what has arrived; whether it is not the end."""
+        arrived = self._owner.scratch
+        nbytes = self.sock.recv_into(arrived)
+        self._unsealed.write(arrived[:nbytes])
+        return nbytes > 0
 
     def _hear(self, said: bytes) -> None:
         self._said += said
@@ -373,7 +425,7 @@ class Link:
     def see_off(self, said: bytes) -> None:
         """Sends a visitor's answer, and closes once it has left."""
         self.state = State.MEMBER
-        self._out.append(memoryview(said))
+        self._put(said)
         self.close_soon()
 
     def close_soon(self) -> None:

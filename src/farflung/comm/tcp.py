@@ -36,6 +36,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from farflung.comm.endpoint import MOST_CONNECTIONS, NO_WAY_IN, advertised
+from farflung.comm.framing import SEALED_PIECE_NBYTES
 from farflung.comm.interface import LOOPBACK, is_loopback, tcp
 from farflung.comm.keys import Keys, certificate_of, tls_context
 from farflung.comm.link import Link, Path, State
@@ -175,6 +176,8 @@ class TcpTransport:
         self._due = size - 1
         self._visits: tuple[bytes, Callable[[bytes], bytes]] | None = None
         self._rests = self._closes = False
+        self.scratch = memoryview(bytearray(SEALED_PIECE_NBYTES))
+        """For what arrives encrypted, on its way to TLS."""
         self._pool = Pool()
         self._tls: ssl.SSLContext | None = None
         self._loop = Loop()
