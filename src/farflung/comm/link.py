@@ -359,6 +359,8 @@ class Link:
     def _read(self) -> bool:
         if self.state is State.SHAKING:
             self._shake()
+            if self.state is State.GONE:  # type: ignore[comparison-overlap]
+                return False
         many = LOCAL_PIECE_NBYTES
         while many > 0:
             if self.state is State.CLOSING:
