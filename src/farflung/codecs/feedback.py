@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from farflung.codecs.base import accumulate, codec_option, floating
-from farflung.codecs.randomk import RandomK
 from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
 from farflung.options import part_option
@@ -54,7 +53,7 @@ class ErrorFeedback:
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError("error_feedback around error_feedback keeps the same residual twice: use one")
         part_option("error_feedback", "decay", self.decay)
-        if isinstance(self.codec, RandomK) and self.codec.unbiased and self.codec.density < 1:
+        if getattr(self.codec, "expands", False):
             raise ConfigError(
                 "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
             )

@@ -53,6 +53,11 @@ class RandomK(Sparse):
     def __post_init__(self) -> None:
         density_option("randomk", self.density)
 
+    @property
+    def expands(self) -> bool:
+        """Whether entries are sent larger than they are, so that with error feedback errors would grow by n/k."""
+        return self.unbiased and self.density < 1
+
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The shared seed.
 
