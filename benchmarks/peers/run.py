@@ -241,18 +241,25 @@ def whole(name: str, network: str, predicted_s: float) -> Measured:
 
 def apart(quick: bool) -> Mapping[str, Measured]:
     """What losses of PyTorch's PowerSGD and ours differ by, means over the last half of a training and over seeds."""
-    of_each = Trained("", 0.001, 0, steps=1000, batch=3, task=CORPUS)
+    of_each = Trained("", 0.001, PILOT, steps=1000, batch=3, task=CORPUS)
+    seeds = [PILOT, *JUDGES]
     if quick:
-        of_each = replace(of_each, steps=4, every=1, batch=4, task="synthetic/quadratic")
+        of_each, seeds = replace(of_each, steps=4, every=1, batch=4, task="synthetic/quadratic"), [PILOT]
     losses: dict[str, list[float]] = {}
     for name in POWERSGDS:
-        trained = [
-            replace(of_each, name=name, seed=seed) for seed in ((PILOT,) if quick else (PILOT, *JUDGES))
-        ]
+        trained = [replace(of_each, name=name, seed=seed) for seed in seeds]
         looks = [one.train(nodes=2) if quick else TRAININGS.curve(one) for one in trained]
         losses[name] = [statistics.fmean(loss for *_, loss in each[len(each) // 2 :]) for each in looks]
     differences = [abs(ours - theirs) for theirs, ours in zip(*losses.values(), strict=True)]
-    config = {**vars(of_each), "name": [*POWERSGDS], "seed": [PILOT, *JUDGES], "losses": losses}
+    config = {
+        "workload": CORPUS,
+        "replicas": NODES,
+        "batch": of_each.batch,
+        "steps": of_each.steps,
+        "learning_rate": of_each.rate,
+        "seeds": seeds,
+        "losses": losses,
+    }
     return {APART: Measured(statistics.fmean(differences), (min(differences), max(differences)), config)}
 
 

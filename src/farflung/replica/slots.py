@@ -145,6 +145,6 @@ class Slots:
                 )
 
     def load_state_dict(self, shared: State, own: State) -> None:
-        """Continues from :meth:`state_dict`, whose own half has been checked."""
+        """Continues from :meth:`state_dict`, after :meth:`check_own`."""
         for number, slot in self._slots.items():
             slot.state = CodecState(shared[str(number)], own.get(str(number), slot.state.local))
