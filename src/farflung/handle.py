@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
@@ -27,7 +28,7 @@ from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
-from farflung.replica.averaging import averaged, broadcast, sum_everywhere
+from farflung.replica.averaging import average, averaged, broadcast, relative_spread, sketch, sum_everywhere
 from farflung.replica.fitness import (
     accumulates,
     check_optimizer,
@@ -39,6 +40,7 @@ from farflung.replica.fitness import (
     plain_optimizer,
 )
 from farflung.replica.merges import needs_the_loop
+from farflung.replica.optimizers import kind_of
 from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
@@ -54,6 +56,16 @@ __all__ = ["Handle", "attach", "carries"]
 T = TypeVar("T")
 
 _JOIN_S = 60.0
+_MOST_PASSES = 100
+"""Backward passes in a row without a step, after which the optimizer is taken for one that does not step."""
+_COMPARED_EVERY = 1024
+"""Rounds after which equal replicas are compared again, beside the powers of two."""
+_TOLERATED = 1e-4
+"""Relative distance of replicas that rounding on unlike devices may explain."""
+_STEP_IN_BACKWARD = (
+    "an optimizer stepped, or a hook took a gradient away, while backward() was sending it: replicas would train "
+    "apart. Step after backward()"
+)
 _UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
 _numbers = itertools.count()
 """Handles of one process, counted alike on all ranks, so that several can meet in one store."""
@@ -249,7 +261,7 @@ def attach(
             gain=None if sampler is None else sampler.gain,
             looks=nonfinite is not None,
         )
-        if needs_closure(optimizer) and not exchanges.at_once:
+        if needs_closure(optimizer) and not exchanges.is_synchronous:
             raise Unsupported(
                 f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
                 f"{chosen.schedule} cannot follow: use a synchronous recipe"
@@ -297,7 +309,7 @@ class Handle:
         self.collective = collective
         """How all-reduces travel; never ``auto``, but what that stands for."""
         self.step = 0
-        """Backward passes exchanged so far."""
+        """Steps of the optimizer so far; one that a ``GradScaler`` skips counts too."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
         self._syncing, self._accumulating = True, accumulating
@@ -305,18 +317,41 @@ class Handle:
         self._finished = False
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
         """The runs of autograd that make up the backward pass under way, by number; ``None``: it has ended."""
-        self._open = False
-        """Whether a step has begun whose parameters have not been updated."""
+        self._round_number = 0
+        """Rounds of exchanges so far, which number messages: one for each step, or for each pass where passes send."""
+        self._is_round_open = False
+        """Whether exchanges have been planned and not all been merged."""
+        self._is_step_open = False
+        """Whether there was a backward pass since the optimizer's last step."""
         self._exchanged = False
         """Whether there was an exchange since the optimizer's last step."""
-        self._said_apart = False
+        self._steps_by_itself = False
+        """Whether farflung steps the optimizer, at the end or for a replica without data."""
+        self._skipped_steps = 0
+        """Steps in a row that the loop has left out."""
+        self._sketch_of_open_step: Tensor | None = None
+        """Sums of parameters when a backward pass began whose predecessor's gradients were gone without a step."""
+        self._other_optimizer = ""
+        """Class of another optimizer that has stepped on the same parameters since this one."""
+        self._passes = 0
+        """Backward passes before the one that is under way, since the optimizer's last step."""
+        self._is_apart = False
+        """Whether replicas have differed that should have been equal."""
+        self._warnings: set[str] = set()
+        """Kinds of warnings that have been given."""
         parameters = list(model.named_parameters())
+        self._trained = [p for bucket in buckets.buckets for p in buckets.parameters(bucket.index)]
         self._known = {id(p) for _, p in parameters}
         self._left_out = [(name, p) for name, p in parameters if not p.requires_grad]
         self._held = len(held_by(optimizer))
         # A step may be compiled; what exchanges is not.
-        stepped = torch.compiler.disable(self._stepped)
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: stepped())
+        stepped, other_stepped = (
+            torch.compiler.disable(method) for method in (self._stepped, self._other_stepped)
+        )
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: stepped()),
+            register_optimizer_step_post_hook(lambda other, *_: other_stepped(other)),
+        ]
         buckets.watch(self._gradient_arrives)
 
     @property
@@ -337,7 +372,9 @@ class Handle:
         draws the batch of place ``members.index(rank)`` of ``size`` at each step draws as all others do.
         """
         elastic = self._runtime.elastic
-        return tuple(range(self._runtime.comm.size)) if elastic is None else elastic.at(self.step).ranks
+        return (
+            tuple(range(self._runtime.comm.size)) if elastic is None else elastic.at(self._round_number).ranks
+        )
 
     @property
     def communication_cpu_s(self) -> float:
@@ -389,7 +426,11 @@ class Handle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to the gradients and exchange nothing; the next one outside exchanges all."""
+        """Inside, backward passes add to the gradients and exchange nothing; the next one outside exchanges all.
+
+        Synchronous recipes exchange at each backward pass outside, as DistributedDataParallel does; schedules of local
+        steps only when the optimizer steps, so that they need this nowhere; pipelined ones refuse a second pass.
+        """
         self._syncing, before = False, self._syncing
         try:
             yield
@@ -410,17 +451,19 @@ class Handle:
         """
         if self._runtime.elastic is not None:
             raise Unsupported("join() needs all replicas: leave out elastic")
-        if not self._exchanges.at_once or needs_closure(self._optimizer):
+        if not self._exchanges.is_synchronous or needs_closure(self._optimizer):
             raise Unsupported(
                 "join() follows other replicas step by step, which neither a late schedule nor an optimizer with a "
                 "closure allows: use a synchronous recipe, or as many steps on all"
             )
         first = self.step
         yield
+        if self._is_step_open:
+            self._end_step(updated=False, in_pass=False)
         steps = self.step - first
         while self._answers():
             pass
-        self._adopt(steps)
+        self.step = first + self._adopt(steps)
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -430,8 +473,11 @@ class Handle:
         Raises:
           RunLost: after :meth:`finish`.
         """
-        self._updated(done=False)
-        entered = averaged(self._runtime, self._model, self.step, self._exchanges.consensus_parameters())
+        self._end_skipped_step()
+        stands = self._exchanges.consensus_parameters()
+        if stands == {} and self._may_be_apart and self._spread(part=1):
+            stands = None  # something has changed them since the last exchange
+        entered = averaged(self._runtime, self._model, self._round_number, stands)
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model
@@ -447,16 +493,17 @@ class Handle:
         Raises:
           RunLost: after :meth:`finish`.
         """
-        self._updated(done=False)
+        self._end_skipped_step()
         exchanges = self._runtime.drive(self._exchanges.state_dict())
         own = dict(self._model.named_buffers())
         if self._exchanges.diverged:
             own |= self._model.named_parameters()
         return {
             "step": self.step,
+            "round_number": self._round_number,
             "rank": self.rank,
             "size": self._runtime.comm.size,
-            "buckets": [bucket.spec.numel for bucket in self._buckets.buckets],
+            "buckets": self._buckets.layout,
             "model": {name: tensor.detach().clone() for name, tensor in own.items()},
             "exchanges": exchanges,
         }
@@ -467,7 +514,8 @@ class Handle:
         Raises:
           CheckpointError: of another model, another rank, another number of replicas, or none at all.
         """
-        if lacking := {"step", "rank", "size", "buckets", "model", "exchanges"} - state.keys():
+        wanted = {"step", "round_number", "rank", "size", "buckets", "model", "exchanges"}
+        if lacking := wanted - state.keys():
             raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(lacking))}")
         if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
             raise CheckpointError(
@@ -479,21 +527,22 @@ class Handle:
             **dict(self._model.named_parameters()),
         }
         own = state["model"]
-        if state["buckets"] != [bucket.spec.numel for bucket in self._buckets.buckets] or any(
+        if state["buckets"] != self._buckets.layout or any(
             name not in tensors or tensors[name].shape != value.shape for name, value in own.items()
         ):
             raise CheckpointError("this state was made with another model or other buckets")
         with torch.no_grad():
             for name, value in own.items():
                 tensors[name].copy_(value)
-        self.step = state["step"]
+        self.step, self._round_number = state["step"], state["round_number"]
         self._exchanges.load_state_dict(state["exchanges"])
 
     def finish(self) -> None:
         """Takes leave of the others, once the loop is through.
 
         What is still under way is applied first, by steps of the optimizer where it is gradients; afterwards all
-        replicas have the same parameters.
+        replicas have the same parameters. Where something has changed them besides, unlike on each, they become the
+        mean, which is warned of.
         """
         if not self._finished:
             try:
@@ -537,9 +586,17 @@ class Handle:
 
     # --- inside autograd --------------------------------------------------------------------------------------
 
-    def _gradient_arrives(self) -> None:
+    def _gradient_arrives(self, parameter: nn.Parameter) -> None:
         if not self._syncing or self._accumulating():
             return
+        if parameter.grad is None:
+            raise Unsupported(_STEP_IN_BACKWARD)
+        if not self._tasks:
+            self._begin_pass(parameter)
+        self._follow_task()
+
+    def _follow_task(self) -> None:
+        """Asks autograd to tell of the end of the run that calls this."""
         task = graph_task_id()
         if task in self._tasks:
             return
@@ -548,21 +605,91 @@ class Handle:
                 f"the backward pass of step {self.step} broke off on rank {self.rank} while others took its gradients; "
                 "start again from a checkpoint"
             )
-        if not self._tasks:
-            self._pass_begins()
         end = _End(self._task_ends, task)
         self._tasks[task] = weakref.ref(end)
         after_backward(end)
 
-    def _pass_begins(self) -> None:
+    def _begin_pass(self, parameter: nn.Parameter) -> None:
         self._check_all_known()
-        if self._open:
-            # No step since the last backward. This one needs the parameters as they are, so results wait to be merged.
-            self._exchanges.close(updated=False)
-            self._runtime.drive(self._exchanges.take())
-        self._open = True
-        self._exchanges.begin(self.step, Vote(0.0, self._weight))
+        if self._is_step_open:
+            self._continue_step(parameter)
+        if not self._is_round_open:
+            self._begin_round()
+        self._is_step_open = True
         self._buckets.arm(self._exchanges.ready)
+
+    def _continue_step(self, parameter: nn.Parameter) -> None:
+        """Decides what another backward pass before the optimizer's step is, by what became of the last one.
+
+        Args:
+          parameter: has the first gradient of this pass.
+
+        Raises:
+          Unsupported: the schedule cannot take it, or the optimizer is not the one that steps.
+        """
+        if self._exchanges.sends_gradients_late:
+            raise Unsupported(
+                f"a second backward pass before the step of {kind_of(self._optimizer)}: "
+                f"{self._exchanges.schedule_name} has sent the first one's gradients for a later step. Add losses up "
+                "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
+            )
+        none_in_many = f"took no step in {_MOST_PASSES} backward passes"
+        is_kept = self._buckets.holds_gradients(parameter)
+        if not is_kept and (self._buckets.holds_zeros(parameter) or not self._buckets.is_finite()):
+            # They were zeroed in place, or were no numbers, as where a GradScaler skips a step.
+            self._skipped_steps += 1
+            if self._skipped_steps >= _MOST_PASSES:
+                raise Unsupported(self._describe_missing_step(none_in_many))
+            self._end_step(updated=False, in_pass=True)
+        elif self._exchanges.plans_gradients(self.step):
+            self._passes += 1
+            if self._passes >= _MOST_PASSES:
+                self._warn_once("step", self._describe_missing_step(none_in_many))
+            if self._is_round_open:
+                self._close_round(updated=False, in_pass=True)
+        elif not is_kept:
+            sums = sketch(self._trained)
+            if self._sketch_of_open_step is not None and not torch.equal(sums, self._sketch_of_open_step):
+                raise Unsupported(self._describe_missing_step("takes no step, while parameters change"))
+            self._sketch_of_open_step = sums
+
+    def _describe_missing_step(self, what: str) -> str:
+        other = f"; {self._other_optimizer} did" if self._other_optimizer else ""
+        return (
+            f"{kind_of(self._optimizer)}, which attach() was given, {what}{other}, and {self._exchanges.schedule_name} "
+            "counts its steps: attach the optimizer whose step() runs; updates by hand need a synchronous recipe"
+        )
+
+    def _begin_round(self, vote: Vote | None = None) -> None:
+        """Plans what leaves in a backward pass or after it; without a vote this replica has data."""
+        if self._exchanges.is_synchronous:
+            self._compare(has_data=vote is None)
+        self._exchanges.begin(self.step, vote or Vote(0.0, self._weight), self._round_number)
+        self._is_round_open = True
+
+    def _compare(self, *, has_data: bool) -> None:
+        """Compares replicas that should be equal, more and more seldom; says once where they are not."""
+        count = self._round_number
+        if not count or (count & (count - 1) and count % _COMPARED_EVERY):
+            return
+        self._buckets.check_layout()
+        spread = self._spread(has_data=has_data)
+        self._is_apart |= spread > 0
+        if spread > _TOLERATED:
+            self._warn_once(
+                "apart",
+                f"replicas have come apart by {spread:.1g} of their parameters' norm by step {self.step}, though their "
+                f"gradients are equal: something beside the steps of {kind_of(self._optimizer)} changes parameters "
+                "unlike on each rank, such as noise drawn with unlike seeds. finish() averages them",
+            )
+
+    def _spread(self, part: int = 0, *, has_data: bool = True) -> float:
+        if self.size == 1:
+            return 0.0
+        number = self._round_number
+        return self._runtime.drive(
+            relative_spread(self._runtime, self._trained, number, part=part, takes_part=has_data)
+        )
 
     def _task_ends(self, task: int) -> None:
         """The pass ends with the outermost run of autograd; those inside are of reentrant checkpoints."""
@@ -576,34 +703,51 @@ class Handle:
         def outer_goes_on(*_: object) -> None:
             hook.remove()
             with self._buckets.lock:
-                self._gradient_arrives()
+                self._follow_task()
 
         hook = outer.register_hook(outer_goes_on)
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
+        if self._buckets.names_without_gradients():
+            raise Unsupported(_STEP_IN_BACKWARD)
         if not self._runtime.drive(self._exchanges.settle()):
             self._buckets.clear()
-        self.step += 1
         self._exchanged = True
         if not self._exchanges.moves_parameters:
-            self._updated(done=True)
+            self._close_round(updated=True, in_pass=False)
 
     # --- around the optimizer ---------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
+        if self._steps_by_itself or not (self._is_step_open or self._has_gradients()):
+            return
         if not self._exchanged:  # else the backward pass has checked
             self._check_all_known()
-        if self.size > 1 and not self._exchanged and not self._said_apart and self._has_gradients():
-            self._said_apart = True
-            warnings.warn(
-                f"an optimizer step on rank {self.rank} followed no exchange since step {self.step}: replicas train "
-                "apart. Gradients are exchanged by backward() outside no_sync(); those of torch.autograd.grad or "
-                "torch.func are not",
-                stacklevel=2,
-            )
-        self._exchanged = False
-        self._updated(done=True)
+            if self._exchanges.moves_parameters and not self._exchanges.plans_gradients(self.step):
+                self._begin_round()  # its gradients are those of no_sync() or torch.func
+            elif self.size > 1 and self._has_gradients():
+                self._warn_once(
+                    "exchange",
+                    f"an optimizer step on rank {self.rank} followed no exchange since step {self.step}: replicas "
+                    "train apart. Gradients are exchanged by backward() outside no_sync(); those of "
+                    "torch.autograd.grad or torch.func are not",
+                )
+        self._skipped_steps, self._other_optimizer = 0, ""
+        self._end_step(updated=True, in_pass=False)
+
+    def _other_stepped(self, other: torch.optim.Optimizer) -> None:
+        """Takes note of the step of any other optimizer in this process."""
+        if other is self._optimizer or not any(id(p) in self._known for p in held_by(other)):
+            return
+        if self._tasks:
+            raise Unsupported(_STEP_IN_BACKWARD)
+        self._other_optimizer = kind_of(other)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warnings:
+            self._warnings.add(kind)
+            warnings.warn(text, stacklevel=3)
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in held_by(self._optimizer))
@@ -624,12 +768,38 @@ class Handle:
                 "again"
             )
 
-    def _updated(self, *, done: bool) -> None:
-        """The optimizer is through with a step, or it turns out that it was left out, as by a scaler."""
-        if self._open:
-            self._open = False
-            self._runtime.drive(self._exchanges.finish(updated=done))
-            self._tell()
+    def _end_skipped_step(self) -> None:
+        """Ends a step that the loop has left out, as a GradScaler does; one whose gradients are numbers goes on."""
+        if self._is_round_open and (not self._buckets.is_finite() or self._buckets.holds_zeros()):
+            self._end_step(updated=False, in_pass=False)
+
+    def _end_step(self, *, updated: bool, in_pass: bool) -> None:
+        """Ends a step of the optimizer.
+
+        Args:
+          updated: whether it had gradients to step on.
+          in_pass: whether the next backward pass runs already, so that parameters have to stay as they are.
+        """
+        if self._is_round_open:
+            self._close_round(updated=updated, in_pass=in_pass)
+        self._is_step_open = self._exchanged = False
+        self._passes, self._sketch_of_open_step = 0, None
+        self.step += 1
+        self._tell()
+
+    def _close_round(self, *, updated: bool, in_pass: bool) -> None:
+        self._is_round_open = False
+        if in_pass:
+            self._exchanges.close(updated=updated)
+            self._runtime.drive(self._exchanges.take())
+        else:
+            self._runtime.drive(self._exchanges.finish(updated=updated))
+        self._round_number += 1
+
+    @property
+    def _may_be_apart(self) -> bool:
+        """Whether replicas may differ though all exchanges are merged: those that step for themselves, for one."""
+        return self._is_apart or self._exchanges.moves_parameters
 
     def _tell(self) -> None:
         """Emits an event of the step that has ended, from the end of the one before to its own."""
@@ -650,23 +820,31 @@ class Handle:
 
     def _answers(self) -> bool:
         """A step without data; whether any replica had some."""
-        self._exchanges.begin(self.step, Vote(0.0, 0.0, out=True))
+        self._begin_round(Vote(0.0, 0.0, out=True))
         self._buckets.without_data(self._exchanges.ready)
         applies = self._runtime.drive(self._exchanges.settle())
         settled = self._runtime.drive(self._exchanges.finish(updated=applies))
+        self._is_round_open = False
+        self._round_number += 1
         self.step += 1
         going_on = settled.out < self.size
         if going_on and applies:
-            self._exchanged = True
-            self._optimizer.step()
+            self._step_by_itself()
         self._buckets.clear()
         return going_on
 
-    def _adopt(self, steps: int) -> None:
-        """Takes over what a replica with the most steps has come to."""
+    def _step_by_itself(self) -> None:
+        self._steps_by_itself = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._steps_by_itself = False
+
+    def _adopt(self, steps: int) -> int:
+        """Takes over what a replica with the most steps has come to; returns how many these are."""
         counts = torch.zeros(self.size, dtype=torch.float64)
         counts[self.rank] = steps
-        number, purpose = self.step, Purpose.JOIN
+        number, purpose = self._round_number, Purpose.JOIN
         _, total = self._runtime.drive(
             sum_everywhere(self._runtime, torch.empty(0), counts, number, purpose=purpose)
         )
@@ -680,17 +858,32 @@ class Handle:
         ]
         src = int(total.argmax())
         self._runtime.drive(broadcast(self._runtime, tensors, number, src=src, part=1, purpose=purpose))
+        return int(total[src])
 
     def _flush(self) -> None:
         async def update(step: int) -> None:
             del step  # the loop's own schedule has come to its end
-            self._exchanged = True
-            self._optimizer.step()
+            self._step_by_itself()
 
-        self._updated(done=False)
-        self._runtime.drive(self._exchanges.flush(self.step, update))
+        if self._is_step_open:
+            self._end_step(updated=False, in_pass=False)
+        if self._other_optimizer:
+            self._exchanges.close(updated=True)  # what it has done since the last step
+        number = self._round_number
+        self._runtime.drive(self._exchanges.flush(number, update))
+        if self._may_be_apart and (spread := self._spread(part=2)):
+            self._runtime.drive(
+                average(self._runtime, self._trained, number, Purpose.COMPARISON, first_part=3)
+            )
+            if spread > _TOLERATED:
+                self._warn_once(
+                    "finish",
+                    f"finish() has averaged replicas that had come apart by {spread:.1g} of their parameters' norm: "
+                    f"something has changed them after the last step of {kind_of(self._optimizer)}, such as another "
+                    "optimizer. Attach the one that steps last",
+                )
         if self._runtime.elastic is not None:
-            self._runtime.drive(self._runtime.elastic.finish(self.step))
+            self._runtime.drive(self._runtime.elastic.finish(number))
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -700,7 +893,8 @@ class Handle:
         if self in _attached:
             _attached.remove(self)
         self._buckets.remove()
-        self._step_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if error is None and self.size > 1:
             _say_if_it_goes_on(self._optimizer, self.rank)
         self._runtime.close(error)

@@ -55,6 +55,7 @@ class Purpose(IntEnum):
     ADOPTION = 18
     LEAVING = 19
     STATE = 20
+    COMPARISON = 21
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -84,6 +85,7 @@ _WORDS = {
     Purpose.ADOPTION: "the result of an exchange that another member holds",
     Purpose.LEAVING: "the end of the run",
     Purpose.STATE: "the state of the run",
+    Purpose.COMPARISON: "comparing the replicas' parameters",
 }
 
 KINDS = {
@@ -108,6 +110,7 @@ KINDS = {
     Purpose.ADOPTION: "adoption",
     Purpose.LEAVING: "leaving",
     Purpose.STATE: "state",
+    Purpose.COMPARISON: "comparison",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 RELAYED = "relayed"

@@ -19,10 +19,14 @@ __all__ = [
     "broadcast",
     "differing",
     "present",
+    "relative_spread",
+    "sketch",
     "sum_everywhere",
 ]
 
 _NOTHING = torch.empty(0)
+_GROUPS = 16
+"""Sums in a sketch of a model."""
 _SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
 
 
@@ -55,6 +59,52 @@ async def present(runtime: Runtime, number: int, purpose: Purpose) -> list[int]:
     here[runtime.comm.rank] = 1
     _, summed = await sum_everywhere(runtime, _NOTHING, here, number, part=1, purpose=purpose)
     return [int(rank) for rank in summed.nonzero()]
+
+
+def sketch(parameters: Sequence[Tensor]) -> Tensor:
+    """Returns sums over groups of parameters, in float64 on the host.
+
+    Where two models differ by chance in each element, the norm of the difference of their sketches is about that of
+    their difference: cross terms cancel.
+    """
+    groups = torch.zeros(_GROUPS, dtype=torch.float64)
+    device = parameters[0].device
+    sums = torch.stack([p.detach().sum(dtype=torch.float64).to(device) for p in parameters]).cpu()
+    return groups.index_add_(0, torch.arange(len(parameters)) % _GROUPS, sums)
+
+
+async def relative_spread(
+    runtime: Runtime, parameters: Sequence[Tensor], number: int, *, part: int = 0, takes_part: bool = True
+) -> float:
+    """Returns how far the replicas' parameters are from their mean, estimated from sums and relative to their norm.
+
+    Args:
+      runtime: the world.
+      parameters: of this replica.
+      number: of the exchange; alike on all ranks.
+      part: the same.
+      takes_part: whether this replica is compared, or only listens.
+
+    Returns:
+      0.0 exactly where all sums are equal; alike on all ranks.
+    """
+    rows = torch.zeros(runtime.comm.size, _GROUPS + 2, dtype=torch.float64)
+    if takes_part:
+        norm = torch.stack(
+            [torch.linalg.vector_norm(p.detach()).to("cpu", torch.float64) for p in parameters]
+        )
+        own = (sketch(parameters), torch.ones(1, dtype=torch.float64), norm.square().sum().reshape(1))
+        rows[runtime.comm.rank] = torch.cat(own).nan_to_num()
+    _, summed = await sum_everywhere(
+        runtime, _NOTHING, rows.flatten(), number, part=part, purpose=Purpose.COMPARISON
+    )
+    compared = summed.view(rows.shape)
+    compared = compared[compared[:, _GROUPS] == 1]
+    sums, squares = compared[:, :_GROUPS], compared[:, -1]
+    if len(sums) < 2 or bool((sums == sums[0]).all()):
+        return 0.0
+    distances = torch.linalg.vector_norm(sums - sums.mean(0), dim=1)
+    return float(distances.max() / squares.mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny))
 
 
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:

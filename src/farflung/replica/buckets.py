@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, Unsupported
-from farflung.types import Bucket, Placed, TensorSpec
+from farflung.types import Bucket, Json, Placed, TensorSpec
 
 __all__ = ["Filling", "GradientBuckets", "fillings"]
 
@@ -22,24 +22,35 @@ FIRST_NBYTES = 1 << 20
 
 @dataclass(slots=True)
 class Filling:
-    """A flat tensor that fills with the gradients of some parameters; all views of it, in their order."""
+    """A flat tensor that fills with the gradients of some parameters; all views of it, in their order.
+
+    The elements of a parameter lie in the order of its memory, so that its view has its strides: fused optimizers step
+    on memory, as if both had the same layout.
+    """
 
     flat: Tensor
     names: list[str]
     parameters: list[nn.Parameter]
     views: list[Tensor]
+    orders: list[tuple[int, ...]]
+    """Dimensions of each parameter, outermost in memory first."""
     missing: set[int]
     absent: frozenset[int] = frozenset()
     """Places that had no gradient when the last backward pass was through."""
 
     @property
     def spec(self) -> TensorSpec:
-        """The flat tensor's, with what it is made of."""
+        """The flat tensor's, with what it is made of; shapes are in the order of memory."""
         places, start = [], 0
-        for parameter in self.parameters:
-            places.append(Placed(tuple(parameter.shape), start))
+        for parameter, order in zip(self.parameters, self.orders, strict=True):
+            places.append(Placed(tuple(parameter.shape[dim] for dim in order), start))
             start += parameter.numel()
         return replace(TensorSpec.of(self.flat), parts=tuple(places))
+
+    def view(self, flat: Tensor) -> list[Tensor]:
+        """Returns views of a contiguous tensor of this size, one in the shape and strides of each parameter."""
+        offset = flat.storage_offset()
+        return [flat.as_strided(v.shape, v.stride(), offset + v.storage_offset()) for v in self.views]
 
 
 class GradientBuckets:
@@ -73,7 +84,7 @@ class GradientBuckets:
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
         """Parameters in each bucket."""
         self._ready: Callable[[int], None] | None = None
-        self._watcher: Callable[[], None] | None = None
+        self._watcher: Callable[[nn.Parameter], None] | None = None
         self.lock = threading.RLock()
         """Held while a gradient is taken: autograd has a thread for each device."""
         self._said_unused = False
@@ -81,6 +92,17 @@ class GradientBuckets:
             parameter.register_post_accumulate_grad_hook(self._hook(index, place))
             for index, filling in enumerate(self._fillings)
             for place, parameter in enumerate(filling.parameters)
+        ]
+
+    @property
+    def layout(self) -> list[Json]:
+        """For each bucket the shapes of its parameters, and the order of their dimensions in memory."""
+        return [
+            [
+                [list(p.shape), list(order)]
+                for p, order in zip(filling.parameters, filling.orders, strict=True)
+            ]
+            for filling in self._fillings
         ]
 
     @property
@@ -104,7 +126,7 @@ class GradientBuckets:
         finally:
             self._ready = None
 
-    def watch(self, watcher: Callable[[], None]) -> None:
+    def watch(self, watcher: Callable[[nn.Parameter], None]) -> None:
         """Calls ``watcher`` inside autograd whenever a gradient has arrived, before it counts: it may :meth:`arm`."""
         self._watcher = watcher
 
@@ -165,7 +187,13 @@ class GradientBuckets:
 
     def weights(self, index: int) -> Tensor:
         """A copy of a bucket's parameters, flat and in its order."""
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self._fillings[index].parameters])
+        filling = self._fillings[index]
+        ordered = zip(filling.parameters, filling.orders, strict=True)
+        return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered])
+
+    def view(self, index: int, flat: Tensor) -> list[Tensor]:
+        """Returns views of a tensor as flat as a bucket, one in the shape and strides of each of its parameters."""
+        return self._fillings[index].view(flat)
 
     def copied(self, index: int, flat: Tensor) -> Tensor:
         """Copies a tensor of a bucket's size to the device of the bucket."""
@@ -174,21 +202,64 @@ class GradientBuckets:
     def load_weights(self, index: int, flat: Tensor) -> None:
         """Overwrites a bucket's parameters."""
         filling = self._fillings[index]
-        sizes = [parameter.numel() for parameter in filling.parameters]
         with torch.no_grad():
-            for parameter, values in zip(filling.parameters, flat.split(sizes), strict=True):
-                parameter.copy_(values.view(parameter.shape))
+            for parameter, values in zip(filling.parameters, filling.view(flat), strict=True):
+                parameter.copy_(values)
 
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Flat tensors, one for each bucket, as tensors by the names of the parameters."""
-        found = {}
-        for filling, flat in zip(self._fillings, flats, strict=True):
-            sizes = [parameter.numel() for parameter in filling.parameters]
-            for name, parameter, values in zip(
-                filling.names, filling.parameters, flat.split(sizes), strict=True
-            ):
-                found[name] = values.view(parameter.shape)
-        return found
+        return {
+            name: values
+            for filling, flat in zip(self._fillings, flats, strict=True)
+            for name, values in zip(filling.names, filling.view(flat), strict=True)
+        }
+
+    def holds_gradients(self, arriving: nn.Parameter) -> bool:
+        """Returns True if the last pass's gradients are still there when ``arriving`` gets the first one of another."""
+        return any(bool(gradient.any()) for gradient in self._held(arriving))
+
+    def holds_zeros(self, arriving: nn.Parameter | None = None) -> bool:
+        """Returns True if the gradients of the last pass have been overwritten with zeros, and not taken away."""
+        held = [*self._held(arriving)]
+        return bool(held) and not any(bool(gradient.any()) for gradient in held)
+
+    def _held(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
+        for filling in self._fillings:
+            for parameter, view in zip(filling.parameters, filling.views, strict=True):
+                grad = parameter.grad
+                if parameter is not arriving and grad is not None and grad.data_ptr() == view.data_ptr():
+                    yield grad
+
+    def is_finite(self) -> bool:
+        """Returns True if the gradients of the last pass, which may have been taken away since, are all numbers."""
+        return all(bool(filling.flat.isfinite().all()) for filling in self._fillings)
+
+    def check_layout(self) -> None:
+        """Refuses parameters whose memory format has changed, since their gradients have that of the start.
+
+        Raises:
+          ConfigError: names them.
+        """
+        if changed := [
+            name
+            for filling in self._fillings
+            for name, p, view in zip(filling.names, filling.parameters, filling.views, strict=True)
+            if p.stride() != view.stride() and p.numel() > 1
+        ]:
+            raise ConfigError(
+                f"the memory format of {', '.join(changed[:4])} has changed since attach(): call model.to() before it"
+            )
+
+    def names_without_gradients(self) -> list[str]:
+        """Returns the parameters whose gradients have been taken away or replaced since they were filled in."""
+        return [
+            filling.names[place]
+            for filling in self._fillings
+            for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True))
+            if (grad := parameter.grad) is not view
+            and place not in filling.absent
+            and (grad is None or grad.data_ptr() != view.data_ptr())
+        ]
 
     def clear(self) -> None:
         """Takes all gradients away, so that an optimizer's step does nothing."""
@@ -202,10 +273,12 @@ class GradientBuckets:
             hook.remove()
 
     def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
+        parameter = self._fillings[index].parameters[place]
+
         def accumulated(_: Tensor) -> None:
             with self.lock:
                 if self._watcher is not None:
-                    self._watcher()
+                    self._watcher(parameter)
                 if self._ready is not None:
                     self._arrived(index, place, self._ready)
 
@@ -247,7 +320,9 @@ def _gather(filling: Filling) -> None:
             )
         if grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
             views.append(view)
-            grads.append(grad)
+            grads.append(
+                grad.detach() if grad.requires_grad else grad
+            )  # as backward(create_graph=True) leaves it
             parameter.grad = view
     filling.absent = frozenset(absent)
     if views:
@@ -286,8 +361,19 @@ def _filling(group: list[tuple[str, nn.Parameter]]) -> Filling:
     parameters = [parameter for _, parameter in group]
     numel = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+    orders = [_memory_order(parameter) for parameter in parameters]
     views, start = [], 0
-    for parameter in parameters:
-        views.append(flat[start : start + parameter.numel()].view(parameter.shape))
+    for parameter, order in zip(parameters, orders, strict=True):
+        if parameter.permute(order).is_contiguous():
+            views.append(flat.as_strided(parameter.shape, parameter.stride(), start))
+        else:
+            views.append(flat[start : start + parameter.numel()].view(parameter.shape))
         start += parameter.numel()
-    return Filling(flat, names, parameters, views, set())
+    return Filling(flat, names, parameters, views, orders, set())
+
+
+def _memory_order(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of a tensor, outermost in memory first; as they are where memory has gaps or overlaps."""
+    dims = tuple(range(parameter.dim()))
+    order = tuple(sorted(dims, key=lambda dim: -parameter.stride(dim)))
+    return order if not parameter.is_contiguous() and parameter.permute(order).is_contiguous() else dims

@@ -166,8 +166,11 @@ def _digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short hash of the names, shapes and dtypes in a model's state."""
-    layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items()]
+    """A short hash of the names, shapes, dtypes and memory formats in a model's state."""
+    layout = [
+        (name, tuple(t.shape), str(t.dtype), *(() if t.is_contiguous() else t.stride()))
+        for name, t in model.state_dict().items()
+    ]
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
 
 

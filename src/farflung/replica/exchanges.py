@@ -69,6 +69,7 @@ class _Step:
 
     Args:
       number: of the step.
+      round_number: of its messages.
       vote: this replica's metadata.
       planned: the transfers that start at it.
       waiting: those of gradients, until all of their buckets have filled.
@@ -80,6 +81,7 @@ class _Step:
     """
 
     number: int
+    round_number: int
     vote: Vote
     planned: list[Transfer] = field(default_factory=list)
     waiting: deque[Transfer] = field(default_factory=deque)
@@ -153,7 +155,7 @@ class Exchanges:
             for kind, merger in self._mergers.items()
         }
         self._launcher = Launcher(runtime, carriers, self._slots, self._parts)
-        self._step = _Step(0, Vote(0.0, 0.0))
+        self._step = _Step(0, 0, Vote(0.0, 0.0))
         self._metadata: dict[int, list[Vote]] = {number: [] for number in self._parts}
         """The metadata of each part's steps since its last exchange."""
         self._said: dict[str, float] = {}
@@ -165,7 +167,7 @@ class Exchanges:
         """What has arrived and been told, by step, and waits to be merged."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._times = Times(runtime.now)
-        self.gate = LinkGate(runtime, lambda: self._launcher.busy, overlaps=not self.at_once)
+        self.gate = LinkGate(runtime, lambda: self._launcher.busy, overlaps=not self.is_synchronous)
         """For what is sent beside exchanges and must not hold up any that a step waits for."""
         self.sent_nbytes = 0
         self.arrived_s = 0.0
@@ -214,7 +216,7 @@ class Exchanges:
         return any(kind.moves != "gradient" for kind in self._mergers)
 
     @property
-    def at_once(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether optimizers step on means of gradients alone, each at the step that they were taken at."""
         return not self.moves_parameters and not self._schedule.late
 
@@ -222,6 +224,20 @@ class Exchanges:
     def waited_s(self) -> float:
         """Seconds for which the thread that trains has waited for exchanges so far."""
         return self._times.waited_s
+
+    @property
+    def schedule_name(self) -> str:
+        """Class of the schedule, for messages."""
+        return type(self._schedule).__name__
+
+    @property
+    def sends_gradients_late(self) -> bool:
+        """Whether gradients leave in their backward pass and are due at a later step."""
+        return self._schedule.late and any(kind.moves == "gradient" for kind in self._mergers)
+
+    def plans_gradients(self, step: int) -> bool:
+        """Returns True if gradients leave in the backward pass of a step."""
+        return any(transfer.merge.moves == "gradient" for transfer in self._planned(step))
 
     @property
     def clips(self) -> bool:
@@ -296,8 +312,13 @@ class Exchanges:
 
     # --- a step -----------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, vote: Vote) -> None:
+    def begin(self, step: int, vote: Vote, round_number: int | None = None) -> None:
         """Plans a step, before its backward pass.
+
+        Args:
+          step: of the optimizer.
+          vote: this replica's metadata.
+          round_number: of its messages, alike on all replicas and never the same twice; ``None``: that of the step.
 
         Raises:
           Unsupported: the schedule plans what it has not named before.
@@ -308,7 +329,8 @@ class Exchanges:
         if self._behind and not gradients and not self.diverged:
             self._catch_up()
         rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
-        self._step = _Step(step, vote, planned, gradients, rate, left=len(planned))
+        number = step if round_number is None else round_number
+        self._step = _Step(step, number, vote, planned, gradients, rate, left=len(planned))
         for steps in self._metadata.values():
             steps.append(vote)
         numbers = vote.numbers if self._learner is None else {**vote.numbers, **self._learner.tell()}
@@ -368,6 +390,8 @@ class Exchanges:
           NonFinite: a replica had a non-finite loss, or gradient where it is looked for there; on all replicas at the
             same step, before the update.
         """
+        if len(self._taken) > max(self._schedule.reach, 1):
+            await self._merge_taken()  # steps have been left out one after the other
         self._weigh()
         acting = {type(transfer.merge) for transfer in self._step.planned}
         acting.update([type(exchange.transfer.merge) for exchange in self._due(gradients=True)])
@@ -606,7 +630,9 @@ class Exchanges:
         for bucket in buckets_of(transfer.part):
             tensor, kept[bucket.index] = merger.give(bucket.index, transfer, self._step.number)
             tensors.append(tensor)
-        exchange = InFlight(number, self._step.number, transfer, kept, weight, rider, leads, absent)
+        exchange = InFlight(
+            number, self._step.number, self._step.round_number, transfer, kept, weight, rider, leads, absent
+        )
         if self._learner is not None:
             exchange.square = _square(tensors)
         self._step.left -= 1
@@ -625,15 +651,19 @@ class Exchanges:
 
     async def _merge(self, *, gradients: bool) -> bool:
         """Whether the last step that was due has brought something."""
-        merged = False
-        if not gradients:
-            taken, self._taken = self._taken, []
-            for arrived in taken:
-                merged = await self._put_all(arrived)
+        merged = not gradients and await self._merge_taken()
         for _, exchanges in groupby(self._due(gradients=gradients), key=lambda exchange: exchange.step):
             arrived = [await self._arrived(exchange) for exchange in exchanges]
             merged = await self._put_all(arrived)
             await self._tell(*arrived[0])
+        return merged
+
+    async def _merge_taken(self) -> bool:
+        """Merges what :meth:`take` has left; returns True if the last of it has brought something."""
+        merged = False
+        taken, self._taken = self._taken, []
+        for arrived in taken:
+            merged = await self._put_all(arrived)
         return merged
 
     async def _put_all(self, arrived: Sequence[tuple[InFlight, Reduced, Tally]]) -> bool:
@@ -666,7 +696,9 @@ class Exchanges:
             raise NonFinite(exchange.step, tally.ranks, tally.nonfinite, what)
         if tally.asks:
             with self._times.waiting():
-                told = self._unused.tell(self._runtime, exchange.step, exchange.number, exchange.absent)
+                told = self._unused.tell(
+                    self._runtime, exchange.round_number, exchange.number, exchange.absent
+                )
                 self.sent_nbytes += await told
         buckets = buckets_of(exchange.transfer.part)
         unused, never = self._unused.merged(exchange.number)
@@ -723,7 +755,7 @@ class Exchanges:
         found = [t for bucket in buckets_of(exchange.transfer.part) for t in merger.averages(bucket.index)]
         if not found or self._runtime.comm.size == 1:
             return
-        number = Purpose.MOMENTS.at(exchange.step)
+        number = Purpose.MOMENTS.at(exchange.round_number)
         with self._times.waiting():
             self.sent_nbytes += await average_on(self._runtime, found, number, exchange.number)
 

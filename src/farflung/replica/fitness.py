@@ -75,15 +75,21 @@ def check_whole(model: nn.Module) -> None:
             )
 
 
+_WRAPPED = ("optimizer", "base_optimizer")
+"""Attributes by which wrappers hold an optimizer."""
+
+
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, where a wrapper such as Accelerate's has it as its ``optimizer``.
+    """The optimizer itself, where a wrapper such as Accelerate's or SAM has it in an attribute.
 
     Raises:
       ConfigError: it is none of torch's.
     """
     inner: object = optimizer
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer  # type: ignore[attr-defined]
+    while wrapped := [
+        each for name in _WRAPPED if isinstance(each := getattr(inner, name, None), torch.optim.Optimizer)
+    ]:
+        inner = wrapped[0]
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"attach: {type(optimizer).__name__} is no torch.optim.Optimizer")
     return inner

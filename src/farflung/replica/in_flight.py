@@ -46,6 +46,7 @@ class InFlight:
     Args:
       number: of its part; alike on all replicas.
       step: it started at.
+      round_number: of its messages; differs from the step where a step has several backward passes.
       transfer: as the schedule planned it.
       kept: for each of its buckets what the merge needs again, by name; ``own`` is what this replica gave.
       weight: of the contribution.
@@ -65,6 +66,7 @@ class InFlight:
 
     number: int
     step: int
+    round_number: int
     transfer: Transfer
     kept: dict[int, dict[str, Tensor]]
     weight: float
@@ -127,6 +129,7 @@ class InFlight:
         return {
             "number": self.number,
             "step": self.step,
+            "round_number": self.round_number,
             "due_step": self.transfer.due_step,
             "merge": {"kind": type(self.transfer.merge).__name__, "settings": asdict(self.transfer.merge)},  # type: ignore[call-overload]
             "kept": {str(index): kept for index, kept in self.kept.items()},
@@ -215,7 +218,7 @@ class Launcher:
         own = (
             given if runtime.elastic is None else given.clone()
         )  # the first attempt may write in what is given
-        number = Purpose.STEP.at(exchange.step)
+        number = Purpose.STEP.at(exchange.round_number)
         exchange.started = start(
             runtime, number, exchange.number, carry, _VALUES, rewind=rewind, ends_step=ends_step
         )
@@ -240,6 +243,7 @@ class Launcher:
         exchange = InFlight(
             state["number"],
             state["step"],
+            state["round_number"],
             Transfer(part, state["due_step"], merge),
             kept,
             state["weight"],
@@ -252,7 +256,7 @@ class Launcher:
         if state["times"] is not None:
             exchange.times = done(Decision("times", exchange.step, state["times"]))
         elastic = self._runtime.elastic
-        came = elastic and elastic.result_of(Purpose.STEP.at(exchange.step), exchange.number, _VALUES)
+        came = elastic and elastic.result_of(Purpose.STEP.at(exchange.round_number), exchange.number, _VALUES)
         if came:
             for each in kept.values():
                 each["own"].zero_()

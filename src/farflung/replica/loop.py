@@ -198,7 +198,7 @@ class Replica:
                 self.scorer,
                 self._passes,
                 Filled(self.model),
-                overlaps=not self._exchanges.at_once,
+                overlaps=not self._exchanges.is_synchronous,
             )
         self._ownership = ownership(
             parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps

@@ -52,15 +52,14 @@ def predicted(
     with torch.no_grad():
         for index in missing[0] if missing else ():
             parameters = buckets.parameters(index)
-            sizes = [p.numel() for p in parameters]
-            steps = [gradients[index].split(sizes) for gradients in missing]
+            steps = [buckets.view(index, gradients[index]) for gradients in missing]
             for place, p in enumerate(parameters):
                 kept.append((p, p.detach().clone()))
                 group = rates[p]
                 buffer = optimizer.state[p].get("momentum_buffer") if p in optimizer.state else None
                 speed = torch.zeros_like(p) if buffer is None else buffer.clone()
                 for gradients in steps:
-                    speed.mul_(group["momentum"]).add_(gradients[place].view(p.shape))
+                    speed.mul_(group["momentum"]).add_(gradients[place])
                     speed.add_(p, alpha=group["weight_decay"])
                     p.sub_(speed, alpha=group["lr"])
     try:
