@@ -41,6 +41,7 @@ POOLED = (
     "tests/test_attach.py",
     "tests/test_ddp.py",
     "tests/test_importance.py",
+    "tests/test_own_loops.py",
     "tests/test_unlike.py",
     "tests/worlds/",
 )

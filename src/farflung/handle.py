@@ -40,7 +40,7 @@ from farflung.replica.fitness import (
     plain_optimizer,
 )
 from farflung.replica.merges import needs_the_loop
-from farflung.replica.optimizers import kind_of
+from farflung.replica.optimizers import kind_of, second_versions
 from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
@@ -662,13 +662,13 @@ class Handle:
 
     def _begin_round(self, vote: Vote | None = None) -> None:
         """Plans what leaves in a backward pass or after it; without a vote this replica has data."""
-        if self._exchanges.is_synchronous:
+        if not self._exchanges.moves_parameters:
             self._compare(has_data=vote is None)
         self._exchanges.begin(self.step, vote or Vote(0.0, self._weight), self._round_number)
         self._is_round_open = True
 
     def _compare(self, *, has_data: bool) -> None:
-        """Compares replicas that should be equal, more and more seldom; says once where they are not."""
+        """Compares replicas, which step on the same means, more and more seldom; says once where they differ."""
         count = self._round_number
         if not count or (count & (count - 1) and count % _COMPARED_EVERY):
             return
@@ -727,6 +727,7 @@ class Handle:
             if self._exchanges.moves_parameters and not self._exchanges.plans_gradients(self.step):
                 self._begin_round()  # its gradients are those of no_sync() or torch.func
             elif self.size > 1 and self._has_gradients():
+                self._is_apart = True
                 self._warn_once(
                     "exchange",
                     f"an optimizer step on rank {self.rank} followed no exchange since step {self.step}: replicas "
@@ -872,9 +873,8 @@ class Handle:
         number = self._round_number
         self._runtime.drive(self._exchanges.flush(number, update))
         if self._may_be_apart and (spread := self._spread(part=2)):
-            self._runtime.drive(
-                average(self._runtime, self._trained, number, Purpose.COMPARISON, first_part=3)
-            )
+            parameters = [p.detach() for p in self._trained]
+            self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
             if spread > _TOLERATED:
                 self._warn_once(
                     "finish",
@@ -882,6 +882,8 @@ class Handle:
                     f"something has changed them after the last step of {kind_of(self._optimizer)}, such as another "
                     "optimizer. Attach the one that steps last",
                 )
+        if self._exchanges.moves_parameters and (state := second_versions(self._optimizer, self._trained)):
+            self._runtime.drive(average(self._runtime, state, number, Purpose.MOMENTS))
         if self._runtime.elastic is not None:
             self._runtime.drive(self._runtime.elastic.finish(number))
 

@@ -247,6 +247,77 @@ def test_a_parameter_of_any_shape_and_layout() -> None:
         model.zero_grad()
 
 
+def odd_layouts() -> nn.ParameterDict:
+    """Parameters dense in another order than that of their dimensions, and one that is not dense."""
+    torch.manual_seed(0)
+    layouts = {
+        "transposed": torch.randn(3, 4).t(),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "moved": torch.randn(2, 3, 4).permute(2, 0, 1),
+        "single": torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
+        "gaps": torch.randn(6, 4)[::2],
+        "plain": torch.randn(3, 3),
+    }
+    return nn.ParameterDict({name: nn.Parameter(value) for name, value in layouts.items()})
+
+
+def test_a_gradient_has_the_strides_of_its_parameter() -> None:
+    model = odd_layouts()
+    buckets = GradientBuckets(model.items(), 100)
+    backward(buckets, sum((p * torch.arange(p.numel()).view(p.shape)).sum() for p in model.values()))
+    for name, p in model.items():
+        assert p.grad is not None
+        assert torch.equal(p.grad, torch.arange(p.numel()).view(p.shape).to(p.dtype))
+        assert (p.grad.stride() == p.stride()) == (name != "gaps")
+    buckets.check_layout()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_fused_optimizer_steps_each_weight_by_its_own_gradient(optimizer: Any) -> None:
+    ends = []
+    for with_buckets in (True, False):
+        model = odd_layouts()
+        step = optimizer([p for name, p in model.items() if name != "gaps"], lr=0.1, fused=True)
+        buckets = GradientBuckets(model.items(), 100) if with_buckets else None
+        for _ in range(3):
+            step.zero_grad()
+            loss = sum((p * torch.arange(p.numel()).view(p.shape)).sin().sum() for p in model.values())
+            buckets.backward(loss, lambda index: None) if buckets else loss.backward()
+            step.step()
+        ends.append([p.detach().clone() for p in model.values()])
+    assert all(same_bits(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_flat_weights_and_gradients_have_one_order() -> None:
+    model = odd_layouts()
+    buckets = GradientBuckets(model.items(), 100)
+    kept = {name: p.detach().clone() for name, p in model.items()}
+    flats = [buckets.weights(bucket.index) for bucket in buckets.buckets]
+    backward(buckets, sum(p.square().sum() / 2 for p in model.values()))
+    for bucket, flat in zip(buckets.buckets, flats, strict=True):
+        assert torch.equal(buckets.flat(bucket.index), flat)
+    assert all(torch.equal(value, kept[name]) for name, value in buckets.named(flats).items())
+    for p in model.values():
+        p.detach().zero_()
+    for bucket, flat in zip(buckets.buckets, flats, strict=True):
+        buckets.load_weights(bucket.index, flat)
+    assert all(torch.equal(p, kept[name]) for name, p in model.items())
+
+
+def test_shapes_are_told_in_the_order_of_memory() -> None:
+    buckets = GradientBuckets(odd_layouts().items())
+    shapes = [part.shape for part in buckets.buckets[0].spec.parts]
+    assert shapes == [(3, 4), (4, 3, 1, 1), (3, 3), (2, 3, 4), (3, 4), (2, 4, 5, 3)]
+
+
+def test_a_memory_format_that_changes_later_is_refused() -> None:
+    model = nn.Conv2d(3, 4, 3)
+    buckets = GradientBuckets(model.named_parameters())
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="memory format of weight has changed since attach"):
+        buckets.check_layout()
+
+
 # --- unused parameters ------------------------------------------------------------------------------------------
 
 
@@ -406,7 +477,7 @@ def test_removed_buckets_hear_of_nothing() -> None:
     model = chain(4, 5)
     buckets = GradientBuckets(model.named_parameters())
     heard: list[int] = []
-    buckets.watch(lambda: heard.append(1))
+    buckets.watch(lambda _: heard.append(1))
     loss_of(model).backward()
     assert len(heard) == 2
     buckets.remove()

@@ -43,6 +43,9 @@ def test_a_wrapped_optimizer_is_seen_through() -> None:
     inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert plain_optimizer(inner) is inner
     assert plain_optimizer(Wrapper(Wrapper(inner))) is inner
+    around = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    around.base_optimizer = inner  # type: ignore[attr-defined]
+    assert plain_optimizer(around) is inner
     other: Any = object()
     with pytest.raises(ConfigError, match=re.escape("object is no torch.optim.Optimizer")):
         plain_optimizer(other)

@@ -22,6 +22,7 @@ __all__ = [
     "density_option",
     "floating",
     "indexable",
+    "make_codec",
 ]
 
 
@@ -33,6 +34,13 @@ class Fixed:
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         del aggregate, step
         return state
+
+
+def make_codec(name: str) -> Codec:
+    """Returns a codec with its default options, imported when it is needed."""
+    from farflung.codecs import CODECS
+
+    return CODECS[name]()
 
 
 def density_option(name: str, density: object) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import accumulate, codec_option, floating
-from farflung.codecs.topk import TopK
+from farflung.codecs.base import accumulate, codec_option, floating, make_codec
 from farflung.errors import ConfigError
 from farflung.options import part_option
 from farflung.trees import shares_memory
@@ -41,7 +41,7 @@ class ErrorFeedback:
     References: Karimireddy et al. 2019, EF-SGD, Alg. 2; Sarfi et al. 2025 (SparseLoCo) for the decay.
     """
 
-    codec: Codec = field(default_factory=TopK)
+    codec: Codec = field(default_factory=partial(make_codec, "topk"))
     decay: float = 1.0
 
     unbiased: ClassVar[bool] = False
@@ -124,4 +124,4 @@ def left_over(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
 
 def error_feedback(codec: Codec | None = None, decay: float = 1.0) -> ErrorFeedback:
     """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
-    return ErrorFeedback(TopK() if codec is None else codec, decay)
+    return ErrorFeedback(make_codec("topk") if codec is None else codec, decay)

@@ -243,8 +243,8 @@ class GradientBuckets:
         if changed := [
             name
             for filling in self._fillings
-            for name, p, view in zip(filling.names, filling.parameters, filling.views, strict=True)
-            if p.stride() != view.stride() and p.numel() > 1
+            for name, p, order in zip(filling.names, filling.parameters, filling.orders, strict=True)
+            if _memory_order(p) != order
         ]:
             raise ConfigError(
                 f"the memory format of {', '.join(changed[:4])} has changed since attach(): call model.to() before it"
@@ -374,6 +374,6 @@ def _filling(group: list[tuple[str, nn.Parameter]]) -> Filling:
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:
     """Returns the dimensions of a tensor, outermost in memory first; as they are where memory has gaps or overlaps."""
-    dims = tuple(range(parameter.dim()))
-    order = tuple(sorted(dims, key=lambda dim: -parameter.stride(dim)))
+    dims, strides = tuple(range(parameter.dim())), parameter.stride()
+    order = tuple(sorted(dims, key=strides.__getitem__, reverse=True))
     return order if not parameter.is_contiguous() and parameter.permute(order).is_contiguous() else dims

@@ -23,6 +23,7 @@ __all__ = [
     "momentum_of",
     "optimizer_settings",
     "optimizer_state",
+    "second_versions",
     "set_rate",
 ]
 
@@ -103,6 +104,22 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
             value = gathered.get(name)
             found.append(torch.zeros_like(p) if value is None else value)
     return found
+
+
+def second_versions(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Returns the state from which schedule-free optimizers make other parameters in their ``eval()``.
+
+    Returns:
+      Tensors in the shapes of parameters, to be overwritten; none of an optimizer without such modes.
+    """
+    if not callable(getattr(optimizer, "eval", None)):
+        return []
+    return [
+        value
+        for p in parameters
+        for _, value in sorted(optimizer.state.get(p, {}).items())
+        if isinstance(value, Tensor) and value.shape == p.shape
+    ]
 
 
 def _moments_in(group: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,102 @@
+"""Loops that take several passes for a step, none, or step by other means: right, or one line that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import own_loops
+from tests.pool import Pool
+
+PIPELINED = "pipelined(2)"
+LOCAL = [
+    "delayed(2)",
+    "delayed(2, pull='swap')",
+    "local_sgd(2)",
+    "post_local_sgd(3, 2)",
+    "diloco(3)",
+    "streaming_diloco(3, fragments=1, delay=1)",
+]
+STEP_BY_HAND = "SGD, which attach() was given, takes no step, while parameters change"
+REFUSED = {
+    PIPELINED: {
+        "two_losses": "a second backward pass before the step of SGD",
+        "micro_batches": "a second backward pass before the step of SGD",
+        "discarded_passes": "a second backward pass before the step of SGD",
+        "by_hand": "a second backward pass before the step of SGD",
+        "sharpness_aware": "non-empty TensorList",  # of SAM, since the first pass leaves no gradient
+        "in_backward": "Step after backward()",
+    },
+    "synchronous": {"in_backward": "Step after backward()"},
+    **{how: {"by_hand": STEP_BY_HAND, "in_backward": "Step after backward()"} for how in LOCAL},
+}
+REFUSED["post_local_sgd(3, 2)"].pop("by_hand")  # it is synchronous until three steps are through
+SAME = {
+    "two_losses": "one_loss",
+    "micro_batches": "micro_batches_no_sync",
+    "discarded_passes": "one_loss",
+    "with_graph": "one_loss",
+}
+"""Loops that come to the same by other passes."""
+
+
+@pytest.fixture(scope="module")
+def ends(pool: Pool) -> dict[str, list[dict[str, Any]]]:
+    """What each rank's loops end with, by schedule."""
+    return {
+        how: pool.run(2, "tests.own_loops.run", how=how, loops=[*own_loops.LOOPS])
+        for how in ("synchronous", PIPELINED, *LOCAL)
+    }
+
+
+@pytest.mark.parametrize("how", ["synchronous", PIPELINED, *LOCAL])
+def test_loops_end_alike_on_all_ranks_or_say_what_to_do(
+    how: str, ends: dict[str, list[dict[str, Any]]]
+) -> None:
+    one, other = ends[how]
+    for name in own_loops.LOOPS:
+        refusal = REFUSED[how].get(name, "")
+        for end in (one[name], other[name]):
+            assert refusal in end["error"], name
+            assert bool(refusal) == bool(end["error"]), (name, end["error"])
+            assert "\n" not in end["error"]
+        if not refusal:
+            assert_equal(one[name]["end"], other[name]["end"], name)
+            assert_equal(one[name]["averaged"], other[name]["averaged"], name)
+
+
+@pytest.mark.parametrize("how", ["synchronous", PIPELINED, *LOCAL])
+def test_passes_of_a_step_add_up(how: str, ends: dict[str, list[dict[str, Any]]]) -> None:
+    for end in ends[how]:
+        for name, same in SAME.items():
+            if name not in REFUSED[how]:
+                torch.testing.assert_close(end[name]["end"], end[same]["end"])
+                assert end[name]["step"] == own_loops.STEPS
+
+
+@pytest.mark.parametrize("how", ["local_sgd(2)", "synchronous"])
+def test_the_order_of_two_optimizers_decides_nothing(how: str, ends: dict[str, list[dict[str, Any]]]) -> None:
+    for end in ends[how]:
+        assert torch.cat([p.flatten() for p in end["another_after"]["end"]]).isfinite().all()
+        if how == "synchronous":
+            assert_equal(end["another_after"]["end"], end["another_before"]["end"], how)
+        else:
+            torch.testing.assert_close(
+                end["another_after"]["end"], end["another_before"]["end"], rtol=0.02, atol=0.02
+            )
+
+
+def test_replicas_that_something_else_moves_are_said_to_come_apart(
+    ends: dict[str, list[dict[str, Any]]],
+) -> None:
+    for end in ends["synchronous"]:
+        assert "replicas have come apart by" in end["noised"]["said"]
+        assert "noise drawn with unlike seeds" in end["noised"]["said"]
+        assert end["clamped"]["said"] == end["by_hand"]["said"] == ""
+        assert "followed no exchange" in end["functional"]["said"]
+
+
+def assert_equal(these: list[torch.Tensor], those: list[torch.Tensor], what: str) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(these, those, strict=True)), what
