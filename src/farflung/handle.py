@@ -475,7 +475,7 @@ class Handle:
         """
         self._end_skipped_step()
         stands = self._exchanges.consensus_parameters()
-        if stands == {} and self._may_be_apart and self._spread(part=1):
+        if stands == {} and self._can_be_apart and self._measure_spread(part=1):
             stands = None  # something has changed them since the last exchange
         entered = averaged(self._runtime, self._model, self._round_number, stands)
         self._runtime.drive(entered.__aenter__())
@@ -627,21 +627,21 @@ class Handle:
         Raises:
           Unsupported: the schedule cannot take it, or the optimizer is not the one that steps.
         """
-        if self._exchanges.sends_gradients_late:
+        if self._exchanges.has_late_gradients:
             raise Unsupported(
                 f"a second backward pass before the step of {kind_of(self._optimizer)}: "
                 f"{self._exchanges.schedule_name} has sent the first one's gradients for a later step. Add losses up "
                 "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
             )
         none_in_many = f"took no step in {_MOST_PASSES} backward passes"
-        is_kept = self._buckets.holds_gradients(parameter)
-        if not is_kept and (self._buckets.holds_zeros(parameter) or not self._buckets.is_finite()):
+        is_kept = self._buckets.has_kept_gradients(parameter)
+        if not is_kept and (self._buckets.has_zeroed_gradients(parameter) or not self._buckets.is_finite()):
             # They were zeroed in place, or were no numbers, as where a GradScaler skips a step.
             self._skipped_steps += 1
             if self._skipped_steps >= _MOST_PASSES:
                 raise Unsupported(self._describe_missing_step(none_in_many))
             self._end_step(updated=False, in_pass=True)
-        elif self._exchanges.plans_gradients(self.step):
+        elif self._exchanges.has_gradient_transfers(self.step):
             self._passes += 1
             if self._passes >= _MOST_PASSES:
                 self._warn_once("step", self._describe_missing_step(none_in_many))
@@ -673,7 +673,7 @@ class Handle:
         if not count or (count & (count - 1) and count % _COMPARED_EVERY):
             return
         self._buckets.check_layout()
-        spread = self._spread(has_data=has_data)
+        spread = self._measure_spread(has_data=has_data)
         self._is_apart |= spread > 0
         if spread > _TOLERATED:
             self._warn_once(
@@ -683,7 +683,7 @@ class Handle:
                 "unlike on each rank, such as noise drawn with unlike seeds. finish() averages them",
             )
 
-    def _spread(self, part: int = 0, *, has_data: bool = True) -> float:
+    def _measure_spread(self, part: int = 0, *, has_data: bool = True) -> float:
         if self.size == 1:
             return 0.0
         number = self._round_number
@@ -709,7 +709,7 @@ class Handle:
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
-        if self._buckets.names_without_gradients():
+        if self._buckets.find_replaced_gradients():
             raise Unsupported(_STEP_IN_BACKWARD)
         if not self._runtime.drive(self._exchanges.settle()):
             self._buckets.clear()
@@ -724,7 +724,7 @@ class Handle:
             return
         if not self._exchanged:  # else the backward pass has checked
             self._check_all_known()
-            if self._exchanges.moves_parameters and not self._exchanges.plans_gradients(self.step):
+            if self._exchanges.moves_parameters and not self._exchanges.has_gradient_transfers(self.step):
                 self._begin_round()  # its gradients are those of no_sync() or torch.func
             elif self.size > 1 and self._has_gradients():
                 self._is_apart = True
@@ -771,7 +771,7 @@ class Handle:
 
     def _end_skipped_step(self) -> None:
         """Ends a step that the loop has left out, as a GradScaler does; one whose gradients are numbers goes on."""
-        if self._is_round_open and (not self._buckets.is_finite() or self._buckets.holds_zeros()):
+        if self._is_round_open and (not self._buckets.is_finite() or self._buckets.has_zeroed_gradients()):
             self._end_step(updated=False, in_pass=False)
 
     def _end_step(self, *, updated: bool, in_pass: bool) -> None:
@@ -798,7 +798,7 @@ class Handle:
         self._round_number += 1
 
     @property
-    def _may_be_apart(self) -> bool:
+    def _can_be_apart(self) -> bool:
         """Whether replicas may differ though all exchanges are merged: those that step for themselves, for one."""
         return self._is_apart or self._exchanges.moves_parameters
 
@@ -872,7 +872,7 @@ class Handle:
             self._exchanges.close(updated=True)  # what it has done since the last step
         number = self._round_number
         self._runtime.drive(self._exchanges.flush(number, update))
-        if self._may_be_apart and (spread := self._spread(part=2)):
+        if self._can_be_apart and (spread := self._measure_spread(part=2)):
             parameters = [p.detach() for p in self._trained]
             self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
             if spread > _TOLERATED:

@@ -214,16 +214,16 @@ class GradientBuckets:
             for name, values in zip(filling.names, filling.view(flat), strict=True)
         }
 
-    def holds_gradients(self, arriving: nn.Parameter) -> bool:
+    def has_kept_gradients(self, arriving: nn.Parameter) -> bool:
         """Returns True if the last pass's gradients are still there when ``arriving`` gets the first one of another."""
-        return any(bool(gradient.any()) for gradient in self._held(arriving))
+        return any(bool(gradient.any()) for gradient in self._find_kept(arriving))
 
-    def holds_zeros(self, arriving: nn.Parameter | None = None) -> bool:
+    def has_zeroed_gradients(self, arriving: nn.Parameter | None = None) -> bool:
         """Returns True if the gradients of the last pass have been overwritten with zeros, and not taken away."""
-        held = [*self._held(arriving)]
+        held = [*self._find_kept(arriving)]
         return bool(held) and not any(bool(gradient.any()) for gradient in held)
 
-    def _held(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
+    def _find_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
         for filling in self._fillings:
             for parameter, view in zip(filling.parameters, filling.views, strict=True):
                 grad = parameter.grad
@@ -250,7 +250,7 @@ class GradientBuckets:
                 f"the memory format of {', '.join(changed[:4])} has changed since attach(): call model.to() before it"
             )
 
-    def names_without_gradients(self) -> list[str]:
+    def find_replaced_gradients(self) -> list[str]:
         """Returns the parameters whose gradients have been taken away or replaced since they were filled in."""
         return [
             filling.names[place]

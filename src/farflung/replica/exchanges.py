@@ -231,11 +231,11 @@ class Exchanges:
         return type(self._schedule).__name__
 
     @property
-    def sends_gradients_late(self) -> bool:
+    def has_late_gradients(self) -> bool:
         """Whether gradients leave in their backward pass and are due at a later step."""
         return self._schedule.late and any(kind.moves == "gradient" for kind in self._mergers)
 
-    def plans_gradients(self, step: int) -> bool:
+    def has_gradient_transfers(self, step: int) -> bool:
         """Returns True if gradients leave in the backward pass of a step."""
         return any(transfer.merge.moves == "gradient" for transfer in self._planned(step))
 
