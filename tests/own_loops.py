@@ -228,6 +228,42 @@ def in_backward(model: nn.Sequential, optimizer: Optimizer, handle: Handle | Non
         sum(losses(model, x, y)).backward()  # type: ignore[union-attr]
 
 
+def by_hand_in_backward(model: nn.Sequential, optimizer: Optimizer, handle: Handle | None, rank: int) -> None:
+    """Updates without an optimizer, in hooks that were there before."""
+    for x, y in batches(rank):
+        sum(losses(model, x, y)).backward()  # type: ignore[union-attr]
+
+
+def update_in_backward(p: Tensor) -> None:
+    """A hook that steps on a gradient and frees it."""
+    assert p.grad is not None
+    p.data.sub_(p.grad, alpha=0.1)
+    p.grad = None
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Gives its second input no gradient."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        return x + 0 * unused.sum()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def undefined_gradients(model: nn.Sequential, optimizer: Optimizer, handle: Handle | None, rank: int) -> None:
+    """A parameter whose hooks are called though it gets no gradient."""
+    for x, y in batches(rank):
+        optimizer.zero_grad()
+        hidden = WithoutGradient.apply(x @ model[0].weight.T, model[0].bias)  # type: ignore[no-untyped-call]
+        F.cross_entropy(model[2](torch.tanh(hidden)), y).backward()
+        optimizer.step()
+
+
 def with_graph(model: nn.Sequential, optimizer: Optimizer, handle: Handle | None, rank: int) -> None:
     for x, y in batches(rank):
         optimizer.zero_grad()
@@ -264,6 +300,8 @@ LOOPS: dict[str, Loop] = {
         noised,
         schedule_free,
         in_backward,
+        by_hand_in_backward,
+        undefined_gradients,
         with_graph,
         functional,
     )
@@ -290,6 +328,9 @@ def _run(loop: Loop, recipe: farflung.Recipe, env: LaunchEnv, store: dist.Store)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1, momentum=0.9)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if loop is by_hand_in_backward:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update_in_backward)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

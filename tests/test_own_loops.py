@@ -20,6 +20,7 @@ LOCAL = [
     "streaming_diloco(3, fragments=1, delay=1)",
 ]
 STEP_BY_HAND = "SGD, which attach() was given, takes no step, while parameters change"
+IN_BACKWARD = dict.fromkeys(("in_backward", "by_hand_in_backward"), "Step after backward()")
 REFUSED = {
     PIPELINED: {
         "two_losses": "a second backward pass before the step of SGD",
@@ -28,9 +29,10 @@ REFUSED = {
         "by_hand": "a second backward pass before the step of SGD",
         "sharpness_aware": "non-empty TensorList",  # of SAM, since the first pass leaves no gradient
         "in_backward": "Step after backward()",
+        "by_hand_in_backward": "a second backward pass before the step of SGD",
     },
-    "synchronous": {"in_backward": "Step after backward()"},
-    **{how: {"by_hand": STEP_BY_HAND, "in_backward": "Step after backward()"} for how in LOCAL},
+    "synchronous": IN_BACKWARD,
+    **{how: {"by_hand": STEP_BY_HAND, **IN_BACKWARD} for how in LOCAL},
 }
 REFUSED["post_local_sgd(3, 2)"].pop("by_hand")  # it is synchronous until three steps are through
 SAME = {

@@ -323,6 +323,8 @@ class Handle:
         """Whether exchanges have been planned and not all been merged."""
         self._is_step_open = False
         """Whether there was a backward pass since the optimizer's last step."""
+        self._empty_passes = 0
+        """Backward passes in a row, with that under way, whose hooks were called without any gradient."""
         self._exchanged = False
         """Whether there was an exchange since the optimizer's last step."""
         self._steps_by_itself = False
@@ -589,10 +591,10 @@ class Handle:
     def _gradient_arrives(self, parameter: nn.Parameter) -> None:
         if not self._syncing or self._accumulating():
             return
-        if parameter.grad is None:
-            raise Unsupported(_STEP_IN_BACKWARD)
         if not self._tasks:
             self._begin_pass(parameter)
+        if parameter.grad is not None:
+            self._empty_passes = 0
         self._follow_task()
 
     def _follow_task(self) -> None:
@@ -616,6 +618,7 @@ class Handle:
         if not self._is_round_open:
             self._begin_round()
         self._is_step_open = True
+        self._empty_passes += 1
         self._buckets.arm(self._exchanges.ready)
 
     def _continue_step(self, parameter: nn.Parameter) -> None:
@@ -709,7 +712,7 @@ class Handle:
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
-        if self._buckets.find_replaced_gradients():
+        if self._empty_passes > 1 or self._buckets.find_replaced_gradients():
             raise Unsupported(_STEP_IN_BACKWARD)
         if not self._runtime.drive(self._exchanges.settle()):
             self._buckets.clear()
@@ -741,7 +744,7 @@ class Handle:
         """Takes note of the step of any other optimizer in this process."""
         if other is self._optimizer or not any(id(p) in self._known for p in held_by(other)):
             return
-        if self._tasks:
+        if graph_task_id() >= 0:
             raise Unsupported(_STEP_IN_BACKWARD)
         self._other_optimizer = kind_of(other)
 
