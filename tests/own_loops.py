@@ -259,7 +259,7 @@ def undefined_gradients(model: nn.Sequential, optimizer: Optimizer, handle: Hand
     """A parameter whose hooks are called though it gets no gradient."""
     for x, y in batches(rank):
         optimizer.zero_grad()
-        hidden = WithoutGradient.apply(x @ model[0].weight.T, model[0].bias)  # type: ignore[no-untyped-call]
+        hidden = WithoutGradient.apply(x @ model.get_parameter("0.weight").T, model.get_parameter("0.bias"))
         F.cross_entropy(model[2](torch.tanh(hidden)), y).backward()
         optimizer.step()
 
