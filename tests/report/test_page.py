@@ -164,7 +164,7 @@ def test_members_of_an_elastic_run(tmp_path: Path) -> None:
 def joined(last: int, until: int) -> dict[int, list[Event]]:
     """Rank 0 up to a step, and a rank that has joined at step 4 and come to another step; it was evaluated after 6."""
     late = [begin(1, 4), *({**step(1, number), "t": number - 3.0} for number in range(4, until + 1))]
-    seen = [{"event": "evaluation", "rank": 1, "t": 3.0, "step": 6, "accuracy": 0.5, "loss": 1.0,
+    seen: list[Event] = [{"event": "evaluation", "rank": 1, "t": 3.0, "step": 6, "accuracy": 0.5, "loss": 1.0,
              "duration_s": 0.5, "bytes_sent": 60}]  # fmt: skip
     return {0: [begin(0), *(step(0, number) for number in range(last + 1))], 1: [*late, *seen]}
 
