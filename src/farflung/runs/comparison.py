@@ -172,7 +172,6 @@ class Contest:
 
         runs: list[Run] = []
         courses: list[Course] = []
-        said: set[str] = set()
         for row in self.rows:
             if watch is not None:
                 watch.begin(f"{row.recipe}, seed {row.configs[0].seed}", row.configs[0].steps)
@@ -182,13 +181,11 @@ class Contest:
                 run = Prepared(config, files, config.split())
                 if not _is_there(run):
                     if first is None or timing_decisions(first):
-                        simulate_prepared(
-                            run, watch or nowhere, stop_asked=stop_asked, checkpointed=False, said=said
-                        )
+                        simulate_prepared(run, watch or nowhere, stop_asked=stop_asked, checkpointed=False)
                         if stop_asked():
                             shutil.rmtree(files.path)
                     else:
-                        retime_prepared(run, first, said=said)
+                        retime_prepared(run, first)
                 if stop_asked():
                     return None
                 first = first or files
