@@ -101,7 +101,7 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     clock = ", simulated" if simulated else ""
     steps = f"{figure('steps'):,.0f}"
     table.add_column("what", no_wrap=True)
-    table.add_column("how much", justify="right", no_wrap=True)
+    table.add_column("how much", justify="right", overflow="fold")
     if summary.get("stopped") and summary.get("final_accuracy") is None:
         table.add_row("test accuracy", "stopped before any")
     else:
