@@ -7,6 +7,7 @@ import importlib
 import re
 from pathlib import Path
 
+from docutils import nodes
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -37,6 +38,8 @@ html_theme = "furo"
 html_extra_path = ["llms.txt"]
 html_title = f"farflung {version}"
 
+LONGEST_TYPE = 2
+"""Words of a field "Type"; what is longer is a sentence that was taken for one."""
 REFERENCE = (Path(__file__).parent / "reference.md").read_text(encoding="utf-8")
 MODULES = re.findall(r"^\.\. automodule:: (\S+)$", REFERENCE, re.MULTILINE)
 
@@ -56,6 +59,25 @@ def lend_docstrings(app: Sphinx) -> None:
                         package.attr_docs["", alias.asname or alias.name] = origin.attr_docs["", alias.name]
 
 
+def keep_first_words(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Begins the docstring of an attribute with an empty comment, so that napoleon takes no ``words:`` for its type."""
+    if what in {"attribute", "data", "property"}:
+        lines[:0] = ["..", ""]
+
+
+def tidy_reference(app: Sphinx, doctree: nodes.document) -> None:
+    """Removes bases that say nothing, and warns of sentences that are shown as types."""
+    for paragraph in [*doctree.findall(nodes.paragraph)]:
+        if paragraph.astext() == "Bases: object":
+            paragraph.parent.remove(paragraph)
+    for field in doctree.findall(nodes.field):
+        name, body = field.children
+        if name.astext() == "Type" and len(body.astext().split()) > LONGEST_TYPE:
+            logging.getLogger(__name__).warning("no type: %s", body.astext(), location=field)
+
+
 def find_missing_names(app: Sphinx, env: BuildEnvironment) -> None:
     """Warns of public names that the reference page shows nowhere, for want of a docstring."""
     shown = env.domains.python_domain.objects
@@ -71,4 +93,6 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.add_lexer("mermaid", TextLexer)  # drawn by GitHub, shown as text here
     app.connect("builder-inited", lend_docstrings)
+    app.connect("autodoc-process-docstring", keep_first_words, priority=400)  # before napoleon's 500
+    app.connect("doctree-read", tidy_reference)
     app.connect("env-check-consistency", find_missing_names)

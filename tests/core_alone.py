@@ -64,9 +64,14 @@ def say_the_version_and_what_the_command_needs() -> None:
 
 
 def simulate() -> list[Event]:
-    """Which neither draws nor prints, so it imports nothing that would."""
+    """What is printed is lines, where tables need an extra."""
     run = farflung.simulate("synthetic/quadratic", workers=2, steps=3, network="wifi-10mbps")
     assert refusal(run.table) == "a table needs rich: pip install 'farflung[report]'"
+    lines = str(run).splitlines()
+    assert f"final_accuracy {run.summary['final_accuracy']}" in lines
+    assert any(line.startswith("time_s.compute ") for line in lines)
+    found = farflung.compare(["ring"], workload="synthetic/quadratic", workers=2, steps=3)
+    assert {"network wifi-10mbps", "recipe ring", "reached 1"} <= set(str(found).splitlines())
     return run.events[0]
 
 

@@ -9,7 +9,11 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "farflung"
@@ -87,6 +91,20 @@ def test_all_is_every_extra_of_users() -> None:
         *("farflung", "cli", "kafka", "lab", "sklearn", "tensorboard")
     }
     assert "farflung[report]" in PROJECT["optional-dependencies"]["cli"]
+
+
+@pytest.mark.parametrize("extra", ["mlflow", "trackio", "wandb"])
+def test_loggers_go_with_the_versions_that_are_tested(extra: str) -> None:
+    """Of what is pinned in constraints.txt each takes the version there."""
+    try:
+        requirements = [*map(Requirement, metadata.requires(extra) or ())]
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{extra} is not installed")
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("#")[0].strip().split("==") for line in lines if "==" in line)
+    for one in requirements:
+        if one.name in pins and (one.marker is None or one.marker.evaluate({"extra": ""})):
+            assert one.specifier.contains(pins[one.name]), one
 
 
 STARTS = """

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.common.provenance import changed_canaries, commit_here
 from benchmarks.common.results import (
+    NOT_RUN,
     Expected,
     Measured,
     Result,
@@ -119,7 +121,7 @@ class Options(Kinds):
     """Measure the rows of a benchmark; those that this commit of the code has measured already are kept."""
 
     quick: Flag = False
-    """One short run of each measurement, not stored: only to see that it works."""
+    """One short run of each measurement, not stored, to see that it works. Its figures mean nothing."""
     stored: Flag = False
     """Measure nothing, read the stored results."""
     json: Flag = False
@@ -159,7 +161,11 @@ def main(benchmark: Benchmark, args: Sequence[str] | None = None) -> int:
             code = STOPPED
     shown = [row for name, row in expected.items() if options.only in name]
     if options.json:
-        print(json.dumps({"rows": [row_json(row, results.get(row.name)) for row in shown]}))
+        rows = [row_json(row, results.get(row.name), quick=options.quick) for row in shown]
+        print(json.dumps({"rows": rows}))
+    elif options.quick:
+        print("quick: shows that everything runs; figures mean nothing, so none are shown")
+        Console().print(_quick_table(benchmark.name, shown, results))
     else:
         Console().print(_table(benchmark.name, shown, results))
     return code
@@ -240,19 +246,36 @@ def _failed(name: str, error: Exception, console: Console) -> int:
 
 
 def _table(title: str, expected: Sequence[Expected], results: Mapping[str, Result]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("row", "unit", "published", "ours", "spread", "verdict", "goal", "commit", "date"):
-        table.add_column(
-            column, justify="right" if column in {"published", "ours", "spread", "goal"} else "left"
-        )
+    """Returns the rows; cells have a second line, so that 80 columns have room for them."""
+    table = _rows_table(title, published="right", ours="right", verdict="left")
     for row in expected:
         result = results.get(row.name)
-        verdict, _ = judge(row, result)
-        measured = ("", "", verdict, _figure(row.goal), "", "")
+        published = [_figure(row.published), "" if row.goal is None else f"goal {_figure(row.goal)}"]
+        ours: list[str] = []
+        verdict: list[str] = [judge(row, result)[0]]
         if result is not None:
             spread = "" if result.low is None else f"{_figure(result.low)} to {_figure(result.high)}"
-            measured = (result.figure, spread, verdict, _figure(row.goal), result.commit[:8], result.date)
-        table.add_row(row.name, row.unit, _figure(row.published), *measured)
+            ours = [*result.figure.replace(" (", "\n(").split(", "), spread]
+            verdict += [result.commit[:8], result.date]
+        cells = ([row.name, f"({row.unit})"], published, ours, verdict)
+        table.add_row(*(Text("\n".join(filter(None, cell))) for cell in cells))
+    return table
+
+
+def _quick_table(title: str, expected: Sequence[Expected], results: Mapping[str, Result]) -> Table:
+    """Returns which rows have run, without their figures."""
+    table = _rows_table(title, ran="left")
+    for row in expected:
+        result = results.get(row.name)
+        table.add_row(Text(row.name), NOT_RUN if result is None else f"yes, {result.seconds:.1f} s")
+    return table
+
+
+def _rows_table(title: str, **columns: Literal["left", "right"]) -> Table:
+    table = Table(title=Text(title), title_justify="left", show_lines=True)
+    table.add_column("row", overflow="fold")
+    for name, justify in columns.items():
+        table.add_column(name, justify=justify, no_wrap=True)
     return table
 
 

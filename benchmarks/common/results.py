@@ -28,10 +28,12 @@ __all__ = [
 ]
 
 Verdict: TypeAlias = Literal[
-    "", "reproduced", "better", "worse", "not reached", "undecided", "not comparable", "not run"
+    "", "reproduced", "better", "worse", "not reached", "undecided", "not comparable", "not run", "quick"
 ]
 """How a figure of ours stands to the published one; empty where a source publishes none."""
 NOT_RUN: Verdict = "not run"
+QUICK: Verdict = "quick"
+"""In place of a verdict on a quick run, whose figures mean nothing."""
 POINTS, SHARE = 0.5, 0.1
 """What counts as equal where a row has no ``tolerance``: points of a percentage, and a share of any other figure."""
 
@@ -229,10 +231,13 @@ def judge(expected: Expected, result: Result | None) -> tuple[Verdict, str]:
     return ("better" if ahead > 0 else "worse"), ""
 
 
-def row_json(expected: Expected, result: Result | None) -> dict[str, Any]:
-    """The fields of the results file, and ``published``, ``peer``, ``goal``, ``better`` and ``verdict``."""
+def row_json(expected: Expected, result: Result | None, *, quick: bool = False) -> dict[str, Any]:
+    """Returns the fields of the results file, and ``published``, ``peer``, ``goal``, ``better`` and ``verdict``.
+
+    The verdict on a row that a quick run has measured is ``"quick"``.
+    """
     empty = dict.fromkeys((one.name for one in fields(Result)), None)
-    verdict, reason = judge(expected, result)
+    verdict, reason = (QUICK, "") if quick and result is not None else judge(expected, result)
     return {
         **({**empty, "name": expected.name, "unit": expected.unit} if result is None else asdict(result)),
         "reason": reason or ("" if result is None else result.reason),

@@ -253,8 +253,41 @@ def test_uncommitted_code_is_measured_by_quick_runs_alone(tree: Path, command: C
     (tree / "src" / "code").write_text("2")
     assert command() == (2, "not run")
     assert "some: commit the code before it is measured (src/code), or use --quick" in command.said
-    assert command("--quick") == (0, "better")
+    assert command("--quick") == (0, "quick")
     assert not (command.folder / "results").exists()
+
+
+def test_a_quick_run_shows_what_has_run_and_no_figure(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(Benchmark(command.folder, command.groups), ["--quick"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("quick: shows that everything runs; figures mean nothing")
+    assert [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if line[0] == "│"] == [
+        ["fast", "yes, 0.0 s"], ["other", "not run"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_rows_are_readable_at_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(BENCHMARKS[name], ["--stored"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 80
+    assert "…" not in "".join(lines)
+    cells = [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if line[0] == "│"]
+    told = " ".join(cell for row in cells for cell in row)
+    for result in load_results(BENCHMARKS[name].folder).values():
+        assert (
+            f"{result.low:.4g} to {result.high:.4g}" in told
+            if result.low is not None
+            else result.date in told
+        )
+    width = lines[-1].index("┴") - 3
+    assert width > 15, "the names of rows have room"
 
 
 def test_a_measurement_that_fails_or_is_stopped_leaves_the_others(command: Command) -> None:

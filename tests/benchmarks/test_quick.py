@@ -38,4 +38,5 @@ def test_quick(name: str) -> None:
     rows = json.loads(said)["rows"]
     measured = [row for row in rows if row["verdict"] != "not run"]
     assert measured
+    assert {row["verdict"] for row in measured} == {"quick"}
     assert all(row["commit"] == "" for row in measured)

@@ -29,6 +29,17 @@ def nothing_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("what", ["recipes", "codecs", "workloads", "data", "networks", "devices"])
+def test_no_cell_is_cut_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("farflung.cli.output.PLAIN_WIDTH", 80)
+    assert main(["list", what]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+
+
 def listed(capsys: pytest.CaptureFixture[str], what: str) -> tuple[dict[str, Any], str]:
     """The rows by name, and the table, without the lines around its cells."""
     assert main(["list", what, "--json"]) == 0

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from farflung.errors import DataError
-from farflung.report import Course, compare_courses, comparison_picture, comparison_table
+from farflung.report import Compared, Course, compare_courses, comparison_picture, comparison_table
 
 SPLIT = {"compute": 1.0, "exposed_communication": 2.0, "data_wait": 1.0, "evaluation": 0.0, "other": 0.0}
 
@@ -68,19 +68,100 @@ def test_times_bytes_and_speed_up_are_means_over_seeds() -> None:
     assert slow.to_json()["final_accuracy_range"] == [0.6, 0.6]
 
 
+def printed(rows: list[Compared], target: float, width: int) -> list[str]:
+    """The lines of a table on a terminal of some width; no line is longer."""
+    out = StringIO()
+    Console(file=out, width=width, force_terminal=False).print(comparison_table(rows, target, width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def cells_of(lines: list[str]) -> list[list[str]]:
+    """The cells of each line below the headings."""
+    return [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if "│" in line]
+
+
 def test_the_table_says_what_is_simulated_and_what_was_not_reached() -> None:
     courses = [course("slow", 0.2, 0.6, pace_s=4.0), course("never", 0.1, 0.3)]
-    console = Console(file=StringIO(), width=160, force_terminal=False)
-    console.print(comparison_table(compare_courses(courses, 0.5), 0.5))
-    out = console.file
-    assert isinstance(out, StringIO)
-    lines = out.getvalue().splitlines()
+    lines = printed(compare_courses(courses, 0.5), 0.5, 160)
     assert lines[0].startswith("Simulated. Time to accuracy 50.0 %")
-    cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines if "│" in line]
-    assert cells == [
-        ["wifi", "slow", "8 s", "1.00", "60.0 %", "2.0 kB", "8 s", "25 %", "75 %"],
+    assert lines[1].strip() == "All on wifi."
+    assert cells_of(lines) == [
+        ["slow", "8 s", "1.00", "60.0 %", "2.0 kB", "8 s", "25 %", "75 %"],
         ["never", "0 of 1 runs", "", "30.0 %", "2.0 kB", "2 s", "25 %", "75 %"],
     ]
+
+
+RECIPES = {
+    "as the README has them": ("synchronous(codec=truncate16)", "synchronous(codec=int8)"),
+    "one is how another begins": (
+        *("synchronous", "synchronous(codec=int8)", "synchronous(codec=error_feedback(topk(density=0.01)))"),
+        "synchronous(codec=error_feedback(topk(density=0.02)))",
+    ),
+    "nested": ("delayed(codec=chain(topk(density=0.125), int8))", "delayed(codec=chain(topk(density=0.25), int8))"),
+    "unlike ends": ("ring(codec=int8, batch_size=8)", "ring(codec=int8, batch_size=16)", "ring(codec=int8, steps=9)"),
+    "names for people": ("as the paper has it, with momentum, gathered and in 4 bits", "ours"),
+}  # fmt: skip
+FIGURES = {
+    "to target": {"1:40:00", "20 s"}, "speed-up": {"1.00", "300.00"}, "final accuracy": {"60.0 %", "62.3 %"},
+    "rank 0 sent": {"123.5 GB", "1.2 MB"}, "duration": {"1:40:00", "20 s"}, "waiting": {"100 %"},
+    "compute": {"0 %"}, "coding": {"31 %"}, "evaluation": {"0 %"},
+}  # fmt: skip
+
+
+def wide(recipe: str, network: str, place: int) -> Course:
+    """A course with long figures; of a first recipe, or of another."""
+    seconds, nbytes, score = (20.0, 1_234_567, 0.6234) if place else (6000.0, 123_456_789_012, 0.6)
+    split = {"compute": 0.1, "exposed_communication": 99.8, "data_wait": 0.0, "evaluation": 0.1, "other": 0.0}
+    summary = {"bytes_sent_per_replica": nbytes, "duration_s": seconds, "time_s": split, "coding_s": 31.0}
+    return Course(recipe, network, 0, ((seconds, nbytes, score),), summary)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipes", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize(
+    "networks", [("wifi",), ("wifi-10mbps", "my/own/networks/of-the-coast.toml")], ids=len
+)
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 200])
+def test_recipes_can_be_told_apart_and_no_figure_is_cut(
+    recipes: tuple[str, ...], networks: tuple[str, ...], width: int
+) -> None:
+    courses = [wide(recipe, network, place) for network in networks for place, recipe in enumerate(recipes)]
+    lines = printed(compare_courses(courses, 0.5), 0.5, width)
+    (head, body) = (
+        [[cell.strip() for cell in line[1:-1].split(sign)] for line in lines if line[0] == sign]
+        for sign in "┃│"
+    )
+    headings = [" ".join(filter(None, words)) for words in zip(*head, strict=True)]
+    text = "\n".join(lines)
+    left_out = text.partition("No room for: ")[2].replace("\n", " ").rstrip(". ").split(", ")
+    assert {*headings} | {*left_out} - {""} >= FIGURES.keys()
+    assert not {*headings} & {*left_out}
+    assert left_out == [""] or width < 160
+    assert "to target" in headings
+    columns = dict(zip(headings, zip(*body, strict=True), strict=True))
+    for name in FIGURES.keys() & columns.keys():
+        assert {cell for cell in columns[name] if cell} == FIGURES[name]
+    # A row begins where a time to the target stands; what is below belongs to it.
+    told = [""] * len(networks) * len(recipes)
+    row = -1
+    for cell, begins in zip(columns["recipe"], columns["to target"], strict=True):
+        row += bool(begins)
+        told[row] += cell
+    start, _, end = text.partition("All recipes: ")[2].partition("\n")[0].strip().partition("…")
+    assert [(start + one + end).replace(" ", "") for one in told] == [
+        one.replace(" ", "") for one in recipes
+    ] * len(networks)
+    if len(networks) > 1:
+        assert "".join(columns["network"]) == "".join(networks)
+    else:
+        assert "All on wifi." in text
+
+
+def test_several_seeds_have_their_range_below_their_mean() -> None:
+    courses = [course("ring", 0.5, 0.5 + 0.1 * seed, seed=seed) for seed in range(3)]
+    lines = printed(compare_courses(courses, 0.5), 0.5, 80)
+    assert [line[3] for line in cells_of(lines)] == ["60.0 %", "50.0 % to 70.0 %"]
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -161,12 +161,32 @@ def test_members_of_an_elastic_run(tmp_path: Path) -> None:
     assert (row["members"], row["lost"], row["joined"], row["steps made again"]) == ([0, 2], [1], [], [3])
 
 
+def joined(last: int, until: int) -> dict[int, list[Event]]:
+    """Rank 0 up to a step, and a rank that has joined at step 4 and come to another step; it was evaluated after 6."""
+    late = [begin(1, 4), *({**step(1, number), "t": number - 3.0} for number in range(4, until + 1))]
+    seen: list[Event] = [{"event": "evaluation", "rank": 1, "t": 3.0, "step": 6, "accuracy": 0.5, "loss": 1.0,
+             "duration_s": 0.5, "bytes_sent": 60}]  # fmt: skip
+    return {0: [begin(0), *(step(0, number) for number in range(last + 1))], 1: [*late, *seen]}
+
+
 def test_a_rank_that_has_joined_is_drawn_beside_the_others() -> None:
-    late = [begin(1, 4), *({**step(1, number), "t": number - 3.0} for number in range(4, 9))]
-    data = data_for({0: [begin(0), *(step(0, number) for number in range(9))], 1: late})
-    (gantt, *_) = figures(data, "Steps").values()
+    (gantt, *_) = figures(data_for(joined(8, 8)), "Steps").values()
     ends = {rank: [row[4] for row in gantt["rows"] if row[0] == rank and row[2] == 8][-1] for rank in (0, 1)}
     assert ends == {0: 9.0, 1: 9.0}
+
+
+@pytest.mark.parametrize(("last", "until"), [(8, 7), (8, 8), (8, 9), (4, 9), (3, 6)])
+def test_a_rank_that_has_joined_has_the_clock_of_the_others(last: int, until: int) -> None:
+    """On a page of a run that goes on it may be a step ahead."""
+    data = data_for(joined(last, until))
+    newest = max(last, until)
+    (line,) = figures(data, "What was learned")["Training loss"]["lines"]
+    assert line["t"] == [number + 1.0 for number in range(newest + 1)]
+    results = figures(data, "Results")[""]
+    row = dict(zip(results["columns"], results["rows"][0], strict=True))
+    assert row["duration (s)"] == newest + 1.0
+    (score,) = figures(data, "What was learned")["Test score"]["lines"]
+    assert score["t"] == [7.0]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,13 @@ def rendered(**kwargs: Any) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│ ").split("│")] for line in lines]
 
 
+def test_long_names_take_several_lines() -> None:
+    methods = ["error_feedback(topk(density=0.01))", "mine:Coarse(unit=0.001)", "mine:Signs(unit=0.001)"]
+    rows = rendered(summary={**SUMMARY.to_json(), "coding_not_charged": methods})
+    first = next(place for place, row in enumerate(rows) if row[0] == "coding not charged")
+    assert " ".join(row[-1] for row in rows[first:]) == ", ".join(methods)
+
+
 def test_every_figure_has_its_row() -> None:
     assert rendered(summary=SUMMARY.to_json()) == [
         ["test accuracy", "87.3 %"],

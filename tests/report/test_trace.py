@@ -81,6 +81,22 @@ def test_exchanges_views_and_a_resumed_run() -> None:
     assert [one["ts"] for one in told if one["ph"] == "i"] == [2.5e6]
 
 
+def test_a_rank_that_has_joined_has_the_clock_of_the_others() -> None:
+    parts = {"loss": 1.0, "duration_s": 1.0, "compute_s": 0.5, "exposed_s": 0.25, "data_s": 0.25}
+    steps: list[Any] = [{"event": "step", "t": number + 1.0, "step": number, **parts} for number in range(4)]
+    events: dict[int, Any] = {
+        0: [{"event": "begin", "t": 0.0, "step": 0}, *steps],
+        2: [{"event": "begin", "t": 50.0, "step": 2}, {**steps[2], "t": 51.0}, {**steps[3], "t": 52.0}],
+    }
+    told: Any = chrome_trace(events, title="a run")["traceEvents"]
+    ends = [
+        (one["pid"], one["name"], one["ts"] + one["dur"])
+        for one in told
+        if one["ph"] == "X" and one["name"] in ("step 2", "step 3")
+    ]
+    assert ends == [(0, "step 2", 3e6), (0, "step 3", 4e6), (2, "step 2", 3e6), (2, "step 3", 4e6)]
+
+
 def test_no_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err

@@ -5,18 +5,36 @@ So are exchanges that take long to simulate because of it, beforehand.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 import farflung
+from farflung.calibration import coding_points, coding_tasks
+from farflung.codecs import Int8, error_feedback
 from farflung.comm import COLLECTIVES
 from farflung.devices import CodingRates, DeviceProfile, Points
+from farflung.reducers.aggregation import Exchange
+from farflung.reducers.base import reduced, side_of
 from farflung.sim import VirtualNetwork
 from farflung.tasks import Pending
+from farflung.types import (
+    Channel,
+    CodecState,
+    CodingCost,
+    Contribution,
+    Reduced,
+    Reducer,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
 
 SMALL: dict[str, Any] = {"steps": 4, "batch_size": 4, "workers": 2, "evaluate_every": 2}
 PLAIN: dict[tuple[str, str], Points] = {
@@ -25,6 +43,11 @@ PLAIN: dict[tuple[str, str], Points] = {
 INT8: dict[tuple[str, str], Points] = {
     (operation, "int8"): ((1, 2.0),) for operation in ("encode", "decode", "accumulate", "learn")
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farflung.runs.simulation.UNCHARGED", set())
 
 
 def device(*known: dict[tuple[str, str], Points]) -> DeviceProfile:
@@ -57,6 +80,63 @@ def test_what_is_not_known_is_said(caplog: pytest.LogCaptureFixture) -> None:
     farflung.simulate("synthetic/quadratic", "powersgd", device=device(INT8), **SMALL)
     (record,) = caplog.records
     assert "plain sums" in record.getMessage()
+
+
+@dataclass(frozen=True)
+class Signs(Reducer):
+    """Charges under a name of its own."""
+
+    collective: str = "direct"
+
+    @override
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        return CodecState()
+
+    @override
+    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+        signs = channel.compute(CodingCost("encode", "all signs", own.tensor.numel()), own.tensor.sign)
+        total, side = await Exchange(channel, self.collective, side_of(own), step).sum(signs)
+        return reduced(channel, total, side)
+
+
+@dataclass(frozen=True)
+class Own(Int8):
+    """A codec that no registry has."""
+
+
+def test_what_is_said_of_parts_of_ones_own_can_be_done(caplog: pytest.LogCaptureFixture) -> None:
+    """The command that is named measures what was not charged."""
+    options = {"--reducers": "reducers", "--codecs": "codecs"}
+    recipes = [
+        farflung.Recipe(reducer=Signs()),
+        farflung.Recipe(codec=Own()),
+        farflung.Recipe(codec=error_feedback(Own())),
+    ]
+    for recipe in recipes:
+        caplog.clear()
+        run = farflung.simulate("synthetic/quadratic", recipe, device=device(PLAIN), **SMALL)
+        (record,) = caplog.records
+        option, *texts = shlex.split(record.getMessage().partition("farflung calibrate ")[2])
+        points = coding_points(coding_tasks(**{options[option]: texts}), [TensorSpec((64,))], rounds=1)
+        uncharged = run.summary["coding_not_charged"]
+        assert isinstance(uncharged, list)
+        assert {*uncharged} <= {method for _, method in points}
+        farflung.retime(run)
+        assert len(caplog.records) == 1, "a process says it once"
+
+
+def test_what_cannot_be_imported_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass(frozen=True)
+    class Inner(Signs):
+        pass
+
+    recipe = farflung.Recipe(reducer=Inner())
+    farflung.simulate("synthetic/quadratic", recipe, device=device(PLAIN), **SMALL)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "coding of all signs is not charged on this device: farflung calibrate measures only what can be imported, "
+        "as module:name"
+    )
 
 
 def test_a_comparison_says_it_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

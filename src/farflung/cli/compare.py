@@ -76,7 +76,7 @@ class Compare(OutputOptions):
             print(json.dumps({**found, "rows": [row.to_json() for row in rows], "folder": str(out)}))
             return 0
         console = stdout_console()
-        console.print(comparison.table())
+        console.print(comparison.table(console.width))
         if any(row.time_to_target_s is None for row in rows):
             console.print(f"not every run reached {' '.join(score_words(target))}; --target sets another")
         print_files(picture=picture, runs=out / "runs")

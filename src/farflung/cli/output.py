@@ -45,10 +45,10 @@ def stderr_console() -> Console:
 
 
 def print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Prints ``lines`` of cells below the names of their columns; the first column is never wrapped."""
+    """Prints ``lines`` of cells below the names of their columns; the first is never wrapped, and no cell is cut."""
     table = Table()
     for place, name in enumerate(columns):
-        table.add_column(name, no_wrap=place == 0, style="bold" if place == 0 else None)
+        table.add_column(name, no_wrap=place == 0, style="bold" if place == 0 else None, overflow="fold")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     stdout_console().print(table)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farflung.report.page import ReportedRun, report_data, report_page
     from farflung.report.partition import partition_picture, partition_table
     from farflung.report.pictures import run_picture
-    from farflung.report.tables import PLAIN_WIDTH, as_text, score_words, summary_table
+    from farflung.report.tables import PLAIN_WIDTH, as_lines, as_text, score_words, summary_table, text_width
     from farflung.report.trace import chrome_trace
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 else:
@@ -32,6 +32,7 @@ __all__ = [
     "ReportedRun",
     "RunLog",
     "SentByKind",
+    "as_lines",
     "as_text",
     "chrome_trace",
     "coded_picture",
@@ -48,6 +49,7 @@ __all__ = [
     "sent_by_kind",
     "slowest",
     "summary_table",
+    "text_width",
     "traffic_picture",
     "traffic_table",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.report.pictures import BLUE, VERMILLION, percent, picture, ticks
 from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, sessions, time_split
-from farflung.report.tables import duration_words, new_table, score_words
+from farflung.report.tables import PLAIN_WIDTH, duration_words, new_table, score_words
 from farflung.telemetry import Event
 from farflung.types import Json
 
@@ -27,6 +28,15 @@ __all__ = ["Compared", "Course", "compare_courses", "comparison_picture", "compa
 # Okabe and Ito's palette.
 COLOURS = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
+TEXTS = {"network", "recipe"}
+"""Columns whose cells may take several lines."""
+FOLDED = 16
+"""Characters of a line of theirs, at least, where there is not room for more."""
+LEFT_OUT = (
+    "coding", "evaluation", "compute", "duration", "waiting", "rank 0 sent", "final accuracy", "final score",
+    "speed-up",
+)  # fmt: skip
+"""Columns that a table has no room for go in this order."""
 WIDE = 8.0
 """Where the longest run is so many times the shortest, axes of time and bytes are logarithmic."""
 
@@ -162,50 +172,172 @@ def _split(group: Sequence[Course]) -> dict[str, float]:
     return {part: mean for part, mean in means.items() if mean or part not in SELDOM}
 
 
-def comparison_table(rows: Sequence[Compared], target: float) -> Table:
-    """The comparison for people; it says that all times are simulated.
+def comparison_table(rows: Sequence[Compared], target: float, width: int | None = None) -> Table:
+    """Returns the comparison as a table for people; it says that all times are simulated.
 
-    Coding, which goes on beside the parts that a replica's time is split into, is a share of the same time.
+    What all rows share, of recipes too, is said once above them. Long recipes take several lines. Where the table is
+    wider than it may be, columns go one by one, in the order of :data:`LEFT_OUT`, and are named below; no figure is
+    cut. Coding, which goes on beside the parts that a replica's time is split into, is a share of the same time.
+
+    Args:
+      rows: of the comparison.
+      target: that they reached, or did not.
+      width: that is available, in characters; :data:`PLAIN_WIDTH` when not given.
 
     Raises:
       MissingExtra: rich is not installed.
     """
-    name, words = score_words(target)
-    title = f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network."
-    table = new_table(title, min_width=min(100, len(title)))
-    from rich.filesize import decimal
+    width = width or PLAIN_WIDTH
+    table = new_table("", caption_justify="left")
+    from rich.text import Text
 
-    table.add_column("network", no_wrap=True)
-    table.add_column("recipe", style="bold")
-    counted = any(row.time_s["evaluation"] for row in rows)
-    coded = any(row.coding_s for row in rows)
-    shares = ["compute", "waiting", *(["evaluation"] if counted else []), *(["coding"] if coded else [])]
-    for column in ("to target", "speed-up", f"final {name}", "rank 0 sent", "duration", *shares):
-        table.add_column(column, justify="right", no_wrap=True)
+    name, words = score_words(target)
+    title = [f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network."]
+    columns = _columns(rows, f"final {name}")
+    if len({row.network for row in rows}) == 1:
+        title.append(f"All on {rows[0].network}.")
+        del columns["network"]
+    start, end = _shared(columns["recipe"])
+    if start or end:
+        title.append(f"All recipes: {start}…{end}")
+        columns["recipe"] = [text[len(start) : len(text) - len(end)] for text in columns["recipe"]]
+    widths, left_out = _fitted(columns, width)
+    table.title = Text("\n".join(title))
+    table.min_width = min(width, max(map(len, title)))
+    table.caption = Text(f"No room for: {', '.join(left_out)}.") if left_out else None
+    for column, chars in widths.items():
+        style = "bold" if column == "recipe" else None
+        table.add_column(
+            column, style=style, width=chars, justify="left" if column in TEXTS else "right", overflow="fold"
+        )
     before = None
-    for row in rows:
+    for place, row in enumerate(rows):
         if before not in (None, row.network):
             table.add_section()
+        cells = {column: columns[column][place] for column in widths}
+        if row.network == before and "network" in cells:
+            cells["network"] = ""
+        for column in TEXTS & cells.keys():
+            cells[column] = _folded(cells[column], widths[column])
+        table.add_row(*map(Text, cells.values()))
+        before = row.network
+    return table
+
+
+def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
+    """Returns the cells of each column; evaluation and coding are left out where no row has any."""
+    from rich.filesize import decimal
+
+    columns: dict[str, list[str]] = {
+        name: []
+        for name in (
+            *("network", "recipe", "to target", "speed-up", final, "rank 0 sent", "duration"),
+            *("compute", "waiting", "evaluation", "coding"),
+        )
+    }
+    for row in rows:
         total = sum(row.time_s.values()) or 1.0
         waiting = row.time_s["exposed_communication"] + row.time_s["data_wait"]
         low, high = (score_words(score)[1] for score in row.final_accuracy_range)
-        final = score_words(row.final_accuracy)[1]
+        mean = score_words(row.final_accuracy)[1]
         missed = f"{row.reached} of {row.seeds} runs"
-        table.add_row(
-            "" if row.network == before else row.network,
+        cells = (
+            row.network,
             row.recipe,
             missed if row.time_to_target_s is None else duration_words(row.time_to_target_s),
             "" if row.speed_up is None else f"{row.speed_up:.2f}",
-            f"{final} ({low} to {high})" if row.seeds > 1 else final,
+            f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
             decimal(int(row.bytes_sent_per_replica)),
             duration_words(row.duration_s),
-            f"{100 * row.time_s['compute'] / total:.0f} %",
-            f"{100 * waiting / total:.0f} %",
-            *([f"{100 * row.time_s['evaluation'] / total:.0f} %"] if counted else []),
-            *([f"{100 * row.coding_s / total:.0f} %"] if coded else []),
+            *(
+                f"{100 * part / total:.0f} %"
+                for part in (row.time_s["compute"], waiting, row.time_s["evaluation"], row.coding_s)
+            ),
         )
-        before = row.network
-    return table
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    if not any(row.time_s["evaluation"] for row in rows):
+        del columns["evaluation"]
+    if not any(row.coding_s for row in rows):
+        del columns["coding"]
+    return columns
+
+
+def _fitted(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
+    """Returns the width of each column that there is room for, and the names of the others."""
+
+    def widest(texts: Iterable[str]) -> int:
+        return max(map(len, texts), default=0)
+
+    cells = {
+        name: widest(line for cell in column for line in cell.split("\n")) for name, column in columns.items()
+    }
+    whole = {name: max(len(name), chars) for name, chars in cells.items()}
+    widths = {
+        name: max(widest(name.split()), min(chars, FOLDED) if name in TEXTS else chars)
+        for name, chars in cells.items()
+    }
+
+    def room() -> int:
+        return width - sum(widths.values()) - 3 * len(widths) - 1
+
+    left_out: list[str] = []
+    for name in LEFT_OUT:
+        if room() < 0 and name in widths:
+            del widths[name]
+            left_out.append(name)
+    for name, chars in whole.items():  # texts are first in the table, so they take what room there is
+        if name in widths:
+            widths[name] += max(0, min(room(), chars - widths[name]))
+    return widths, left_out
+
+
+def _shared(recipes: Sequence[str]) -> tuple[str, str]:
+    """Returns how all recipes begin and end, as far as a name or a value in whole brackets remains of each.
+
+    >>> _shared(["ring(codec=int8)", "ring(codec=topk(density=0.1))"])
+    ('ring(codec=', ')')
+    """
+    first = min(recipes, key=len, default="")
+    if len(set(recipes)) < 2:
+        return "", ""
+    starts = [""] + [first[:at] for at in range(1, len(first)) if first[at - 1] in "(= "]
+    ends = [""] + [first[at:] for at in range(1, len(first)) if first[at] in "(,)"]
+    return max(
+        (
+            (start, end)
+            for start in starts
+            for end in ends
+            if all(
+                text.startswith(start)
+                and text.endswith(end)
+                and _is_whole(text[len(start) : len(text) - len(end)])
+                for text in recipes
+            )
+        ),
+        key=lambda found: sum(map(len, found)),
+        default=("", ""),
+    )
+
+
+def _is_whole(text: str) -> bool:
+    """Returns True for a text that is not empty and closes each bracket that it opens."""
+    depth = [text[:at].count("(") - text[:at].count(")") for at in range(1, len(text) + 1)]
+    return bool(depth) and min(depth) >= 0 and depth[-1] == 0
+
+
+def _folded(text: str, width: int) -> str:
+    """Breaks a text into lines, behind signs where there are some.
+
+    >>> _folded("error_feedback(topk(density=0.01))", 16).splitlines()
+    ['error_feedback(', 'topk(density=', '0.01))']
+    """
+    lines = [""]
+    for piece in re.findall(rf"[^(=, /]{{1,{width}}}[(=, /]?|[(=, /]", text):
+        if len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, target: float) -> None:

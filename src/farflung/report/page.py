@@ -17,7 +17,7 @@ import numpy as np
 
 from farflung.recipes import FAMILIES
 from farflung.report.pictures import RAW_AT_LEAST, smooth
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, RankCourse, number, rank_course
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, RankCourse, number, rank_courses
 from farflung.report.tables import summary_table
 from farflung.report.trace import BESIDE, PARTS
 from farflung.telemetry import Event
@@ -108,13 +108,13 @@ class ReportedRun:
         self.name, self.settings, self.events = name, settings, events
         self.simulated = "network" in settings
         self.title = f"{name} (simulated)" if self.simulated else name
-        self.courses = {rank: rank_course(rank, events[rank]) for rank in sorted(events)}
+        self.courses = rank_courses(events)
         by_length = sorted(self.courses, key=lambda rank: (len(self.courses[rank].steps), -rank))
         farthest = [self.courses[rank] for rank in by_length]
         self.main = farthest[-1] if farthest else RankCourse()
         self.steps: dict[int, tuple[float, Event]] = {}
         self.evaluations: dict[int, tuple[float, Event]] = {}
-        for course in farthest:  # the one that came farthest last: a rank that joined has another clock
+        for course in farthest:  # where replicas tell of one step, the one that came farthest counts
             self.steps.update(course.steps)
             self.evaluations.update(course.evaluations)
         self.summary = summary if any(course.ended for course in farthest) else None
@@ -234,12 +234,9 @@ def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
     for rank in [rank for rank, course in run.courses.items() if last in course.steps][:GANTT_RANKS]:
         course = run.courses[rank]
         steps = [step for step in range(last + 1 - GANTT_STEPS, last + 1) if step in course.steps]
-        # The clock of a rank that has joined began later.
-        joined = min(course.steps) > min(run.steps)
-        shift = run.steps[steps[0]][0] - course.steps[steps[0]][0] if joined else 0.0
         for step in steps:
             end, event = course.steps[step]
-            begin = end + shift - number(event, "duration_s")
+            begin = end - number(event, "duration_s")
             for field, name in PARTS.items():
                 if took := number({"scoring_s": 0.0, **event}, field):
                     rows.append([rank, name, step, begin, begin + took])
@@ -248,11 +245,11 @@ def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
         for end, event in [*course.others, *course.evaluations.values()]:
             kind, step = str(event["event"]), int(number(event, "step"))
             if kind in BESIDE and steps[0] < step <= steps[-1] and (took := number(event, "duration_s")):
-                rows.append([rank, BESIDE[kind], step, end + shift - took, end + shift])
+                rows.append([rank, BESIDE[kind], step, end - took, end])
             elif kind == "exchange" and step in steps:
-                begin = end + shift - number(event, "t") + number(event, "began_s")
-                first, latest = exchanges.get(step, (begin, end + shift))
-                exchanges[step] = min(first, begin), max(latest, end + shift)
+                begin = end - number(event, "t") + number(event, "began_s")
+                first, latest = exchanges.get(step, (begin, end))
+                exchanges[step] = min(first, begin), max(latest, end)
         rows += [[rank, "exchange under way", step, *exchanges[step]] for step in sorted(exchanges)]
     shades: dict[str, Json] = {PARTS[field]: shade for field, shade in SHADES.items()}
     columns: list[Json] = ["rank", "what", "step", "begins (s)", "ends (s)"]

@@ -14,7 +14,7 @@ import numpy as np
 from farflung.errors import DataError
 from farflung.extras import need
 from farflung.files import write_whole, writing
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, rank_course
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, rank_courses
 from farflung.report.tables import score_words
 from farflung.telemetry import Event
 
@@ -175,7 +175,7 @@ def run_picture(
       DataError: there is nothing to draw, or an event is damaged.
       MissingExtra: matplotlib is not installed.
     """
-    courses = {rank: rank_course(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    courses = rank_courses(events_by_rank)
     if not any(course.steps or course.evaluations for course in courses.values()):
         raise DataError(f"no picture for {path}: the run's events hold no step and no evaluation")
     # Losses and scores are equal on all replicas: those of the one that came farthest.

@@ -9,7 +9,16 @@ from farflung.errors import DataError
 from farflung.telemetry import Event
 from farflung.types import Json
 
-__all__ = ["PARTS_OF_TIME", "SELDOM", "RankCourse", "number", "rank_course", "sessions", "time_split"]
+__all__ = [
+    "PARTS_OF_TIME",
+    "SELDOM",
+    "RankCourse",
+    "number",
+    "rank_course",
+    "rank_courses",
+    "sessions",
+    "time_split",
+]
 
 PARTS_OF_TIME = {
     "compute": "compute",
@@ -89,6 +98,7 @@ class RankCourse:
       others: checkpoints, exchanges and views since the last ``begin``.
       seconds: by part, over all sessions; those of steps that were done again are among them.
       ended: whether it has come to the end of the run.
+      joined_s: when it began, on the clock of the replicas that began first.
     """
 
     steps: dict[int, tuple[float, Event]] = field(default_factory=dict)
@@ -96,6 +106,36 @@ class RankCourse:
     others: list[tuple[float, Event]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
     ended: bool = False
+    joined_s: float = 0.0
+
+    def delay(self, seconds: float) -> None:
+        """Sets the clock of a replica that joined later."""
+        self.joined_s += seconds
+        self.steps = {step: (at + seconds, event) for step, (at, event) in self.steps.items()}
+        self.evaluations = {step: (at + seconds, event) for step, (at, event) in self.evaluations.items()}
+        self.others = [(at + seconds, event) for at, event in self.others]
+
+
+def rank_courses(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, RankCourse]:
+    """Reads the events of all replicas on one clock, that of the replicas that began first.
+
+    The first step that a joiner shares with them sets its clock; until there is one, the end of the step before does.
+
+    Raises:
+      DataError: an event lacks a number.
+    """
+    courses = {rank: rank_course(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    ends: dict[int, float] = {}
+    for course in sorted(filter(lambda one: one.steps, courses.values()), key=lambda one: min(one.steps)):
+        first = min(course.steps)
+        if ends and first > min(ends):
+            shared = min(course.steps.keys() & ends.keys(), default=None)
+            if shared is None:
+                course.delay(ends[max(step for step in ends if step < first)])
+            else:
+                course.delay(ends[shared] - course.steps[shared][0])
+        ends = {step: at for step, (at, _) in course.steps.items()} | ends
+    return courses
 
 
 def rank_course(rank: int, events: Iterable[Event]) -> RankCourse:

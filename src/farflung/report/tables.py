@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,9 @@ from farflung.types import Json
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["PLAIN_WIDTH", "as_text", "duration_words", "new_table", "score_words", "summary_table"]
+__all__ = [
+    "PLAIN_WIDTH", "as_lines", "as_text", "duration_words", "new_table", "score_words", "summary_table", "text_width",
+]  # fmt: skip
 
 PLAIN_WIDTH = 200
 """Columns of a table that does not go to a terminal."""
@@ -36,6 +40,11 @@ def new_table(title: str, **look: Any) -> Table:
     return Table(title=Text(title) if title else None, title_justify="left", **look)
 
 
+def text_width() -> int:
+    """Returns the columns of the terminal, or :data:`PLAIN_WIDTH` where stdout is none."""
+    return shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+
+
 def as_text(table: Table) -> str:
     """Prints a table as lines without colours, no wider than :data:`PLAIN_WIDTH`."""
     from rich.console import Console
@@ -43,6 +52,23 @@ def as_text(table: Table) -> str:
     printed = io.StringIO()
     Console(file=printed, width=PLAIN_WIDTH).print(table)
     return printed.getvalue().rstrip("\n")
+
+
+def as_lines(values: Mapping[str, Json]) -> str:
+    """Returns figures as lines of name and value, for where rich is not installed.
+
+    >>> print(as_lines({"steps": 3, "time_s": {"compute": 0.5, "other": 0.0}}))
+    steps 3
+    time_s.compute 0.5
+    time_s.other 0.0
+    """
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"{name}.{line}" for line in as_lines(value).splitlines()]
+        else:
+            lines.append(f"{name} {value if isinstance(value, str) else json.dumps(value)}")
+    return "\n".join(lines)
 
 
 def score_words(score: float) -> tuple[str, str]:
@@ -75,7 +101,7 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     clock = ", simulated" if simulated else ""
     steps = f"{figure('steps'):,.0f}"
     table.add_column("what", no_wrap=True)
-    table.add_column("how much", justify="right", no_wrap=True)
+    table.add_column("how much", justify="right", overflow="fold")
     if summary.get("stopped") and summary.get("final_accuracy") is None:
         table.add_row("test accuracy", "stopped before any")
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from farflung.report.reading import number
+from farflung.report.reading import number, rank_courses
 from farflung.telemetry import Event
 from farflung.types import Json
 
@@ -23,11 +23,12 @@ BESIDE = {"evaluation": "evaluation", "checkpoint": "checkpoint"}
 """What may run beside the steps, on a track of its own."""
 
 
-def chrome_trace(events_by_rank: Mapping[int, Iterable[Event]], *, title: str) -> dict[str, Json]:
+def chrome_trace(events_by_rank: Mapping[int, Sequence[Event]], *, title: str) -> dict[str, Json]:
     """Make a trace of a run: a process for each rank, with its steps, what runs beside them, and its exchanges.
 
     A rank's clock shows 0 where it begins, which all do once they have met: clocks are off from each other by no more
-    than a message takes. Where a run was resumed time goes on.
+    than a message takes. That of a rank that joined later is set by a step that it shares. Where a run was resumed
+    time goes on.
 
     Args:
       events_by_rank: of each replica; exchanges are there where the run was traced (``--trace``).
@@ -37,18 +38,20 @@ def chrome_trace(events_by_rank: Mapping[int, Iterable[Event]], *, title: str) -
       DataError: an event lacks a number.
     """
     told: list[Json] = [
-        one for rank, events in sorted(events_by_rank.items()) for one in _of_rank(rank, events)
+        one
+        for rank, course in rank_courses(events_by_rank).items()
+        for one in _of_rank(rank, events_by_rank[rank], course.joined_s)
     ]
     return {"traceEvents": told, "displayTimeUnit": "ms", "otherData": {"run": title}}
 
 
-def _of_rank(rank: int, events: Iterable[Event]) -> Iterator[dict[str, Json]]:
+def _of_rank(rank: int, events: Iterable[Event], joined_s: float) -> Iterator[dict[str, Json]]:
     of = f"rank {rank}"
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": of}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for tid, name in enumerate(("steps", "evaluation, checkpoints")):
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
-    zero = latest = 0.0
+    zero, latest = 0.0, joined_s
     for event in events:
         kind = str(event["event"])
         if "t" not in event:

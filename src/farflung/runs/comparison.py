@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, MissingExtra
 from farflung.files import held, naming, writing
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
@@ -51,7 +51,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs beside each other; printed, it is the table.
+    """Runs beside each other; printed, it is the table, or lines of its figures where rich is not installed.
 
     Args:
       runs: of each recipe and seed, on each network.
@@ -74,11 +74,11 @@ class Comparison:
 
         return compare_courses(self.courses, self.target)
 
-    def table(self) -> Table:
-        """The comparison for people."""
+    def table(self, width: int | None = None) -> Table:
+        """Returns the comparison as a table for people, without columns that a width in characters has no room for."""
         from farflung.report import comparison_table
 
-        return comparison_table(self.rows, self.target)
+        return comparison_table(self.rows, self.target, width)
 
     def picture(self, path: Path | str) -> Path:
         """Draws scores over time and over bytes sent; returns where the picture is."""
@@ -89,9 +89,12 @@ class Comparison:
 
     @override
     def __str__(self) -> str:
-        from farflung.report import as_text
+        from farflung.report import as_lines, as_text, text_width
 
-        return as_text(self.table())
+        try:
+            return as_text(self.table(text_width()))
+        except MissingExtra:
+            return "\n\n".join(as_lines(row.to_json()) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,6 @@ class Contest:
 
         runs: list[Run] = []
         courses: list[Course] = []
-        said: set[str] = set()
         for row in self.rows:
             if watch is not None:
                 watch.begin(f"{row.recipe}, seed {row.configs[0].seed}", row.configs[0].steps)
@@ -179,13 +181,11 @@ class Contest:
                 run = Prepared(config, files, config.split())
                 if not _is_there(run):
                     if first is None or timing_decisions(first):
-                        simulate_prepared(
-                            run, watch or nowhere, stop_asked=stop_asked, checkpointed=False, said=said
-                        )
+                        simulate_prepared(run, watch or nowhere, stop_asked=stop_asked, checkpointed=False)
                         if stop_asked():
                             shutil.rmtree(files.path)
                     else:
-                        retime_prepared(run, first, said=said)
+                        retime_prepared(run, first)
                 if stop_asked():
                     return None
                 first = first or files

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.data import Share
-from farflung.errors import DataError
+from farflung.errors import DataError, MissingExtra
 from farflung.files import reading
 from farflung.replica import load_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
@@ -28,7 +28,7 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has come to its end; printed, it is the table of its summary.
+    """A run that has come to its end; printed, it is the table of its summary, or lines where rich is not installed.
 
     Args:
       config: what decided it.
@@ -105,6 +105,9 @@ class Run:
 
     @override
     def __str__(self) -> str:
-        from farflung.report import as_text
+        from farflung.report import as_lines, as_text
 
-        return as_text(self.table())
+        try:
+            return as_text(self.table())
+        except MissingExtra:
+            return as_lines(self.summary)

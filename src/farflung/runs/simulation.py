@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from farflung.codecs import CODECS
 from farflung.comm import AUTO
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, DataError, Suspended
@@ -30,7 +31,7 @@ from farflung.runs.preparing import Prepared, prepared
 from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.sim import RecordedReplica, Retimed, Traffic, TrafficRecorder, VirtualWorld, retimed_events
-from farflung.spec import is_carried, name_of
+from farflung.spec import is_carried
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry, both
 from farflung.types import Decision, Json, State, Workload
 
@@ -52,6 +53,8 @@ MESSAGE_S = 5e-5
 """What it takes to simulate one message, on a processor of today."""
 LONG_S = 10.0
 """An exchange that takes as long to simulate is warned of."""
+UNCHARGED: set[tuple[str, str]] = set()
+"""Devices and methods without rates there that this process has warned of."""
 
 
 def nowhere(event: Event) -> None:
@@ -118,7 +121,6 @@ def simulate_prepared(
     *,
     stop_asked: Callable[[], bool] = never,
     checkpointed: bool = True,
-    said: set[str] | None = None,
 ) -> Run:
     """Makes the folder, and trains there in virtual time.
 
@@ -127,7 +129,6 @@ def simulate_prepared(
       show: gets the events of all replicas.
       stop_asked: whether a stop was requested; all replicas then stop after the same step.
       checkpointed: whether checkpoints are kept.
-      said: the methods without rates that were named in a message; grows.
 
     Raises:
       BadInput: another run is there or being made there, or it cannot be written.
@@ -141,7 +142,7 @@ def simulate_prepared(
     log = run.log()
     with run.begun(), log:
         ended = _simulated(run, devices, both(show, log), stop_asked, checkpointed=checkpointed)
-    say_uncharged(ended, set() if said is None else said)
+    warn_of_uncharged(ended)
     return ended
 
 
@@ -292,16 +293,13 @@ def retime(
     return retime_prepared(Prepared(config, files, shares, scratch=scratch), stored, show)
 
 
-def retime_prepared(
-    run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere, *, said: set[str] | None = None
-) -> Run:
+def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere) -> Run:
     """A stored run once more on another network or device, in a folder that is made here.
 
     Args:
       run: the configuration of the stored run, with another network or device; and where to keep it.
       stored: the run.
       show: gets the events of all replicas.
-      said: the methods without rates that were named in a message; grows.
 
     Raises:
       BadInput: the run cannot be retimed; says why.
@@ -312,7 +310,7 @@ def retime_prepared(
     replay = stored.decisions if stored.decisions.exists() else None
     with replace(run, options=RunOptions(replay=replay)).begun():
         ended = _retimed(run, stored, show, events, traffic, checkpointed)
-    say_uncharged(ended, set() if said is None else said)
+    warn_of_uncharged(ended)
     return ended
 
 
@@ -436,28 +434,53 @@ def coding_told(world: VirtualWorld, *, resumed: bool) -> dict[str, Json]:
     return {**told, **({"coding_not_charged": unknown} if unknown else {})}
 
 
-def say_uncharged(run: Run, said: set[str]) -> None:
-    """Warns in one line of what a run has coded for nothing.
+def warn_of_uncharged(run: Run) -> None:
+    """Warns in one line, once a process, of what a run that has ended has coded for nothing.
 
-    Args:
-      run: that has ended.
-      said: the methods that a warning has named already; grows.
+    What a codec or reducer charges is named by its text; a reducer of one's own may have a name for it of its own.
     """
-    unknown = [str(method) for method in _list(run.summary.get("coding_not_charged")) if method not in said]
-    said.update(unknown)
-    if not unknown:
-        return
-    options: dict[str, list[str]] = {}
-    for method in (one for one in unknown if one and is_carried(one)):
-        options.setdefault("--reducers" if name_of("method", method) in REDUCERS else "--codecs", []).append(
-            method
-        )
-    asked = " ".join(f"{option} {' '.join(map(repr, methods))}" for option, methods in options.items())
-    logging.getLogger("farflung").warning(
-        "coding of %s is not charged on this device: calibrate with %s",
-        ", ".join(method or "plain sums" for method in unknown),
-        f"farflung calibrate {asked}".rstrip(),
+    assert isinstance(run.config, SimulatedConfig)
+    device = str(run.config.world_json()["device"])
+    methods = [str(method) for method in _list(run.summary.get("coding_not_charged"))]
+    new = [method for method in methods if (device, method) not in UNCHARGED]
+    UNCHARGED.update((device, method) for method in new)
+    reducer = str(run.config.recipe.members["reducer"])
+    options: dict[str, dict[str, None]] = {}
+    measurable = []
+    for method in new:
+        option, text = _calibrated_as(method, reducer)
+        if is_carried(text):
+            options.setdefault(option, {})[text] = None
+            measurable.append(method)
+    command = ["farflung calibrate"]
+    for option in sorted(filter(None, options)):
+        command += [option, *map(repr, options[option])]
+    _warn_of(measurable, f"calibrate with {' '.join(command)}")
+    _warn_of(
+        [method for method in new if method not in measurable],
+        "farflung calibrate measures only what can be imported, as module:name",
     )
+
+
+def _calibrated_as(method: str, reducer: str) -> tuple[str, str]:
+    """Returns the option of ``farflung calibrate`` and the text by which a method is measured; sums always are."""
+    if not method:
+        return "", method
+    name = method.partition("(")[0]
+    if name in REDUCERS or method == reducer:
+        return "--reducers", method
+    if name in CODECS or ":" in name or not is_carried(method):
+        return "--codecs", method
+    return "--reducers", reducer if ":" in reducer else f"<{method}>"
+
+
+def _warn_of(methods: Sequence[str], advice: str) -> None:
+    if methods:
+        logging.getLogger("farflung").warning(
+            "coding of %s is not charged on this device: %s",
+            ", ".join(method or "plain sums" for method in methods),
+            advice,
+        )
 
 
 def _list(value: Json) -> list[Json]:
