@@ -78,6 +78,12 @@ def ddp_hook(
     after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
     first step DDP has a single bucket, and nothing overlaps with the backward pass.
 
+    DDP's ``join()``, ``static_graph``, ``skip_all_reduce_unused_params`` and ``backward(create_graph=True)`` do what
+    they do with PyTorch's hooks. A parameter that DDP leaves out in the first backward pass has to stay unused, and
+    all ranks have to use the same ones; anything else raises an error on all of them. With ``static_graph`` and
+    parameters of several types the first gradients are summed as they are. State and hook can be saved and copied
+    with the DDP: see :class:`HookState`.
+
     Whether a method pays depends on the network. With ``fall_back`` the first 13 steps take turns between it and DDP's
     own all-reduce. All ranks stay with it if it was faster, summed over the ranks, in at least four of the last five
     pairs of steps, and go on with DDP's otherwise; :attr:`HookState.carries` tells. Steps that are timed wait for the
@@ -164,11 +170,12 @@ def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> t
       sharded: what FSDP gives beside it.
 
     Raises:
-      Unsupported: it is none of DDP's, as where FSDP calls this.
+      Unsupported: it is no bucket, as where FSDP calls this.
     """
     if sharded or not isinstance(bucket, dist.GradBucket):
         raise Unsupported(
-            "ddp_hook is for DistributedDataParallel: FSDP hands its hooks shards, which it cannot carry"
+            "ddp_hook is for DistributedDataParallel with its own reducer: FSDP hands its hooks shards, and "
+            "optimize_ddp='python_reducer' single gradients, which it cannot carry"
         )
     return state.take(bucket)
 
@@ -351,7 +358,10 @@ class HookState:
             raise self.error
 
     def state_dict(self) -> State:
-        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass."""
+        """Returns what the codec remembers of this rank's parameters; each rank keeps its own.
+
+        Not during a backward pass.
+        """
         if not self._owns:
             return self._loaded or {"step": self.step, "parameters": {}}
         if self._closed:
@@ -375,8 +385,7 @@ class HookState:
             memory["rank"] = self._runtime.comm.rank
         return _make_state, (self._settings,), memory
 
-    def __setstate__(self, memory: State) -> None:
-        self.load_state_dict(memory)
+    __setstate__ = load_state_dict
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes leave of the other ranks; by itself at the end of the process.
