@@ -204,8 +204,8 @@ class _Own:
     arrivals: list[_Arrival] = field(default_factory=list)
     grads: list[_Piece] = field(default_factory=list)
     """DDP's own gradients, each with its place here."""
-    step: int = 0
-    """The step in which it was launched last."""
+    is_sent: bool = False
+    """Whether it was sent in the pass under way."""
 
 
 class HookState:
@@ -310,7 +310,7 @@ class HookState:
                 self._enter(waiting)
             self._waiting.clear()
         for own in self._owns:
-            if own.step < self.step:
+            if not own.is_sent:
                 absent = own.filling.missing or set(range(len(own.filling.parameters)))
                 own.filling.missing = set()
                 torch._foreach_zero_([own.filling.views[place] for place in absent])
@@ -409,6 +409,8 @@ class HookState:
                 "start again from a checkpoint"
             )
         self.step += 1
+        for own in self._owns:
+            own.is_sent = False
         if self._settings.fall_back:
             self.carries = next(self._turns)
 
@@ -483,10 +485,8 @@ class HookState:
             torch._foreach_copy_([view for _, view in pieces], [grad for grad, _ in pieces])
             own.grads += pieces
             own.arrivals.append(arrival)
-        if arrival.buffer.requires_grad:
-            with (
-                torch.enable_grad()
-            ):  # as PyTorch's hooks: the graph is that of this rank's share in the mean
+        if arrival.buffer.requires_grad:  # as with PyTorch's hooks, its graph is that of this rank's share
+            with torch.enable_grad():
                 arrival.buffer.div_(self._runtime.comm.size)
         for own in touched:
             if not own.filling.missing:
@@ -494,7 +494,7 @@ class HookState:
 
     def _launch(self, own: _Own, absent: Collection[int] = ()) -> None:
         arrivals, pieces, step = own.arrivals, own.grads, self.step - 1
-        own.arrivals, own.grads, own.step = [], [], self.step
+        own.arrivals, own.grads, own.is_sent = [], [], True
         exchange = partial(self._carry, own, pieces, step, sorted(absent))
         self._start(own.filling.flat.device, exchange, arrivals)
 
