@@ -113,8 +113,7 @@ def ddp_hook(
     """
     reducer = _reducer(how)
     whole_option("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
-    settings = _Settings(reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint)
-    state = _make_state(settings, group)
+    state = _make_state(_Settings(reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint), group)
     if dist.is_initialized():
         state.meet()
     return state, exchange
@@ -204,8 +203,6 @@ class _Own:
     arrivals: list[_Arrival] = field(default_factory=list)
     grads: list[_Piece] = field(default_factory=list)
     """DDP's own gradients, each with its place here."""
-    is_sent: bool = False
-    """Whether it was sent in the pass under way."""
 
 
 class HookState:
@@ -247,8 +244,8 @@ class HookState:
         """The run of autograd that calls back at its end."""
         self._is_watched = False
         """Whether the pass under way is given up if it does not go on in time."""
-        self._launched: list[Pending[None]] = []
-        """The exchanges of the pass under way."""
+        self._launched: dict[int, Pending[None]] = {}
+        """The exchanges of the pass under way, by number of the bucket."""
         self._loaded: State | None = None
         self._closed = False
         self._group: dist.ProcessGroup
@@ -310,7 +307,7 @@ class HookState:
                 self._enter(waiting)
             self._waiting.clear()
         for own in self._owns:
-            if not own.is_sent:
+            if own.index not in self._launched:
                 absent = own.filling.missing or set(range(len(own.filling.parameters)))
                 own.filling.missing = set()
                 torch._foreach_zero_([own.filling.views[place] for place in absent])
@@ -323,10 +320,10 @@ class HookState:
                 self._watch()
                 return
             self._complete()
-        launched, self._launched = self._launched, []
-        self._wait(launched)
+        launched, self._launched = self._launched, {}
+        self._wait(launched.values())
 
-    def _wait(self, exchanges: Sequence[Pending[None]]) -> None:
+    def _wait(self, exchanges: Iterable[Pending[None]]) -> None:
         for pending in exchanges:
             pending.block()
             self.error = self.error or pending.error
@@ -409,8 +406,7 @@ class HookState:
                 "start again from a checkpoint"
             )
         self.step += 1
-        for own in self._owns:
-            own.is_sent = False
+        self._launched = {}
         if self._settings.fall_back:
             self.carries = next(self._turns)
 
@@ -494,25 +490,26 @@ class HookState:
 
     def _launch(self, own: _Own, absent: Collection[int] = ()) -> None:
         arrivals, pieces, step = own.arrivals, own.grads, self.step - 1
-        own.arrivals, own.grads, own.is_sent = [], [], True
+        own.arrivals, own.grads = [], []
         exchange = partial(self._carry, own, pieces, step, sorted(absent))
-        self._start(own.filling.flat.device, exchange, arrivals)
+        self._start(own.index, own.filling.flat.device, exchange, arrivals)
 
     def _average(self, arrival: _Arrival) -> None:
         """Sends one of DDP's buckets as it is, before there are buckets of the hook's own."""
         arrival.waits_for = 1
-        values, size = arrival.buffer.detach().clone(), self._runtime.comm.size
-        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), len(self._launched))
+        values, number, size = arrival.buffer.detach().clone(), len(self._launched), self._runtime.comm.size
+        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
 
         async def exchange() -> None:
             total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
             arrival.buffer.detach().copy_(total.div_(size))
             self.sent_nbytes += channel.sent_nbytes
 
-        self._start(values.device, exchange, [arrival])
+        self._start(number, values.device, exchange, [arrival])
 
     def _start(
         self,
+        number: int,
         device: torch.device,
         exchange: Callable[[], Coroutine[Pending[Any], None, None]],
         arrivals: Sequence[_Arrival],
@@ -535,7 +532,7 @@ class HookState:
 
         pending = self._runtime.launch(carry())
         pending.on_done(ended)
-        self._launched.append(pending)
+        self._launched[number] = pending
 
     async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int, absent: Sequence[int]) -> None:
         """The whole of a bucket's exchange; runs on the communication thread, which others go on with meanwhile."""

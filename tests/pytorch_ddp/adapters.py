@@ -61,6 +61,9 @@ class AttachedDDP(nn.Module):
         del device_ids, output_device
         if unknown := options.keys() - OPTIONS:
             raise NotImplementedError(f"AttachedDDP: {sorted(unknown)}")
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not trained:
+            raise RuntimeError("AttachedDDP: no parameter requires a gradient")
         self.module = module
         group = process_group or dist.group.WORLD
         assert group is not None
@@ -68,7 +71,7 @@ class AttachedDDP(nn.Module):
         os.environ["RANK"] = str(dist.get_rank())
         self._handle = farflung.attach(
             module,
-            torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0),
+            torch.optim.SGD(trained, lr=0.0),
             self.how,
             launch_env=LaunchEnv(rank, dist.get_world_size(group), 0, 1),
             store=dist.PrefixStore(f"attached-{meeting.add(f'attached/{rank}', 1)}", meeting),
