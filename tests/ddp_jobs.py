@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import farflung
 from farflung.ddp import HookState, exchange
@@ -24,7 +28,7 @@ from farflung.errors import FarflungError, PeerLost
 from farflung.recipes import Recipe
 from farflung.reducers.base import numerator, reduced, side_of
 from farflung.replica import load_tree, save_tree
-from farflung.tasks import Pending
+from farflung.tasks import Pending, done
 from farflung.types import Channel, CodecState, Contribution, Reduced, Reducer, Seeds, StateSlot, TensorSpec
 from tests.helpers import PATIENCE_S
 from tests.pool import digest, leave_group
@@ -44,6 +48,45 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x[:, None]).flatten(1)
         y: Tensor = self.outer(torch.relu(self.middle(hidden)))
+        return y
+
+
+class Layers(nn.Module):
+    """Uses some of its layers, each of which is a bucket of DDP's."""
+
+    def __init__(self, used: str, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.used = used
+        self._checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.used:
+            layer: nn.Module = getattr(self, name)
+            x = checkpoint(layer, x, use_reentrant=True) if self._checkpointed else layer(x)
+        return x
+
+
+class Cube(nn.Module):
+    """Has a gradient that depends on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.pow(3) * x).sum()
+
+
+class TwoTypes(nn.Module):
+    """Parameters of two types, which no bucket holds together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).double())
         return y
 
 
@@ -73,6 +116,28 @@ def made() -> tuple[Net, torch.optim.Optimizer]:
 def wrapped(model: nn.Module, find_unused: bool = False) -> DistributedDataParallel:
     """In many small buckets, which are not ours."""
     return DistributedDataParallel(model, bucket_cap_mb=0.3, find_unused_parameters=find_unused)
+
+
+def skipping(used: str, *, static: bool = False, checkpointed: bool = False) -> DistributedDataParallel:
+    """Leaves out buckets of which no parameter is used."""
+    return DistributedDataParallel(
+        Layers(used, checkpointed=checkpointed),
+        bucket_cap_mb=1e-5,
+        find_unused_parameters=not static,
+        static_graph=static,
+        skip_all_reduce_unused_params=True,
+    )
+
+
+def ends_of(ddp: DistributedDataParallel, rank: int, **keywords: Any) -> str:
+    """Trains for some steps; the parameters then."""
+    torch.manual_seed(10 + rank)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, 8, **keywords)).square().mean().backward()
+        optimizer.step()
+    return digest(dict(ddp.module.named_parameters()))
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range = range(STEPS)) -> None:
@@ -187,6 +252,121 @@ def beside_ddp(rank: int, size: int, store: dist.Store, *, find_unused: bool) ->
         loop(ddp, optimizer, rank)
         del ddp
     return {"ddp": digest(dict(model.named_parameters())), "hook": ours}
+
+
+MODELS: dict[str, Callable[[], DistributedDataParallel]] = {
+    **{f"skips {used}": partial(skipping, used) for used in ("a", "b", "c", "ca")},
+    **{f"skips {used}, static": partial(skipping, used, static=True) for used in ("a", "ca")},
+    "two types, static": lambda: DistributedDataParallel(TwoTypes(), static_graph=True),
+    "checkpoints": lambda: DistributedDataParallel(
+        Layers("abc", checkpointed=True), bucket_cap_mb=1e-5, static_graph=True
+    ),
+}
+"""Whose buckets DDP hands over in unusual ways."""
+
+
+def hooked_beside_ddp(rank: int, size: int, store: dist.Store, *, model: str) -> dict[str, Any]:
+    """A model trained by DDP alone, and with a hook that changes nothing; and how many of it were sent in a step."""
+    with group(rank, size, store):
+        ends = []
+        for hooks in (False, True):
+            torch.manual_seed(0)
+            ddp = MODELS[model]()
+            if hooks:
+                state, hook = farflung.ddp_hook("identity")
+                ddp.register_comm_hook(state, hook)
+            ends.append(ends_of(ddp, rank, requires_grad=model == "checkpoints"))
+            nbytes = sum(p.nbytes for p in ddp.parameters())
+            del ddp
+        state.close()
+    return {"ddp": ends[0], "hook": ends[1], "models_sent": state.sent_nbytes / nbytes / STEPS}
+
+
+def joins(
+    rank: int, size: int, store: dist.Store, *, how: str, batch_counts: list[int], by_initial: bool
+) -> str:
+    """The parameters after training on unlike numbers of batches, with our hook or PyTorch's."""
+    with group(rank, size, store):
+        model, optimizer = made()
+        ddp = wrapped(model)
+        if how == "allreduce_hook":
+            ddp.register_comm_hook(None, allreduce_hook)
+        else:
+            state, hook = farflung.ddp_hook(how)
+            ddp.register_comm_hook(state, hook)
+        with ddp.join(divide_by_initial_world_size=by_initial):
+            loop(ddp, optimizer, rank, range(batch_counts[rank]))
+        if how != "allreduce_hook":
+            state.close()
+        del ddp
+    return digest(dict(model.named_parameters()))
+
+
+def differentiates_twice(rank: int, size: int, store: dist.Store, *, as_view: bool) -> dict[str, Any]:
+    """The gradient of create_graph=True and the gradient of that, with PyTorch's hook and with ours."""
+    found = {}
+    with group(rank, size, store):
+        for how in ("allreduce_hook", "identity"):
+            ddp = DistributedDataParallel(Cube(), gradient_as_bucket_view=as_view)
+            weight = ddp.module.weight
+            state, hook = farflung.ddp_hook("identity")
+            ddp.register_comm_hook(*((None, allreduce_hook) if how == "allreduce_hook" else (state, hook)))
+            ddp(torch.full((3,), 1.0 + rank)).backward(create_graph=True)
+            (second,) = torch.autograd.grad(weight.grad.sum(), weight)
+            found[how] = [weight.grad.tolist(), second.tolist()]
+            state.close()
+            weight.grad = None
+            del ddp
+    return found
+
+
+def copied(
+    rank: int, size: int, store: dist.Store, *, how: str, folder: str, by_file: bool
+) -> dict[str, str]:
+    """In one go, and in two with a copy of all between them."""
+    path = Path(folder) / f"{rank}.pt"
+    with group(rank, size, store):
+        whole = hooked(rank, how)["parameters"]
+        model, optimizer = made()
+        ddp = wrapped(model)
+        state, hook = farflung.ddp_hook(how)
+        ddp.register_comm_hook(state, hook)
+        loop(ddp, optimizer, rank, range(2))
+        if by_file:
+            state.close()
+            torch.save((ddp, state, hook), path)  # noqa: TID251
+            again, its_state, hook = torch.load(path, weights_only=False)  # noqa: TID251
+        else:
+            again, its_state, hook = copy.deepcopy((ddp, state, hook))
+            state.close()
+        again.register_comm_hook(its_state, hook)
+        loop(again, torch.optim.SGD(again.parameters(), lr=0.1), rank, range(2, STEPS))
+        its_state.close()
+        ends = digest(dict(again.module.named_parameters()))
+        del ddp, again
+    return {"whole": whole, "copied": ends}
+
+
+def copied_from_rank_0(rank: int, size: int, store: dist.Store, *, folder: str) -> list[float]:
+    """A gradient of zeros, after all ranks have loaded what rank 0 saved when its residual was (0, 1)."""
+    path = Path(folder) / "state.pt"
+    with group(rank, size, store):
+        grads: list[list[float]] = []
+        state, hook = farflung.ddp_hook("error_feedback(topk(0.5))")
+        for x in (torch.tensor([[3.0, 1.0]]), torch.zeros(1, 2)):
+            ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+            ddp.register_comm_hook(state, hook)
+            ddp(x).sum().backward()
+            grads.append(ddp.module.weight.grad[0].tolist())
+            state.close()
+            if rank == 0:
+                torch.save(state, path)  # noqa: TID251
+            dist.barrier()
+            state = torch.load(path, weights_only=False)  # noqa: TID251
+            del ddp
+    first, second = grads
+    assert first == [3.0, 0.0]
+    return second
 
 
 def telescopes(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, Any]:
@@ -334,8 +514,50 @@ def _closed(rank: int) -> str:
     x, y = next(batches(rank))
     F.cross_entropy(ddp(x), y).backward()
     state.close()
-    state.state_dict()
+    assert state.state_dict()["parameters"]
+    F.cross_entropy(ddp(x), y).backward()
     return "nothing was noticed"
+
+
+def _gone_while_joined(rank: int) -> str:
+    ddp, state = _prepared("int8")
+    try:
+        with ddp.join():
+            for x, y in list(batches(rank))[: 1 + rank]:
+                F.cross_entropy(ddp(x), y).backward()
+                if rank == 1:
+                    state.close()
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+def _skips(used: list[str]) -> str:
+    """Trains a step with the layers of each text."""
+    ddp = skipping("a")
+    state, hook = farflung.ddp_hook("identity")
+    ddp.register_comm_hook(state, hook)
+    try:
+        for ddp.module.used in used:
+            ddp(torch.ones(2, 8)).sum().backward()
+        return "nothing was noticed"
+    finally:
+        state.close()
+
+
+def _checkpointed(rank: int) -> str:
+    """The backward pass of the last bucket that comes is inside a checkpoint's, and DDP waits there already."""
+    del rank
+    ddp = skipping("a", static=True, checkpointed=True)
+    state, hook = farflung.ddp_hook("identity")
+    ddp.register_comm_hook(state, hook)
+    try:
+        for _ in range(3):
+            with mock.patch.object(state._runtime, "sleep_until", return_value=done(None)):
+                ddp(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        return "nothing was noticed"
+    finally:
+        state.close()
 
 
 def _another_model(rank: int) -> str:
@@ -412,6 +634,12 @@ FAILURES: dict[str, Callable[[int], str]] = {
     "sparse": _sparse,
     "complex": _complex,
     "fsdp": _fsdp,
+    "gone while joined": _gone_while_joined,
+    "unlike at first": lambda rank: _skips(["b" if rank else "a"]),
+    "unlike later": lambda rank: _skips(["ab", "ab" if rank else "a"]),
+    "used later": lambda rank: _skips(["a", "ab"]),
+    "used later on one": lambda rank: _skips(["a", "ab" if rank else "a"]),
+    "checkpointed": _checkpointed,
 }
 
 

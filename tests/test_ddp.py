@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 import farflung
 from farflung.errors import ConfigError, UnknownName, Unsupported
 from farflung.reducers import REDUCERS
+from tests import ddp_jobs
 from tests.pool import Pool
 
 WHOLE = "adaptive_topk(rule='released')"
@@ -71,6 +76,60 @@ def test_identity_is_ddp(pool: Pool, find_unused: bool) -> None:
         assert result["hook"] == result["ddp"]
 
 
+@pytest.mark.parametrize("model", ddp_jobs.MODELS)
+def test_identity_is_ddp_for_each_way_of_handing_buckets_over(pool: Pool, model: str) -> None:
+    """DDP leaves out buckets, even the first and the last; or gives several the same number; or has inner passes."""
+    for result in pool.run(2, "tests.ddp_jobs.hooked_beside_ddp", model=model):
+        assert result["hook"] == result["ddp"]
+        if model.startswith("skips") and "static" not in model:
+            assert result["models_sent"] == pytest.approx(len(model.removeprefix("skips ")) / 3, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("unlike at first", ["left out other parameters", "left out other parameters"]),
+        (
+            "unlike later",
+            ["in step 1 DDP left out other parameters", "in step 1 DDP left out other parameters"],
+        ),
+        ("used later", ["unused in the first backward pass", "unused in the first backward pass"]),
+        ("used later on one", ["unused in the first backward pass", "unused in the first backward pass"]),
+        ("checkpointed", ["use_reentrant=False", "use_reentrant=False"]),
+    ],
+)
+def test_buckets_left_out_in_ways_that_cannot_be_served_are_an_error_on_all_ranks(
+    pool: Pool, kind: str, says: list[str]
+) -> None:
+    for said, part in zip(pool.run(2, "tests.ddp_jobs.failure", kind=kind), says, strict=True):
+        assert part in said
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("batch_counts", [[1, 3], [3, 0]])
+def test_ranks_that_run_out_of_data_join_as_with_pytorchs_hooks(
+    pool: Pool, batch_counts: list[int], by_initial: bool
+) -> None:
+    options: dict[str, Any] = {"batch_counts": batch_counts, "by_initial": by_initial}
+    theirs, ours, coded = (
+        pool.run(2, "tests.ddp_jobs.joins", how=how, **options)
+        for how in ("allreduce_hook", "identity", "error_feedback(topk(0.1))")
+    )
+    assert len({*theirs, *ours}) == 1
+    assert len(set(coded)) == 1
+
+
+def test_a_rank_that_left_is_named_to_one_that_has_run_out_of_data(pool: Pool) -> None:
+    joined, _ = pool.run(2, "tests.ddp_jobs.failure", kind="gone while joined")
+    assert joined.startswith("lost rank 1: ")
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_gradients_with_a_graph_are_those_of_pytorchs_hook(pool: Pool, as_view: bool) -> None:
+    for found in pool.run(2, "tests.ddp_jobs.differentiates_twice", as_view=as_view):
+        assert found["identity"] == found["allreduce_hook"]
+
+
 @pytest.mark.parametrize(("faster", "stays"), [(0, False), (3, False), (4, True), (5, True)])
 def test_it_falls_back_on_ddp_unless_it_is_clearly_faster(pool: Pool, faster: int, stays: bool) -> None:
     """All ranks alike, by what they measured together; steps take turns until then, and none changes a bit."""
@@ -112,6 +171,26 @@ STATEFUL = [
 def test_a_checkpoint_changes_no_bit(pool: Pool, tmp_path: Path, how: str) -> None:
     for result in pool.run(2, "tests.ddp_jobs.resumes", how=how, folder=str(tmp_path)):
         assert result["whole"] == result["resumed"]
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize("how", STATEFUL)
+def test_a_copy_goes_on_with_the_same_bits(pool: Pool, tmp_path: Path, how: str, by_file: bool) -> None:
+    job: dict[str, Any] = {"how": how, "folder": str(tmp_path), "by_file": by_file}
+    for result in pool.run(2, "tests.ddp_jobs.copied", **job):
+        assert result["whole"] == result["copied"]
+
+
+def test_only_the_rank_that_was_copied_has_its_residual_again(pool: Pool, tmp_path: Path) -> None:
+    for grad in pool.run(2, "tests.ddp_jobs.copied_from_rank_0", folder=str(tmp_path)):
+        assert grad == [0.0, 0.5]
+
+
+def test_nothing_keeps_a_copy_that_is_not_used() -> None:
+    state, _ = farflung.ddp_hook("dgc")
+    copied = weakref.ref(copy.deepcopy(state))
+    gc.collect()
+    assert copied() is None
 
 
 def test_unlike_settings_are_found_out_by_name(pool: Pool) -> None:

@@ -1,19 +1,21 @@
 """Runs any codec or reducer as a communication hook of DistributedDataParallel."""
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from typing_extensions import override
 
-from farflung._torch import after_backward
+from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, Endpoint, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
@@ -31,6 +33,10 @@ __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
 
 _JOIN_S = 60.0
 _NO_RIDER = torch.zeros(0, dtype=torch.float64)
+_UNLIKE = (
+    "DDP left out other parameters on one rank than on another: with skip_all_reduce_unused_params all ranks have to "
+    "use the same parameters"
+)
 _WARM_UP = (True, True, False)
 """Whether the hook carries each of the first steps, in which buckets are laid out and connections find their rate."""
 _TURNS = 5
@@ -72,6 +78,12 @@ def ddp_hook(
     after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
     first step DDP has a single bucket, and nothing overlaps with the backward pass.
 
+    DDP's ``join()``, ``static_graph``, ``skip_all_reduce_unused_params`` and ``backward(create_graph=True)`` do what
+    they do with PyTorch's hooks. A parameter that DDP leaves out in the first backward pass has to stay unused, and
+    all ranks have to use the same ones; anything else raises an error on all of them. With ``static_graph`` and
+    parameters of several types the first gradients are summed as they are. State and hook can be saved and copied
+    with the DDP: see :class:`HookState`.
+
     Whether a method pays depends on the network. With ``fall_back`` the first 13 steps take turns between it and DDP's
     own all-reduce. All ranks stay with it if it was faster, summed over the ranks, in at least four of the last five
     pairs of steps, and go on with DDP's otherwise; :attr:`HookState.carries` tells. Steps that are timed wait for the
@@ -101,6 +113,26 @@ def ddp_hook(
     """
     reducer = _reducer(how)
     whole_option("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
+    state = _make_state(_Settings(reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint), group)
+    if dist.is_initialized():
+        state.meet()
+    return state, exchange
+
+
+class _Settings(NamedTuple):
+    """Arguments of :func:`ddp_hook` that a copy of its state has too."""
+
+    reducer: Reducer
+    fall_back: bool
+    bucket_nbytes: int
+    seed: int
+    deadline_s: float
+    endpoint: Endpoint
+
+
+def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> "HookState":
+    """Makes a state that has not met the other ranks."""
+    reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint = settings
 
     def meet() -> tuple[WallRuntime, dist.ProcessGroup]:
         found = group or dist.group.WORLD
@@ -125,10 +157,7 @@ def ddp_hook(
         )
         return runtime, found
 
-    state = HookState(reducer, meet, seed, bucket_nbytes=bucket_nbytes, fall_back=fall_back)
-    if dist.is_initialized():
-        state.meet()
-    return state, exchange
+    return HookState(settings, meet)
 
 
 def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> torch.futures.Future[Tensor]:
@@ -140,11 +169,12 @@ def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> t
       sharded: what FSDP gives beside it.
 
     Raises:
-      Unsupported: it is none of DDP's, as where FSDP calls this.
+      Unsupported: it is no bucket, as where FSDP calls this.
     """
     if sharded or not isinstance(bucket, dist.GradBucket):
         raise Unsupported(
-            "ddp_hook is for DistributedDataParallel: FSDP hands its hooks shards, which it cannot carry"
+            "ddp_hook is for DistributedDataParallel with its own reducer: FSDP hands its hooks shards, and "
+            "optimize_ddp='python_reducer' single gradients, which it cannot carry"
         )
     return state.take(bucket)
 
@@ -154,6 +184,7 @@ class _Arrival:
     """One of DDP's buckets, until the means of all its gradients are there."""
 
     buffer: Tensor
+    index: int
     parameters: Sequence[Tensor]
     grads: Sequence[Tensor]
     future: torch.futures.Future[Tensor]
@@ -177,22 +208,18 @@ class _Own:
 class HookState:
     """What the hook keeps from step to step, and the connections it uses.
 
+    A copy, made by ``copy.deepcopy`` or by ``torch.save`` and ``torch.load``, has the settings and what the codec
+    remembers. It has no connections, and meets the other ranks with its first bucket, in the default process group.
+    On another rank than the one that was copied, a codec begins without what that rank alone remembered, such as
+    residuals. DDP registers no hook with a copy of itself: call ``register_comm_hook`` with the copied state.
+
     Args:
-      reducer: carries each bucket.
+      settings: arguments of :func:`ddp_hook`.
       meet: joins the others; this rank's runtime, and the group that they met in.
-      seed: equal on all ranks.
-      bucket_nbytes: of its own buckets.
-      fall_back: whether to use the group's own all-reduce where it is faster.
     """
 
     def __init__(
-        self,
-        reducer: Reducer,
-        meet: Callable[[], tuple[WallRuntime, dist.ProcessGroup]],
-        seed: int,
-        *,
-        bucket_nbytes: int = BUCKET_NBYTES,
-        fall_back: bool = False,
+        self, settings: _Settings, meet: Callable[[], tuple[WallRuntime, dist.ProcessGroup]]
     ) -> None:
         self.step = 0
         """Backward passes exchanged so far."""
@@ -202,30 +229,34 @@ class HookState:
         """Payload bytes sent so far by this rank."""
         self.error: BaseException | None = None
         """The first thing that went wrong in an exchange; nothing is exchanged after it."""
-        self._reducer, self._meet, self._seed = reducer, meet, seed
+        self._settings, self._reducer, self._meet = settings, settings.reducer, meet
         self._runtime: WallRuntime
         self._met = False
-        self._bucket_nbytes = bucket_nbytes
         self._owns: list[_Own] = []
         self._places: dict[Tensor, tuple[_Own, int]] = {}
         self._slots: Slots
         self._carried: dict[int, int] = {}
         """How many buckets of a step have been carried, where some are left."""
         self._waiting: list[_Arrival] = []
-        self._launched: list[Pending[None]] = []
-        """The exchanges of the pass under way."""
+        self._index = -1
+        """The index of the bucket that DDP handed over last in the pass under way; -1 once all have come."""
+        self._task = -1
+        """The run of autograd that calls back at its end."""
+        self._is_watched = False
+        """Whether the pass under way is given up if it does not go on in time."""
+        self._launched: dict[int, Pending[None]] = {}
+        """The exchanges of the pass under way, by number of the bucket."""
         self._loaded: State | None = None
         self._closed = False
-        self._fall_back = fall_back
         self._group: dist.ProcessGroup
         self._turns = self._taking_turns()
-        atexit.register(self.close)
 
     def meet(self) -> None:
         """Joins the other ranks, once; by itself with the first bucket."""
         if not self._met:
             self._runtime, self._group = self._meet()
             self._met = True
+            atexit.register(self.close)
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -235,43 +266,103 @@ class HookState:
                 "complex parameter's torch.view_as_real the parameter"
             )
         self.meet()
-        if bucket.index() == 0:
+        task, is_last = graph_task_id(), bucket.is_last()
+        # The first pass of a static graph ends with a call for each bucket, by the same index if there are several.
+        is_delayed = task >= 0 and current_node() is None and not is_last
+        if self._index < 0 or (bucket.index() <= self._index and not is_delayed):
             self._begin()
-        if not self.carries:
-            return allreduce_hook(self._group, bucket)
+        self._index = bucket.index()
+        if task not in (-1, self._task):
+            self._task = task
+            after_backward(self._end)
+        future = self._pass_on(bucket, is_delayed) if self.carries else allreduce_hook(self._group, bucket)
+        if is_last:
+            self._complete()
+            if task < 0:  # of a rank that has run out of data, inside DDP's join()
+                self._end()
+        return future
+
+    def _pass_on(self, bucket: dist.GradBucket, is_delayed: bool) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        arrival = _Arrival(buffer, bucket.parameters(), bucket.gradients(), future)
-        if self._owns:
+        grads = [grad.detach() for grad in bucket.gradients()]  # create_graph=True gives them a graph
+        arrival = _Arrival(buffer, bucket.index(), bucket.parameters(), grads, future)
+        if is_delayed:
+            self._average(arrival)
+        elif self._owns:
             self._enter(arrival)
         else:
             self._waiting.append(arrival)
-            if bucket.is_last():
-                self._lay_out()
-                for waiting in self._waiting:
-                    self._enter(waiting)
-                self._waiting.clear()
-        if bucket.is_last():
-            after_backward(self._end)
         return future
+
+    def _complete(self) -> None:
+        """Sends the rest: all buckets of the pass have come, except those that DDP leaves out as unused."""
+        self._index = -1
+        if not self.carries:
+            return
+        if self._waiting:
+            self._lay_out()
+            for waiting in self._waiting:
+                self._enter(waiting)
+            self._waiting.clear()
+        for own in self._owns:
+            if own.index not in self._launched:
+                absent = own.filling.missing or set(range(len(own.filling.parameters)))
+                own.filling.missing = set()
+                torch._foreach_zero_([own.filling.views[place] for place in absent])
+                self._launch(own, absent)
 
     def _end(self) -> None:
         """Waits for the exchanges of the pass, before DDP does and turns their error into one of its own."""
-        launched, self._launched = self._launched, []
-        for pending in launched:
+        if self._index >= 0:
+            if current_node() is not None:  # a reentrant checkpoint ends, and the pass goes on
+                self._watch()
+                return
+            self._complete()
+        launched, self._launched = self._launched, {}
+        self._wait(launched.values())
+
+    def _wait(self, exchanges: Iterable[Pending[None]]) -> None:
+        for pending in exchanges:
             pending.block()
             self.error = self.error or pending.error
+        self._raise_error()
+
+    def _watch(self) -> None:
+        """Sees to it that the pass goes on: DDP waits already if it left out the buckets after those that have come."""
+        current_node().register_hook(self._raise_error)
+        if not self._is_watched:
+            self._is_watched = True
+            self._runtime.launch(self._await_next())
+
+    async def _await_next(self) -> None:
+        deadline_s = self._settings.deadline_s
+        while self._index >= 0:
+            before = (self.step, self._index)
+            await self._runtime.sleep_until(self._runtime.now() + deadline_s)
+            if before == (self.step, self._index):
+                self.error = Unsupported(
+                    f"ddp_hook: after a reentrant checkpoint no gradient came for {deadline_s:g} s. Where DDP has "
+                    "skip_all_reduce_unused_params, give torch.utils.checkpoint use_reentrant=False"
+                )
+                _release([arrival for own in self._owns for arrival in own.arrivals])
+                break
+        self._is_watched = False
+
+    def _raise_error(self, *_: object) -> None:
         if self.error is not None:
             raise self.error
 
     def state_dict(self) -> State:
-        """What the codec remembers of this rank's parameters; each rank keeps its own. Not during a backward pass.
+        """Returns what the codec remembers of this rank's parameters; each rank keeps its own.
 
-        Raises:
-          RunLost: after :meth:`close`.
+        Not during a backward pass.
         """
         if not self._owns:
             return self._loaded or {"step": self.step, "parameters": {}}
+        if self._closed:
+            return self._runtime.drive(self._snapshot())
         return self._runtime.launch(self._snapshot()).wait()
 
     def load_state_dict(self, state: State) -> None:
@@ -284,13 +375,26 @@ class HookState:
         if self._owns:
             self._runtime.launch(self._restore()).wait()
 
-    def close(self) -> None:
-        """Takes leave of the other ranks; by itself at the end of the process."""
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        memory = self.state_dict()
+        if self._owns:
+            memory["rank"] = self._runtime.comm.rank
+        return _make_state, (self._settings,), memory
+
+    __setstate__ = load_state_dict
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Takes leave of the other ranks; by itself at the end of the process.
+
+        Args:
+          error: tells them that this rank fails, and why.
+        """
         if not self._closed:
             self._closed = True
             atexit.unregister(self.close)
             if self._met:
-                self._runtime.close()
+                self._runtime.close(error)
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -302,7 +406,8 @@ class HookState:
                 "start again from a checkpoint"
             )
         self.step += 1
-        if self._fall_back:
+        self._launched = {}
+        if self._settings.fall_back:
             self.carries = next(self._turns)
 
     def _taking_turns(self) -> Iterator[bool]:
@@ -330,20 +435,26 @@ class HookState:
         total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
         return total
 
+    async def _check_equal(self, shapes: object) -> None:
+        if not _are_equal(await self._sum(_sample_of(shapes)), self._runtime.comm.size):
+            raise ConfigError(f"ddp_hook: in the first backward pass {_UNLIKE}")
+
     def _lay_out(self) -> None:
         """Buckets that stay, made of the parameters in the order in which the model registered them.
 
         DDP's first buckets have them in that order, the last bucket first.
         """
         parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
+        shapes = [(arrival.index, [tuple(p.shape) for p in arrival.parameters]) for arrival in self._waiting]
+        self._wait([self._runtime.launch(self._check_equal(shapes))])
         self._runtime.expect(parameters)
         named = [("", parameter) for parameter in parameters]
-        for index, filling in enumerate(fillings(named, self._bucket_nbytes)):
+        for index, filling in enumerate(fillings(named, self._settings.bucket_nbytes)):
             own = _Own(index, filling)
             self._owns.append(own)
             self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
         specs = {own.index: own.filling.spec for own in self._owns}
-        self._slots = Slots(self._reducer, specs, self._seed, self._runtime.comm.rank)
+        self._slots = Slots(self._reducer, specs, self._settings.seed, self._runtime.comm.rank)
         nbytes = summed_nbytes(self._reducer, specs.values(), self._runtime.comm.size)
         self._runtime.settle_collective(_collective(self._reducer), nbytes)
         if self._loaded is not None:
@@ -352,9 +463,12 @@ class HookState:
     def _enter(self, arrival: _Arrival) -> None:
         """Spreads DDP's bucket over those of the hook's own; whichever are full then are sent."""
         if not self._places.keys() >= set(arrival.parameters):
-            raise ConfigError(
-                "ddp_hook: this state belongs to another model already; create one for each model"
+            error = ConfigError(
+                "ddp_hook: this state belongs to another model already; create one for each model. Under "
+                "skip_all_reduce_unused_params parameters that were unused in the first backward pass have to stay so"
             )
+            self.close(error)
+            raise error
         touched: dict[_Own, list[_Piece]] = {}
         for parameter, grad in zip(arrival.parameters, arrival.grads, strict=True):
             own, place = self._places[parameter]
@@ -367,21 +481,46 @@ class HookState:
             torch._foreach_copy_([view for _, view in pieces], [grad for grad, _ in pieces])
             own.grads += pieces
             own.arrivals.append(arrival)
+        if arrival.buffer.requires_grad:  # as with PyTorch's hooks, its graph is that of this rank's share
+            with torch.enable_grad():
+                arrival.buffer.div_(self._runtime.comm.size)
         for own in touched:
             if not own.filling.missing:
                 self._launch(own)
 
-    def _launch(self, own: _Own) -> None:
+    def _launch(self, own: _Own, absent: Collection[int] = ()) -> None:
         arrivals, pieces, step = own.arrivals, own.grads, self.step - 1
         own.arrivals, own.grads = [], []
-        filled = None
-        if own.filling.flat.device.type != "cpu":
-            filled = torch.cuda.current_stream(own.filling.flat.device).record_event()
+        exchange = partial(self._carry, own, pieces, step, sorted(absent))
+        self._start(own.index, own.filling.flat.device, exchange, arrivals)
+
+    def _average(self, arrival: _Arrival) -> None:
+        """Sends one of DDP's buckets as it is, before there are buckets of the hook's own."""
+        arrival.waits_for = 1
+        values, number, size = arrival.buffer.detach().clone(), len(self._launched), self._runtime.comm.size
+        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
+
+        async def exchange() -> None:
+            total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
+            arrival.buffer.detach().copy_(total.div_(size))
+            self.sent_nbytes += channel.sent_nbytes
+
+        self._start(number, values.device, exchange, [arrival])
+
+    def _start(
+        self,
+        number: int,
+        device: torch.device,
+        exchange: Callable[[], Coroutine[Pending[Any], None, None]],
+        arrivals: Sequence[_Arrival],
+    ) -> None:
+        """Begins an exchange that some of DDP's buckets wait for."""
+        filled = None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
 
         async def carry() -> None:
             if filled is not None:
-                torch.cuda.current_stream(own.filling.flat.device).wait_event(filled)
-            await self._carry(own, pieces, step)
+                torch.cuda.current_stream(device).wait_event(filled)
+            await exchange()
             for arrival in arrivals:
                 arrival.waits_for -= 1
                 if not arrival.waits_for:
@@ -389,19 +528,19 @@ class HookState:
 
         def ended(pending: Pending[None]) -> None:
             if pending.error is not None:
-                for arrival in arrivals:
-                    if not arrival.future.done():
-                        arrival.future.set_result(arrival.buffer)
+                _release(arrivals)
 
         pending = self._runtime.launch(carry())
         pending.on_done(ended)
-        self._launched.append(pending)
+        self._launched[number] = pending
 
-    async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int) -> None:
+    async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int, absent: Sequence[int]) -> None:
         """The whole of a bucket's exchange; runs on the communication thread, which others go on with meanwhile."""
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), own.index)
-        contribution = Contribution(own.filling.flat, 1.0, _NO_RIDER)
+        contribution = Contribution(own.filling.flat, 1.0, _sample_of(absent))
         reduced = await self._reducer.reduce(channel, self._slots[own.index], contribution, step=step)
+        if not _are_equal(reduced.rider, channel.size):
+            raise ConfigError(f"ddp_hook: in step {step} {_UNLIKE}")
         carried = self._carried.pop(step, 0) + 1
         if carried < len(self._owns):
             self._carried[step] = carried
@@ -427,8 +566,29 @@ class HookState:
             return
         if {str(own.index): _shapes(own) for own in self._owns} != kept["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
-        self._slots.check_own(kept["local"])
-        self._slots.load_state_dict(kept["shared"], kept["local"])
+        rank = self._runtime.comm.rank
+        local = kept["local"] if kept.get("rank", rank) == rank else {}
+        self._slots.check_own(local)
+        self._slots.load_state_dict(kept["shared"], local)
+
+
+def _sample_of(value: object) -> Tensor:
+    """Returns numbers whose sums over the ranks tell whether the value is equal on all."""
+    checksum = zlib.crc32(repr(value).encode()) % 2**20
+    return torch.tensor([checksum, checksum**2], dtype=torch.float64)
+
+
+def _are_equal(sums: Tensor, size: int) -> bool:
+    """Returns True, on all ranks alike, if all gave the same sample: only then is the variance zero."""
+    total, squares = sums.tolist()
+    return bool(total**2 == size * squares)
+
+
+def _release(arrivals: Iterable[_Arrival]) -> None:
+    """Lets DDP go on where there is an error to raise."""
+    for arrival in arrivals:
+        if not arrival.future.done():
+            arrival.future.set_result(arrival.buffer)
 
 
 def _collective(reducer: Reducer) -> str:
