@@ -73,7 +73,7 @@ def read(environment: Mapping[str, str]) -> tuple[Any, ...] | None:
         ({**SLURM, "SLURM_STEP_NODELIST": "r[1-2]n"}, (6, 7, 1, 2, "r1n", "19569")),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, (6, 7, 1, 2, "127.0.0.1", "19569")),
         ({**SLURM, **TORCHRUN}, (3, 8, 1, 2, "10.0.0.1", None)),
-        ({**SLURM, **OPEN_MPI}, (6, 7, 1, 2, "gpu003", "19569")),
+        ({**SLURM, **OPEN_MPI}, (5, 6, 2, 3, None, None)),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
         (OPEN_MPI, (5, 6, 2, 3, None, None)),
