@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -499,6 +500,15 @@ def test_a_replica_that_never_greets_is_named(silent: int) -> None:
     )
     assert isinstance(error, DeadlinePassed)
     assert re.search(f"lost rank {silent}: waited .* for its greeting", str(error))
+
+
+def test_a_replica_that_only_its_own_machine_reaches_is_told() -> None:
+    store = dist.HashStore()
+    peer = Peer(0, "tcp://127.0.0.1:1", bytes(16), machine="node-a").to_json()
+    error, _ = in_threads(lambda: WallRuntime(1, 2, store, join_s=0.5), impostor(store, 0, 2, peer))
+    assert isinstance(error, DeadlinePassed)
+    assert f"tcp://127.0.0.1:1 is reached from node-a alone, and this is {socket.gethostname()}" in str(error)
+    assert "set MASTER_ADDR" in str(error)
 
 
 @pytest.mark.parametrize(
