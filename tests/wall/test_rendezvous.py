@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from farflung.comm import Peer
 from farflung.errors import DeadlinePassed, ProtocolError
 from farflung.wall import WallRuntime, stores
 from farflung.wall.rendezvous import Rendezvous, ask_leader
-from tests.helpers import PATIENCE_S, impostor, in_threads, number_in, numbered, parted, tag
+from tests.helpers import PATIENCE_S, impostor, in_threads, joined, number_in, numbered, parted, tag
 
 KINDS: dict[str, Callable[[Path], dist.Store]] = {
     "tcp": lambda _: stores.serving("127.0.0.1", 0),
@@ -287,3 +288,18 @@ def test_a_replica_that_comes_again_is_met_and_not_its_earlier_life(again: int) 
     said = [runtime.launch(greets(runtime)) for runtime in runtimes]
     assert sorted(itertools.chain(*(one.wait() for one in said))) == [0, 0, 1, 1, 2, 2]
     parted(runtimes)
+
+
+def test_the_backends_collectives_find_no_keys_of_an_earlier_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def group(store: dist.Store, rank: int, *_: object) -> Any:
+        found.append(store.check([f"{rank}"]))
+        store.set(f"{rank}", "the address of a process that ends")
+        return mock.Mock()
+
+    monkeypatch.setattr("farflung.wall.runtime._gloo", group)
+    store = dist.HashStore()
+    for _ in range(2):
+        parted(joined(2, store, native=True))
+    assert found == [False] * 4

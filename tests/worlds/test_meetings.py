@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -75,20 +74,3 @@ def test_ranks_that_have_attached_unlike_numbers_of_times_train_together(by: str
     one, other = pool.run(2, f"{__name__}.meets_again", by=by)
     assert one == other
     assert one[0] != one[1], "two models, and not one that was taken twice"
-
-
-def gloo(rank: int, size: int, store: dist.Store) -> list[Any]:
-    """A job of the pool: the backend's collectives, twice in one store."""
-    from farflung.wall import WallRuntime
-
-    sums = []
-    for turn in range(2):
-        runtime = WallRuntime(rank, size, store, native=True, join_s=PATIENCE_S)
-        total = runtime.comm.all_reduce(torch.full((2,), float(rank + turn)), None)  # type: ignore[arg-type]
-        sums.append(total.wait().tolist())
-        runtime.close()
-    return sums
-
-
-def test_the_backends_collectives_meet_anew_with_their_ranks(pool: Pool) -> None:
-    assert pool.run(2, f"{__name__}.gloo") == [[[1.0, 1.0], [3.0, 3.0]]] * 2
