@@ -12,7 +12,7 @@ Keys are overwritten, and no process knows how often its rank has met before. So
 3. A rank that ends after its answer and comes again replaces that answer. The leader sees so until the rank confirms,
    and calls anew; the others see another call, and answer again.
 4. A rank that has confirmed, and meets for something else, does not answer the same call twice. The leader calls
-   for nothing else before all have confirmed, so nobody takes the next call for a repeated one.
+   for nothing else before all have confirmed, so no rank takes the next call for a repeated one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Rendezvous:
         """Returns True if this meeting is over, since a member has come again: :meth:`exchange` anew.
 
         To be asked while this rank waits for another one that :meth:`exchange` has named. The leader has called anew
-        when it says so, and closes its connections only then: who finds one closed looks here.
+        when it says so, and closes its connections only then: a rank that finds one closed looks here.
 
         Raises:
           ProtocolError: another process has come in place of this one.
@@ -199,7 +199,7 @@ class Rendezvous:
                 ]
                 if not waits_for:
                     return True
-        except RuntimeError:  # the store has ended: nobody can come again
+        except RuntimeError:  # the store has ended: no member can come again
             return True
         raise DeadlinePassed(
             waits_for[0], "its word that it has met all others", time.monotonic() - self._begin
