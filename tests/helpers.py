@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +39,7 @@ from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Codec, Payload, Runtime, Tag
 from farflung.wall import WallRuntime
-from farflung.wall.stores import told_by
+from farflung.wall.rendezvous import Rendezvous
 
 T = TypeVar("T")
 
@@ -234,6 +235,12 @@ def joined(size: int, store: dist.Store | None = None, **settings: Any) -> list[
     return runtimes
 
 
+def impostor(store: dist.Store, rank: int, size: int, published: str) -> Callable[[], object]:
+    """What comes to a store as one of ``size`` replicas, publishes something there, and does nothing else."""
+    until = time.monotonic() + PATIENCE_S
+    return lambda: Rendezvous(store, "run", rank, range(size), until).exchange(published)
+
+
 def parted(runtimes: Sequence[WallRuntime]) -> None:
     """Closes runtimes side by side, as processes would."""
     for result in in_threads(*(runtime.close for runtime in runtimes)):
@@ -358,12 +365,24 @@ class Group:
 
 
 def admitted(runtime: WallRuntime, store: dist.Store, rank: int, *, join_s: float) -> Pending[None]:
-    """Lets a replica in once its address is in the store."""
+    """Lets a replica in that comes by :func:`coming_late`."""
+    store.set(f"late/{runtime.comm.rank}", runtime.view.transport.me.to_json())
+
+    def published() -> bytes:
+        store.wait([f"late/{rank}"], timedelta(seconds=join_s))
+        return store.get(f"late/{rank}")
 
     async def lets_in() -> None:
-        said = await runtime.aside(
-            lambda: told_by(rank, store, f"farflung/{rank}", "its address in the store", join_s)
-        )
-        await runtime.let_in(Peer.from_json(said), join_s)
+        await runtime.let_in(Peer.from_json(await runtime.aside(published)), join_s)
 
     return runtime.launch(lets_in())
+
+
+def coming_late(store: dist.Store, hosts: Collection[int]) -> Callable[[Peer], list[Peer]]:
+    """How a replica comes to others that are together already, and let it in by :func:`admitted`."""
+
+    def come(me: Peer) -> list[Peer]:
+        store.set(f"late/{me.rank}", me.to_json())
+        return [*(Peer.from_json(store.get(f"late/{rank}")) for rank in hosts), me]
+
+    return come

@@ -84,13 +84,17 @@ class Detour(dist.Store):
         self._ranks = ranks
 
     def set(self, key: str, value: str) -> None:
-        rank = int(key.rpartition("/")[2])
-        if rank in self._ranks:
-            found = re.search(r"tcp://[0-9.:]+", value)
-            assert found
-            self.proxies[rank] = Proxy(found[0])
-            value = value.replace(found[0], self.proxies[rank].address)
-        self.store.set(key, value)
+        self.store.set(
+            key, re.sub(r'"rank[\\": ]+(\d+)[\\", ]+address[\\": ]+(tcp://[0-9.:]+)', self._divert, value)
+        )
+
+    def _divert(self, found: re.Match[str]) -> str:
+        rank, address = int(found[1]), found[2]
+        if rank not in self._ranks:
+            return found[0]
+        if rank not in self.proxies:
+            self.proxies[rank] = Proxy(address)
+        return found[0].replace(address, self.proxies[rank].address)
 
     def get(self, key: str) -> bytes:
         return self.store.get(key)

@@ -138,14 +138,13 @@ def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> 
         found = group or dist.group.WORLD
         assert found is not None
         rank, size = dist.get_rank(found), dist.get_world_size(found)
-        meeting = c10d._get_process_group_store(found)
-        # Each rank counts its hooks, so that several of one group can meet in one store.
-        store = dist.PrefixStore(f"farflung-ddp-{meeting.add(f'farflung-ddp/{rank}', 1)}", meeting)
+        store = c10d._get_process_group_store(found)
         runtime = WallRuntime(
             rank,
             size,
-            store if size > 1 else None,
-            endpoint=endpoint.on(partial(interface_to_master, size)),
+            store,
+            meeting="ddp_hook",
+            endpoint=endpoint.on(partial(interface_to_master, store if size > 1 else None)),
             settings={
                 "ddp_hook": text_of(reducer),
                 "fall_back": fall_back,

@@ -45,7 +45,7 @@ from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
 from farflung.types import Schedule, State
-from farflung.wall import LaunchEnv, WallRuntime, interface_to_master
+from farflung.wall import LaunchEnv, WallRuntime
 
 if TYPE_CHECKING:
     from farflung.importance import ImportanceSampler
@@ -67,8 +67,6 @@ _STEP_IN_BACKWARD = (
     "apart. Step after backward()"
 )
 _UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
-_numbers = itertools.count()
-"""Handles of one process, counted alike on all ranks, so that several can meet in one store."""
 _attached: list[Handle] = []
 """Those of this process that have not finished."""
 
@@ -223,14 +221,15 @@ def attach(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _profile(network)
-    if store is None and (meeting := env.store(_JOIN_S)) is not None:
-        store = dist.PrefixStore(f"attach-{next(_numbers)}", meeting)
+    if store is None:
+        store = env.store(_JOIN_S)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(
         rank,
         size,
         store,
-        endpoint=endpoint.on(partial(interface_to_master, size)),
+        meeting="attach",
+        endpoint=endpoint.on(partial(env.interface, store)),
         settings={
             **chosen.to_json(),
             "seed": seed,

@@ -213,9 +213,11 @@ class ImportanceSampler(Sampler[list[int]]):
         if (rank is None) != (size is None):
             raise ConfigError(f"{_NAME}: rank {rank} of size {size}: give both or none")
         if rank is None or size is None:
-            together = dist.is_available() and dist.is_initialized()
-            env = LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
-            rank, size = (dist.get_rank(), dist.get_world_size()) if together else (env.rank, env.size)
+            if dist.is_available() and dist.is_initialized():
+                rank, size = dist.get_rank(), dist.get_world_size()
+            else:
+                env = LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+                rank, size = env.rank, env.size
         whole_option(_NAME, "size", size, 1)
         whole_option(_NAME, "rank", rank, 0, size - 1)
         whole_option(_NAME, "batch_size", batch_size, 1)

@@ -18,7 +18,17 @@ from farflung.comm.wire import Route
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, WaitEnded
 from farflung.types import Payload
 from farflung.wall import WallRuntime
-from tests.helpers import PATIENCE_S, Group, admitted, in_threads, number_in, numbered, parted, tag
+from tests.helpers import (
+    PATIENCE_S,
+    Group,
+    admitted,
+    coming_late,
+    in_threads,
+    number_in,
+    numbered,
+    parted,
+    tag,
+)
 from tests.late import Late
 from tests.strangers import forged
 
@@ -79,7 +89,8 @@ def as_newcomer(rank: int, settings: dict[str, Any], store: dist.Store, **option
     runtime = WallRuntime(
         rank,
         SIZE,
-        store,
+        None,
+        come=coming_late(store, FOUNDERS),
         members=[*FOUNDERS, rank],
         settings=settings,
         join_s=PATIENCE_S,

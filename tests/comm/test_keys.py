@@ -204,7 +204,7 @@ def test_what_is_for_several_machines_is_refused_on_one(
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5000", "tcp://[fe80::1]:65535"])
 @pytest.mark.parametrize("key", [None, Keys.fresh().public], ids=["open", "encrypted"])
 def test_a_peer_is_published_whole(address: str, key: str | None) -> None:
-    peer = Peer(3, address, bytes(16), key)
+    peer = Peer(3, address, bytes(16), key, None if key else "node-a")
     assert Peer.from_json(peer.to_json()) == peer
 
 

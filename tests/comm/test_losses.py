@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +31,7 @@ from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
 from farflung.wall import WallRuntime
 from tests.forks import Fork
-from tests.helpers import PATIENCE_S, Group, in_threads, joined, number_in, numbered, parted, tag
+from tests.helpers import PATIENCE_S, Group, impostor, in_threads, joined, number_in, numbered, parted, tag
 
 
 @pytest.fixture
@@ -492,9 +494,21 @@ def test_a_replica_that_never_joins_is_named() -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_replica_that_never_greets_is_named(silent: int) -> None:
     store = dist.HashStore()
-    store.set(f"farflung/{silent}", Peer(silent, "tcp://127.0.0.1:1", bytes(16)).to_json())
-    with pytest.raises(DeadlinePassed, match=f"lost rank {silent}: waited .* for its greeting"):
-        WallRuntime(1 - silent, 2, store, join_s=0.1)
+    peer = Peer(silent, "tcp://127.0.0.1:1", bytes(16)).to_json()
+    error, _ = in_threads(
+        lambda: WallRuntime(1 - silent, 2, store, join_s=0.5), impostor(store, silent, 2, peer)
+    )
+    assert isinstance(error, DeadlinePassed)
+    assert re.search(f"lost rank {silent}: waited .* for its greeting", str(error))
+
+
+def test_a_replica_that_only_its_own_machine_reaches_is_told() -> None:
+    store = dist.HashStore()
+    peer = Peer(0, "tcp://127.0.0.1:1", bytes(16), machine="node-a").to_json()
+    error, _ = in_threads(lambda: WallRuntime(1, 2, store, join_s=0.5), impostor(store, 0, 2, peer))
+    assert isinstance(error, DeadlinePassed)
+    assert f"tcp://127.0.0.1:1 is reached from node-a alone, and this is {socket.gethostname()}" in str(error)
+    assert "set MASTER_ADDR" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -502,9 +516,11 @@ def test_a_replica_that_never_greets_is_named(silent: int) -> None:
 )
 def test_nonsense_in_the_store_is_no_address(published: str) -> None:
     store = dist.HashStore()
-    store.set("farflung/1", published)
-    with pytest.raises(ProtocolError, match=r"the store holds .* where an address was due"):
-        WallRuntime(0, 2, store, join_s=PATIENCE_S)
+    error, _ = in_threads(
+        lambda: WallRuntime(0, 2, store, join_s=PATIENCE_S), impostor(store, 1, 2, published)
+    )
+    assert isinstance(error, ProtocolError)
+    assert re.search(r"the store holds .* where an address was due", str(error))
 
 
 def test_unlike_settings_end_every_replica_by_name() -> None:

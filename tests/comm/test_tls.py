@@ -17,7 +17,7 @@ from farflung.comm.keys import Keys, fingerprint, load_keys, make_keys
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
 from farflung.types import Payload
 from farflung.wall import WallRuntime
-from tests.helpers import PATIENCE_S, in_threads, joined, parted, tag
+from tests.helpers import PATIENCE_S, impostor, in_threads, joined, parted, tag
 from tests.proxy import Detour
 
 SIZE = 3
@@ -131,6 +131,8 @@ def test_a_replica_that_does_not_encrypt_is_named() -> None:
         assert isinstance(error, ConfigError)
         assert "rank 0 listens on its own machine alone (tcp://127.0.0.1:" in str(error)
         assert "rank 1 encrypts" in str(error)
+        assert "set MASTER_ADDR (--master-addr) to an address of rank 0's machine that all" in str(error)
+        assert "a name that /etc/hosts maps to 127.0.1.1 there" in str(error)
 
 
 def test_a_connection_that_is_cut_is_a_lost_member_at_once(
@@ -159,16 +161,18 @@ ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it
 
 def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
     store = dist.HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-        impostor.listen()
-        address = f"tcp://127.0.0.1:{impostor.getsockname()[1]}"
-        store.set("farflung/0", Peer(0, address, bytes(16), Keys.fresh().public).to_json())
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.listen()
+        address = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
+        peer = Peer(0, address, bytes(16), Keys.fresh().public).to_json()
 
         def hang_up() -> None:
-            impostor.accept()[0].close()
+            stranger.accept()[0].close()
 
-        error, _ = in_threads(
-            lambda: WallRuntime(1, 2, store, endpoint=Endpoint(encrypt=True), join_s=0.5), hang_up
+        error, *_ = in_threads(
+            lambda: WallRuntime(1, 2, store, endpoint=Endpoint(encrypt=True), join_s=1.0),
+            impostor(store, 0, 2, peer),
+            hang_up,
         )
     assert isinstance(error, DeadlinePassed)
     assert f"its greeting: {address} was reached, but did not prove to be that rank" in str(error)
@@ -176,13 +180,15 @@ def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
 
 def test_the_store_holds_every_rank_under_its_own_name() -> None:
     store = dist.HashStore()
-    store.set("farflung/0", Peer(2, "tcp://127.0.0.1:5000", bytes(16)).to_json())
-    with pytest.raises(ProtocolError, match="the store holds rank 2 under the name of rank 0"):
-        WallRuntime(1, 3, store, join_s=PATIENCE_S)
+    peer = Peer(2, "tcp://127.0.0.1:5000", bytes(16)).to_json()
+    error, _ = in_threads(lambda: WallRuntime(1, 2, store), impostor(store, 0, 2, peer))
+    assert isinstance(error, ProtocolError)
+    assert str(error) == "the store holds rank 2 under the name of rank 0"
 
 
 def test_the_store_cannot_send_anybody_away_in_the_clear() -> None:
     store = dist.HashStore()
-    store.set("farflung/0", Peer(0, f"tcp://{ELSEWHERE}:5000", bytes(16)).to_json())
-    with pytest.raises(ProtocolError, match=f"sends rank 1 to tcp://{ELSEWHERE}:5000 for rank 0"):
-        WallRuntime(1, 2, store)
+    peer = Peer(0, f"tcp://{ELSEWHERE}:5000", bytes(16)).to_json()
+    error, _ = in_threads(lambda: WallRuntime(1, 2, store), impostor(store, 0, 2, peer))
+    assert isinstance(error, ProtocolError)
+    assert f"sends rank 1 to tcp://{ELSEWHERE}:5000 for rank 0" in str(error)

@@ -16,9 +16,11 @@ from torch import nn
 
 from farflung import attach
 from farflung.comm import Endpoint
+from farflung.comm.interface import LOOPBACK
 from farflung.errors import ConfigError, DeadlinePassed
 from farflung.runs import prepare_training
-from farflung.wall import LaunchEnv
+from farflung.wall import LaunchEnv, interface_to_master
+from farflung.wall.stores import serving
 from tests.forks import farflung
 from tests.helpers import PATIENCE_S, in_threads, joined, parted
 from tests.listening import listening
@@ -50,6 +52,24 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+PALS = {**MPICH, "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1", "PALS_RANKID": "1"}
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "6",
+    "MV2_COMM_WORLD_LOCAL_RANK": "2",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "3",
+    "PMI_ID": "5",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "6",
+    "FLUX_JOB_SIZE": "7",
+    "FLUX_TASK_LOCAL_ID": "2",
+    "FLUX_JOB_NNODES": "2",
+    "PMI_RANK": "6",
+    "PMI_SIZE": "7",
+}
+DAEMON = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+"""What a process inherits from the daemon that mpirun has started with srun on each node but its own."""
 PLACE = {"MASTER_ADDR": "head", "MASTER_PORT": "29501"}
 
 
@@ -71,15 +91,30 @@ def read(environment: Mapping[str, str]) -> tuple[Any, ...] | None:
         ({**SLURM, **PLACE}, (6, 7, 1, 2, "head", "29501")),
         ({**SLURM, "SLURM_STEP_NODELIST": "a-1.b,c"}, (6, 7, 1, 2, "a-1.b", "19569")),
         ({**SLURM, "SLURM_STEP_NODELIST": "r[1-2]n"}, (6, 7, 1, 2, "r1n", "19569")),
+        ({**SLURM, "SLURM_STEP_NODELIST": "r[1-2]n[01-03]"}, (6, 7, 1, 2, "r1n01", "19569")),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[2,4]-b[3,5-7].x,c"}, (6, 7, 1, 2, "a2-b3.x", "19569")),
+        ({**SLURM, "SLURM_STEP_NODELIST": "bgl[012x345]"}, (6, 7, 1, 2, "bgl012", "19569")),
+        ({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "7", "PMIX_RANK": "6"}, (6, 7, 1, 2, "gpu003", "19569")),
+        ({**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"}, (6, 7, 1, 2, "gpu003", "19569")),
+        ({**DAEMON, **OPEN_MPI}, (5, 6, 2, 3, None, None)),
+        ({**DAEMON, **PLACE, **MPICH}, (1, 2, 1, 2, "head", "29501")),
+        ({**DAEMON, "PMI_RANK": "1", "PMI_SIZE": "3", **OPEN_MPI}, (5, 6, 2, 3, None, None)),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, (6, 7, 1, 2, "127.0.0.1", "19569")),
         ({**SLURM, **TORCHRUN}, (3, 8, 1, 2, "10.0.0.1", None)),
-        ({**SLURM, **OPEN_MPI}, (6, 7, 1, 2, "gpu003", "19569")),
+        ({**SLURM, **OPEN_MPI}, (5, 6, 2, 3, None, None)),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
         (OPEN_MPI, (5, 6, 2, 3, None, None)),
         ({**OPEN_MPI, **PLACE}, (5, 6, 2, 3, "head", "29501")),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, None),
         (MPICH, (1, 2, 1, 2, None, None)),
+        (PALS, (1, 2, 0, 1, None, None)),
+        (MVAPICH2, (5, 6, 2, 3, None, None)),
+        ({**FLUX, **PLACE}, (6, 7, 2, 4, "head", "29501")),
+        ({**FLUX, "FLUX_TASK_LOCAL_ID": "5"}, (6, 7, 5, 6, None, None)),
+        ({**OPEN_MPI, "PMIX_RANK": "5"}, (5, 6, 2, 3, None, None)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, None),
     ],
 )  # fmt: skip
 def test_who_a_process_is(environment: dict[str, str], found: tuple[Any, ...] | None) -> None:
@@ -93,6 +128,19 @@ def test_who_a_process_is(environment: dict[str, str], found: tuple[Any, ...] | 
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not: set both"),
         ({**TORCHRUN, "RANK": "x"}, "RANK is 'x' in the environment, and no number"),
         ({**SLURM, "SLURM_PROCID": "7"}, "Slurm says rank 7 of 7, 1 of 2 on this machine: that cannot be"),
+        (
+            {**OPEN_MPI, **MPICH},
+            "Open MPI rank 5 of 6 and MPI rank 1 of 2: unset the variables of the one that has not started this "
+            "process, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process",
+        ),
+        (
+            {"PMIX_RANK": "1"},
+            "PMIX_RANK is set, and nothing says how many processes there are: set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT for each process",
+        ),
+        ({"PALS_RANKID": "1"}, "PALS_RANKID is set, and nothing says how many"),
+        ({"PMI_RANK": "1", "PMIX_RANK": "1"}, "PMI_RANK is set and PMI_SIZE is not: set RANK, WORLD_SIZE"),
+        ({"FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE is set and FLUX_TASK_RANK is not"),
     ],
 )
 def test_what_cannot_be_is_refused(environment: dict[str, str], says: str) -> None:
@@ -113,6 +161,8 @@ def test_what_cannot_be_is_refused(environment: dict[str, str], says: str) -> No
             "and MASTER_PORT does not say where they meet: mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500",
         ),
         (MPICH, "mpiexec -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 29500"),
+        (MVAPICH2, "mpirun_rsh ... MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500 COMMAND"),
+        (FLUX, "flux run --env=MASTER_ADDR=HOST_OF_RANK_0 --env=MASTER_PORT=29500"),
         (TORCHRUN, "torchrun has started 8 processes, and MASTER_PORT does not say where they meet"),
     ],
 )
@@ -124,6 +174,41 @@ def test_who_does_not_know_where_to_meet_is_told(
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=re.escape(says)):
         attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_launch_environment_by_hand_asks_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # half of torchrun's, which is not asked
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigError, match=r"LaunchEnv of 3 ranks: .* give master=\(HOST, PORT\) .*, or a store"
+    ):
+        attach(model, optimizer, launch_env=LaunchEnv(0, 3, 0, 3))
+    with pytest.raises(ConfigError, match="WORLD_SIZE is set and RANK is not"):
+        attach(model, optimizer)
+    attach(model, optimizer, launch_env=LaunchEnv(0, 1, 0, 1)).finish()
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        (LaunchEnv(0, 1, 0, 1), "127.0.0.1"),
+        (LaunchEnv(0, 2, 0, 1), "127.0.0.2"),
+        (LaunchEnv(0, 2, 0, 1, master=("127.0.0.3", "1")), "127.0.0.3"),
+        (LaunchEnv(0, 2, 0, 2, Path("meeting"), master=("127.0.0.3", "1")), "127.0.0.1"),
+    ],
+)
+def test_the_way_to_the_others_is_that_to_their_store(
+    env: LaunchEnv, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.wall.launch_env.route_to", lambda host: host)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = dist.PrefixStore("a", dist.PrefixStore("b", serving("127.0.0.2", 0)))
+    assert env.interface(store) == found
+    assert interface_to_master(store) == "127.0.0.2"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.4")
+    assert interface_to_master(dist.HashStore()) == "127.0.0.4"
+    assert interface_to_master(None) == LOOPBACK
 
 
 def test_whoever_started_the_workers_has_the_say_over_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

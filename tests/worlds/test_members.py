@@ -25,7 +25,7 @@ from farflung.tasks import Pending
 from farflung.types import Payload, Runtime
 from farflung.wall import WallRuntime
 from tests.forks import Fork
-from tests.helpers import PATIENCE_S, admitted, in_threads, number_in, numbered, tag
+from tests.helpers import PATIENCE_S, admitted, coming_late, in_threads, number_in, numbered, tag
 
 pytestmark = pytest.mark.usefixtures("unframed")
 
@@ -240,9 +240,10 @@ def as_latecomer(meeting: dist.Store) -> list[list[float]]:
     """Twice, as two processes would one after the other."""
     found = []
     for number in (8.0, 7.0):
-        runtime = WallRuntime(LATECOMER, 3, meeting, members=range(3), join_s=PATIENCE_S)
+        come = coming_late(meeting, HOSTS)
+        runtime = WallRuntime(LATECOMER, 3, None, come=come, members=range(3), join_s=PATIENCE_S)
         found.append(runtime.launch(latecomer(runtime, number, stays=False)).wait())
-        meeting.delete_key(f"farflung/{LATECOMER}")  # is not taken for that of the next one
+        meeting.delete_key(f"late/{LATECOMER}")  # is not taken for that of the next one
         runtime.close()
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from farflung import attach, train
-from farflung.runs import joining
 from tests.listening import listening
 from tests.pool import Pool, digest
 
@@ -69,8 +67,7 @@ def kept(rank: int, size: int, store: dist.Store, *, environment: dict[str, str]
     os.environ.update({name: value.format(rank=rank, size=size) for name, value in environment.items()})
     del store
     found = []
-    # The processes of the pool have made unlike numbers of runs before.
-    with contextlib.chdir(cwd), mock.patch.object(joining, "_numbers", itertools.count()):
+    with contextlib.chdir(cwd):
         for hour in (1, 2):
             with mock.patch("time.strftime", return_value=f"{hour}-by-the-clock-of-{rank}"):
                 run = train("synthetic/quadratic", steps=2, checkpoint_every=1)

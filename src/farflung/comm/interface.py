@@ -9,7 +9,15 @@ import struct
 
 from farflung.errors import ConfigError
 
-__all__ = ["LOOPBACK", "check_host", "interface_address", "is_loopback", "route_to", "tcp"]
+__all__ = [
+    "LOOPBACK",
+    "check_host",
+    "how_to_be_reached",
+    "interface_address",
+    "is_loopback",
+    "route_to",
+    "tcp",
+]
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -88,6 +96,14 @@ def route_to(host: str) -> str:
             address = str(probe.getsockname()[0])
             return LOOPBACK if is_loopback(address) else address
     raise ConfigError(f"MASTER_ADDR {host}: no route to it; name this machine's address with --interface")
+
+
+def how_to_be_reached() -> str:
+    """Says what to do where a machine that others connect to listens on loopback, for errors."""
+    return (
+        "set MASTER_ADDR (--master-addr) to an address of rank 0's machine that all machines reach, not to a name that "
+        "/etc/hosts maps to 127.0.1.1 there, or give each machine its own --interface (Endpoint(interface=...))"
+    )
 
 
 def tcp(address: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from typing_extensions import override
 
+from farflung.comm.interface import how_to_be_reached
 from farflung.comm.peer import Peer, check_peers
 from farflung.comm.routes import Routes
 from farflung.comm.transport import Listener, Transport
@@ -172,6 +173,12 @@ class Meeting(Listener):
 
     def greeting_of(self, rank: int) -> str:
         """Describes a wait for a member's greeting, with its relay or the reason why it is missing, for errors."""
+        theirs, mine = self._routes.peer(rank).machine, self.transport.me.machine
+        if theirs is not None and mine is not None and theirs != mine:
+            return (
+                f"its greeting: {self._addresses[rank]} is reached from {theirs} alone, and this is {mine}: "
+                f"{how_to_be_reached()}"
+            )
         if not self.transport.failed_at(rank):
             return f"its greeting{self._through(rank)}"
         return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"

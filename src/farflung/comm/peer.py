@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflung.comm.interface import is_loopback
+from farflung.comm.interface import how_to_be_reached, is_loopback
 from farflung.comm.keys import Keys, fingerprint, is_public_key
 from farflung.errors import ConfigError, ProtocolError
 
@@ -21,6 +21,8 @@ HELLO = struct.Struct("<IB3x16s32s")
 PROOF_NBYTES = 32
 VISITOR = (1 << 32) - 1
 """Stands for the rank of a process that is no member; see :mod:`farflung.comm.visits`."""
+_NAME = 255
+"""The most characters of a machine's name."""
 _ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
 
 
@@ -34,6 +36,8 @@ class Peer:
     token: bytes
     key: str | None = None
     """Its certificate, see :class:`farflung.comm.keys.Keys`; ``None`` where nothing is encrypted."""
+    machine: str | None = None
+    """The name of its machine, which alone reaches it; ``None`` where others do."""
 
     @property
     def where(self) -> str:
@@ -58,7 +62,13 @@ class Peer:
         return str(ipaddress.ip_address(found[1] or found[2])), int(found[3])
 
     def to_json(self) -> str:
-        fields = {"rank": self.rank, "address": self.address, "token": self.token.hex(), "key": self.key}
+        fields = {
+            "rank": self.rank,
+            "address": self.address,
+            "token": self.token.hex(),
+            "key": self.key,
+            "machine": self.machine,
+        }
         return json.dumps({name: value for name, value in fields.items() if value is not None})
 
     @staticmethod
@@ -71,7 +81,8 @@ class Peer:
         try:
             fields = json.loads(text)
             token, address, key = bytes.fromhex(fields["token"]), fields.get("address"), fields.get("key")
-            peer = Peer(int(fields["rank"]), None if address is None else str(address), token, key)
+            machine = None if fields.get("machine") is None else str(fields["machine"])[:_NAME]
+            peer = Peer(int(fields["rank"]), None if address is None else str(address), token, key, machine)
             valid = 0 <= peer.rank < VISITOR and 0 < len(token) < 256 and (key is None or is_public_key(key))
             if not valid or (address is not None and not peer.host):
                 raise ValueError(text)
@@ -106,7 +117,7 @@ def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
             plain, sealed = (me, peer) if me.key is None else (peer, me)
             raise ConfigError(
                 f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {sealed.rank} encrypts "
-                f"({sealed.where}): give all machines the same --master-addr, or each its own --interface"
+                f"({sealed.where}): {how_to_be_reached()}"
             )
         if peer.key is None and peer.host is not None and not is_loopback(peer.host):
             raise ProtocolError(

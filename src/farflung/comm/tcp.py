@@ -192,7 +192,8 @@ class TcpTransport:
         except ConfigError:
             self.close(linger=False)
             raise
-        self.me = Peer(rank, address, secrets.token_bytes(16), keys.public if keys else None)
+        machine = socket.gethostname() if local and advertise is None else None
+        self.me = Peer(rank, address, secrets.token_bytes(16), keys.public if keys else None, machine)
         _open.add(self)
 
     # --- members ----------------------------------------------------------------------------------------------------

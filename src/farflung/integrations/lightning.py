@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
@@ -51,7 +50,6 @@ class FarflungStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**strategy)
         self._how, self._attached = how, dict(attached or {})
-        self._fits = 0
         self._handle: Handle | None = None
         self._loaded_from: Path | None = None
 
@@ -75,9 +73,6 @@ class FarflungStrategy(DDPStrategy):
             )
         assert self.model is not None
         store = c10d._get_process_group_store(c10d._get_default_group()) if self.world_size > 1 else None
-        self._fits += 1
-        if store is not None:
-            store = dist.PrefixStore(f"farflung-lightning-{self._fits}", store)
         env = LaunchEnv(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._handle = attach(
             self.model, self.optimizers[0], self._how, launch_env=env, store=store, **self._attached

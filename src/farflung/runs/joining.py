@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -39,40 +38,31 @@ from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.wall import LaunchEnv, Pace, WallRuntime
-from farflung.wall.stores import told_by
+from farflung.wall.rendezvous import ask_leader
 from farflung.wall.visits import Guest, Takes, elastic_on
 
 if TYPE_CHECKING:
     from farflung.comm import WallCommunicator
 
-__all__ = ["KEY", "NETWORK", "agreed_folder", "join", "join_later", "meeting"]
+__all__ = ["JOIN_S", "KEY", "NETWORK", "agreed_folder", "join", "join_later"]
 
 KEY = "run.key"
 """The file in a run's folder that has the run's key and the addresses of its members, for replicas that join."""
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
-_FOLDER = "farflung/folder"
-_numbers = itertools.count()
-
-
-def meeting(env: LaunchEnv) -> dist.Store | None:
-    """Finds the store of the job; what earlier runs of the same processes have left there is out of sight."""
-    store = env.store(JOIN_S)
-    if store is None or env.meeting is not None:  # a file is of one run alone
-        return store
-    return dist.PrefixStore(f"run-{next(_numbers)}", store)
+_MEETING = "run"
 
 
 def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
-    """Names a new folder on rank 0, and takes that name over on the other ranks.
+    """Names a new folder on rank 0, and asks rank 0 for it on the other ranks.
 
     Raises:
       DeadlinePassed: rank 0 did not name one.
     """
     if rank == 0:
-        store.set(_FOLDER, str(run_folder(title)))
-    return Path(told_by(0, store, _FOLDER, "the run's folder in the store", JOIN_S).decode())
+        return run_folder(title)
+    return Path(ask_leader(store, _MEETING, rank, "the run's folder", JOIN_S))
 
 
 def join(
@@ -130,12 +120,14 @@ def join(
         system = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         telemetry.emit("hello", pid=os.getpid(), threads=threads, machine=system, versions=versions)
-        store = None if guest else run.store or meeting(replace(env, size=max(size, config.ranks)))
+        store = None if guest else run.store or replace(env, size=max(size, config.ranks)).store(JOIN_S)
         members = list(range(size)) if guest is None else guest.members
         runtime = WallRuntime(
             rank,
             config.ranks if config.elastic else size,
             store,
+            meeting=_MEETING,
+            advice=str(files.path),
             endpoint=replace(options.endpoint.on(env.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,

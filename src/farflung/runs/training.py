@@ -21,7 +21,7 @@ from farflung.recipes import Recipe
 from farflung.replica import place
 from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.events import EVENTS, Buffered, teller
-from farflung.runs.joining import agreed_folder, join, meeting
+from farflung.runs.joining import JOIN_S, agreed_folder, join
 from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
@@ -93,7 +93,7 @@ def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> P
 
     def folder(title: str) -> Path:
         nonlocal store
-        store = meeting(env)
+        store = env.store(JOIN_S)
         return run_folder(title) if store is None else agreed_folder(store, env.rank, title)
 
     run = ready(*layers, {**encrypted, "workers": env.size}, check=env.rank == 0, folder=folder)

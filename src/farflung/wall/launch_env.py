@@ -1,4 +1,4 @@
-"""The environment that torchrun, Slurm's srun or mpirun gives a process: its rank, and where its peers meet."""
+"""The environment that torchrun, Slurm, MPI or Flux gives a process: its rank, and where its peers meet."""
 
 from __future__ import annotations
 
@@ -7,41 +7,84 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm.interface import LOOPBACK, check_host, route_to
 from farflung.errors import ConfigError
 from farflung.lazy import renamed
-from farflung.wall.stores import reached, serving
+from farflung.wall.stores import host_of, reached, serving
 
 __all__ = ["LaunchEnv", "interface_to_master"]
 
-_MPI = {
-    "Open MPI": (
-        "mpirun -x MASTER_ADDR={} -x MASTER_PORT=29500",
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The variables of a launcher that says nothing about where processes meet.
+
+    Args:
+      name: for messages.
+      rank, size, local_rank, local_size: the variables; of the last two the first that is set.
+      nodes: the variable with the number of machines, for a launcher that says no local size.
+      how_to_meet: a command that sets the master address.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    how_to_meet: str
+    nodes: str = ""
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "mpirun -x MASTER_ADDR={} -x MASTER_PORT=29500",
     ),
-    "MPI": (
-        "mpiexec -genv MASTER_ADDR {} -genv MASTER_PORT 29500",
+    _Launcher(
+        "MVAPICH2",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        "mpirun_rsh ... MASTER_ADDR={} MASTER_PORT=29500 COMMAND",
+    ),
+    _Launcher(
+        "Flux",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        ("FLUX_TASK_LOCAL_ID",),
+        (),
+        "flux run --env=MASTER_ADDR={} --env=MASTER_PORT=29500",
+        nodes="FLUX_JOB_NNODES",
+    ),
+    _Launcher(  # MPICH, Intel MPI, Cray PALS
+        "MPI",
         "PMI_RANK",
         "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        "mpiexec -genv MASTER_ADDR {} -genv MASTER_PORT 29500",
     ),
-}
-"""By launcher: a command that sets the master address, and its variables for rank, size, local rank and local size."""
+)
+_WITHOUT_SIZE = "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"
+"""Ranks that some launchers give without the number of processes."""
+_BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
 _served: dict[int, dist.Store] = {}
 """Stores that this process serves, by port."""
 _SLURM_PORTS = 15_000, 10_000
 """From which port on the jobs of Slurm meet, and on how many."""
+_HOST = re.compile(r"(?:[^\[\],\s]|\[[^\]]*\])+")
+"""One element of a list of hosts as Slurm writes it, with any number of ranges in brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +99,9 @@ class LaunchEnv:
       meeting: a file through which all of them, on one machine, find each other; ``None``: the store at the master
         address.
       master: that address and its port, as far as they are known.
-      started_by: the launcher, for messages.
+      started_by: the launcher, for messages; empty where these values were given by hand.
       how_to_meet: how the launcher is given a master address, for messages.
+      served: whether the launcher serves the store at the master address; otherwise rank 0 does.
     """
 
     rank: int
@@ -66,50 +110,43 @@ class LaunchEnv:
     local_size: int
     meeting: Path | None = None
     master: tuple[str | None, str | None] = (None, None)
-    started_by: str = "torchrun"
-    how_to_meet: str = "set them, or start with torchrun"
+    started_by: str = field(default="", compare=False)
+    how_to_meet: str = field(default="", compare=False)
+    served: bool = False
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
-        """Reads the variables of torchrun, else of Slurm, else of MPI.
+        """Reads the variables of the launcher that has started this process.
+
+        Torchrun's come first, ``RANK`` and ``WORLD_SIZE``. Those of MPI and Flux follow, unless they repeat what Slurm
+        says: then srun has set them too. Where they differ, Slurm's are of the step that holds mpirun's daemon.
 
         Returns:
           ``None`` where the process was started alone: a single task, or a shell in a Slurm allocation outside of any
           step.
 
         Raises:
-          ConfigError: the variables contradict each other or are no numbers.
+          ConfigError: the variables contradict each other, are no numbers, or some are missing.
         """
-        found = environment.get
-        master = found("MASTER_ADDR"), found("MASTER_PORT")
-        if ("RANK" in environment) != ("WORLD_SIZE" in environment):
-            there, missing = ("RANK", "WORLD_SIZE") if "RANK" in environment else ("WORLD_SIZE", "RANK")
-            raise ConfigError(f"{there} is set and {missing} is not: set both, or start with torchrun")
-        if "RANK" in environment:
-            rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-            local_rank = _number(environment, "LOCAL_RANK", rank)
-            return LaunchEnv(
-                rank, size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", size), master=master
-            )._checked()
-        if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-            size = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
-            if size > 1:
-                return _by_slurm(environment, size, master)._checked()
-        for started_by, (how, *names) in _MPI.items():
-            if names[0] in environment and names[1] in environment:
-                rank, size = (_number(environment, name) for name in names[:2])
-                if size > 1:
-                    local_rank, local_size = (
-                        _number(environment, name, usual)
-                        for name, usual in zip(names[2:], (rank, size), strict=True)
-                    )
-                    alone = local_size == size
-                    how_to_meet = how.format(LOOPBACK if alone else "HOST_OF_RANK_0")
-                    return LaunchEnv(
-                        rank, size, local_rank, local_size, master=master, started_by=started_by,
-                        how_to_meet=how_to_meet,
-                    )._checked()  # fmt: skip
-        return None
+        if "RANK" in environment or "WORLD_SIZE" in environment:
+            return _by_torchrun(environment)
+        slurm = _by_slurm(environment)
+        started = [
+            _by_launcher(environment, launcher)
+            for launcher in _LAUNCHERS
+            if launcher.rank in environment and launcher.size in environment
+        ]
+        repeated = None if slurm is None else (slurm.rank, slurm.size)
+        inner = [env for env in started if env.size > 1 and (env.rank, env.size) != repeated]
+        if len({(env.rank, env.size) for env in inner}) > 1:
+            says = " and ".join(f"{env.started_by} rank {env.rank} of {env.size}" for env in inner)
+            raise ConfigError(
+                f"{says}: unset the variables of the one that has not started this process, or {_BY_HAND}"
+            )
+        if not started and slurm is None:
+            _refuse_half(environment)
+        env = inner[0] if inner else slurm
+        return env._checked() if env is not None and env.size > 1 else None
 
     def store(self, join_s: float) -> dist.Store | None:
         """Opens the store through which the replicas find each other; ``None`` for a single replica.
@@ -128,18 +165,13 @@ class LaunchEnv:
         address, port = self._met_at()
         check_host(address, f"MASTER_ADDR {address}")
         patience = timedelta(seconds=join_s)
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        if self.rank == 0 and not agent:
+        if self.rank == 0 and not self.served:
             return self._kept(address, int(port), patience)
 
         def connect() -> dist.Store:
             socket.create_connection(
                 (address, int(port)), timeout=join_s
             ).close()  # else torch prints its stack
-            if agent:
-                found = rendezvous("env://", self.rank, self.size, timeout=patience)
-                store: dist.Store = next(iter(found))[0]
-                return store
             return dist.TCPStore(address, int(port), self.size, is_master=False, timeout=patience)
 
         return reached(connect, f"its store at {address}:{port}", join_s)
@@ -164,24 +196,38 @@ class LaunchEnv:
                 multi_tenant=True,
             )  # fmt: skip
         except RuntimeError as error:
+            served = "" if self.started_by else ", or say served=True where a launcher serves a store there"
             raise ConfigError(
-                f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another"
+                f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another{served}"
             ) from None
 
-    def interface(self) -> str:
+    def interface(self, store: dist.Store | None = None) -> str:
         """Finds the address of this machine on the way to the other replicas.
+
+        Args:
+          store: where they meet, if not at the master address.
+
+        Returns:
+          The address; loopback where all are on this machine, or nothing says where the others are.
 
         Raises:
           ConfigError: it is not known where they are, or there is no way to them.
         """
         if self.size == 1 or self.meeting is not None:
             return LOOPBACK
-        return route_to(self._met_at()[0])
+        if store is None:
+            return route_to(self._met_at()[0])
+        return route_to(self.master[0] or host_of(store) or LOOPBACK)
 
     def _met_at(self) -> tuple[str, str]:
         address, port = self.master
         if address and port and port.isdecimal() and int(port) <= 65535:
             return address, port
+        if not self.started_by:
+            raise ConfigError(
+                f"LaunchEnv of {self.size} ranks: it does not say where they meet: give master=(HOST, PORT) with the "
+                "address of rank 0's machine, or a store"
+            )
         missing = [
             name for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), self.master, strict=True) if not value
         ]
@@ -200,23 +246,23 @@ class LaunchEnv:
         if self.rank < self.size and self.local_rank < self.local_size <= self.size:
             return self
         raise ConfigError(
-            f"{self.started_by} says rank {self.rank} of {self.size}, {self.local_rank} of {self.local_size} on this "
-            "machine: that cannot be"
+            f"{self.started_by or 'LaunchEnv'} says rank {self.rank} of {self.size}, "
+            f"{self.local_rank} of {self.local_size} on this machine: that cannot be"
         )
 
 
-def interface_to_master(size: int) -> str:
-    """Finds the address of this machine on the way to the master address.
+def interface_to_master(store: dist.Store | None) -> str:
+    """Finds the address of this machine on the way to the ranks of a process group.
+
+    Args:
+      store: of the group; ``None`` for a single rank.
 
     Returns:
-      The address; loopback for a single replica, or where no master address is given.
+      The address on the way to the host of the store, else to ``MASTER_ADDR``; loopback where neither is known.
     """
-    if size == 1:
+    if store is None:
         return LOOPBACK
-    address = os.environ.get("MASTER_ADDR")
-    if not address and (env := LaunchEnv.read()) is not None:
-        address = env.master[0]
-    return route_to(address or LOOPBACK)
+    return route_to(host_of(store) or os.environ.get("MASTER_ADDR") or LOOPBACK)
 
 
 def _number(environment: Mapping[str, str], name: str, usual: int | None = None) -> int:
@@ -230,8 +276,69 @@ def _number(environment: Mapping[str, str], name: str, usual: int | None = None)
     return int(text)
 
 
-def _by_slurm(environment: Mapping[str, str], size: int, master: tuple[str | None, str | None]) -> LaunchEnv:
-    address, port = master
+def _by_torchrun(environment: Mapping[str, str]) -> LaunchEnv:
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
+    if missing:
+        (present,) = {"RANK", "WORLD_SIZE"} - {*missing}
+        raise ConfigError(f"{present} is set and {missing[0]} is not: set both, or start with torchrun")
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    return LaunchEnv(
+        rank,
+        size,
+        _number(environment, "LOCAL_RANK", rank),
+        _number(environment, "LOCAL_WORLD_SIZE", size),
+        master=_master(environment),
+        started_by="torchrun",
+        how_to_meet="set them, or start with torchrun",
+        served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+    )._checked()
+
+
+def _by_launcher(environment: Mapping[str, str], launcher: _Launcher) -> LaunchEnv:
+    rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
+    local_rank = next((name for name in launcher.local_rank if name in environment), None)
+    local_size = next((name for name in launcher.local_size if name in environment), None)
+    local = rank if local_rank is None else _number(environment, local_rank)
+    if local_size is not None:
+        here = _number(environment, local_size)
+    elif launcher.nodes in environment:  # as evenly as they can be shared out
+        here = max(local + 1, -(-size // max(1, _number(environment, launcher.nodes))))
+    else:
+        here = size
+    return LaunchEnv(
+        rank,
+        size,
+        local,
+        here,
+        master=_master(environment),
+        started_by=launcher.name,
+        how_to_meet=launcher.how_to_meet.format(LOOPBACK if here == size else "HOST_OF_RANK_0"),
+    )
+
+
+def _refuse_half(environment: Mapping[str, str]) -> None:
+    """Raises where a launcher has given this process a rank, or a size, and not the other."""
+    for launcher in _LAUNCHERS:
+        names = launcher.rank, launcher.size
+        there = [name for name in names if name in environment]
+        if there:
+            (missing,) = {*names} - {*there}
+            raise ConfigError(f"{there[0]} is set and {missing} is not: {_BY_HAND}")
+    for name in _WITHOUT_SIZE:
+        if name in environment:
+            raise ConfigError(f"{name} is set, and nothing says how many processes there are: {_BY_HAND}")
+
+
+def _master(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+    return environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+
+
+def _by_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
+    """The step of Slurm's that this process is in, if any; a batch script is in none."""
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        return None
+    size = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
+    address, port = _master(environment)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if address is None:
         alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
@@ -255,9 +362,11 @@ def _by_slurm(environment: Mapping[str, str], size: int, master: tuple[str | Non
 
 
 def _first_host(nodes: str) -> str | None:
-    """The first of a list as Slurm writes it: ``gpu[003-007,12],login`` begins with ``gpu003``."""
-    found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\]([^,\[\]]*))?", nodes)
-    return None if found is None else "".join(part or "" for part in found.groups())
+    """The first of a list as Slurm writes it: ``gpu[003-007,12],login`` begins with ``gpu003``, ``r[1-2]n[01-03]`` with
+    ``r1n01``.
+    """
+    first = _HOST.match(nodes)
+    return None if first is None else re.sub(r"\[([^\],x-]*)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +28,12 @@ from farflung.comm import (
 )
 from farflung.comm.staging import to_host
 from farflung.decisions import COLLECTIVE, DecisionLog, adopt_collectives, collectives_of, decide_by_rank_0
-from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, RunLost
+from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError, RunLost
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Decision, Elastic, Json, Payload
 from farflung.wall.communication import CommunicationThread
-from farflung.wall.stores import told_by
+from farflung.wall.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from farflung.network import NetworkProfile
@@ -48,6 +49,8 @@ EXPANSION = 8
 a 2-byte number."""
 BESIDE_NBYTES = 1 << 24
 """What a message may take beside that: probes of the network, decisions, settings."""
+_LOOK_AGAIN_S = 0.2
+"""How often the store is read while the others' greetings are on their way."""
 
 
 class WallRuntime:
@@ -56,7 +59,10 @@ class WallRuntime:
     Args:
       rank: this replica.
       size: number of replicas.
-      store: where replicas publish their addresses; ``None`` for a single replica, and for one that joins.
+      store: where replicas publish their addresses, see :mod:`farflung.wall.rendezvous`; ``None`` for a single
+        replica, and for one that joins. What earlier processes have left there does no harm.
+      meeting: what the replicas meet for; those that meet for something else in the same store need another name.
+      advice: what rank 0 tells replicas that ask it before they come.
       endpoint: how this replica connects to the others; on loopback when not given.
       settings: what must be equal on all ranks, by name.
       deadline_s: how long any message may take, in seconds.
@@ -84,6 +90,8 @@ class WallRuntime:
         size: int,
         store: dist.Store | None,
         *,
+        meeting: str = "run",
+        advice: str = "",
         endpoint: Endpoint = Endpoint(),
         settings: Mapping[str, Json] | None = None,
         deadline_s: float = DEADLINE_S,
@@ -96,13 +104,12 @@ class WallRuntime:
         kept_nbytes: float | None = None,
         transport: Callable[..., Transport] = TcpTransport,
     ) -> None:
-        address, whole = endpoint.address, members is None
         if native and size > 1 and not endpoint.is_local:
             raise ConfigError(
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
                 "machine: choose another collective"
             )
-        self._begin, self._local = time.monotonic(), endpoint.is_local
+        self._begin, self._local, self._deadline_s = time.monotonic(), endpoint.is_local, deadline_s
         self.off_clock: None = None
         """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
         self.elastic: Elastic | None = None
@@ -111,52 +118,59 @@ class WallRuntime:
         """What makes computations take as long as on another device, where that was asked for."""
         self._group: Any = None
         self.decisions = decisions or DecisionLog(keep=False)
-        if native and size > 1:
-            assert store is not None
-            self._group = _gloo(store, rank, size, address, deadline_s)
-        self._staging = ThreadPoolExecutor(1, "farflung-staging")
-        self._aside = ThreadPoolExecutor(1, "farflung-aside")
-        carrier = transport(
+        self.peers: dict[int, Peer] = {}
+        """How the replicas that have come are reached, by rank."""
+        self._make_transport = partial(
+            transport,
             rank,
             size,
-            interface=address,
+            interface=endpoint.address,
             ports=endpoint.ports,
             advertise=endpoint.advertise,
             keys=endpoint.proof(),
-            later=not whole,
+            later=members is not None,
             connections=endpoint.connections,
         )
-        self.view = View(
-            carrier,
-            size,
+        self._make_view = partial(
+            View,
+            size=size,
             now=self.now,
-            whole=whole,
+            whole=members is None,
             members=members,
             settings=settings,
             kept_nbytes=kept_nbytes,
         )
-        """The members, as this one sees them."""
-        self.comm = WallCommunicator(
-            self.view, native=self._native_sum if native and size > 1 else None, stage=self._stage
-        )
-        self._thread, self._deadline_s = CommunicationThread(self.view, self.now, deadline_s), deadline_s
-        self.launch = self._thread.launch
-        """Starts an exchange on the communication thread."""
-        self.peers: dict[int, Peer] = {}
-        """How the replicas that have come are reached, by rank."""
+        self._native = native and size > 1
+        self._open()
         try:
-            if come is None and store is not None and size > 1:
-                come = partial(self._meet, store, join_s, range(size) if members is None else members)
-            if come is not None:
-                found = come(carrier.me)
-                self.peers.update({peer.rank: peer for peer in found})
-                self.view.connect(found)
+            if come is not None or store is None or size == 1:
+                self._connect(come)
+                self._await_greetings(join_s)
+                return
+            present = range(size) if members is None else members
+            rendezvous = Rendezvous(store, meeting, rank, present, self._begin + join_s, advice)
+            while not self._meet(rendezvous, join_s):
+                self._stop()
+                self._open()
+            if self._native:
+                keys = dist.PrefixStore(f"farflung/{meeting}/{rendezvous.call}", store)
+                self._group = _gloo(keys, rank, size, endpoint.address, deadline_s)
         except BaseException as error:
-            self._thread.start()  # it closes the sockets
             self.close(error)
             raise
-        self._thread.start()
-        self._await_greetings(join_s)
+
+    def _open(self) -> None:
+        """Makes a view, under a new address."""
+        self._staging = ThreadPoolExecutor(1, "farflung-staging")
+        self._aside = ThreadPoolExecutor(1, "farflung-aside")
+        self.view = self._make_view(self._make_transport())
+        """The members, as this one sees them."""
+        self.comm = WallCommunicator(
+            self.view, native=self._native_sum if self._native else None, stage=self._stage
+        )
+        self._thread = CommunicationThread(self.view, self.now, self._deadline_s)
+        self.launch = self._thread.launch
+        """Starts an exchange on the communication thread."""
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """Refuses from now on what is larger than any message about these tensors, all that the model has."""
@@ -322,9 +336,15 @@ class WallRuntime:
         self._aside.shutdown()
         self._staging.shutdown()  # payloads that are still being copied are sent before the leave
         self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
-        self._thread.stop()
+        self._stop()
         if self._group is not None:
             self._group.shutdown()
+
+    def _stop(self) -> None:
+        """Ends all threads, and with them the view's connections."""
+        self._aside.shutdown()
+        self._staging.shutdown()
+        self._thread.stop()
 
     def address_of(self, rank: int) -> str | None:
         """How a replica that has come is reached; see :meth:`farflung.comm.Peer.to_json`."""
@@ -346,29 +366,54 @@ class WallRuntime:
         self._thread.at(self.now() + join_s, lambda: self.view.dismiss(peer.rank, late))
         return greeted
 
-    def _meet(self, store: dist.Store, join_s: float, members: Collection[int], me: Peer) -> list[Peer]:
-        store.set(_place(me.rank), me.to_json())
-        found = []
-        for rank in sorted(members):
-            left_s = max(0.0, join_s - self.now())
-            said = told_by(rank, store, _place(rank), "its address in the store", left_s)
-            found.append(Peer.from_json(said))
-            if found[-1].rank != rank:
-                raise ProtocolError(f"the store holds rank {found[-1].rank} under the name of rank {rank}")
-        return found
+    def _meet(self, rendezvous: Rendezvous, join_s: float) -> bool:
+        """Meets the other members; returns False where one of them has come again meanwhile, and all meet anew."""
 
-    def _await_greetings(self, join_s: float) -> None:
+        def come(me: Peer) -> list[Peer]:
+            peers = {rank: Peer.from_json(text) for rank, text in rendezvous.exchange(me.to_json()).items()}
+            for rank, peer in peers.items():
+                if peer.rank != rank:
+                    raise ProtocolError(f"the store holds rank {peer.rank} under the name of rank {rank}")
+            return list(peers.values())
+
+        def is_due(rank: int) -> bool:
+            return self.view.lost is None and rank in self.view.present()
+
+        self._connect(come)
+        try:
+            return self._await_greetings(join_s, rendezvous.is_repeated) and rendezvous.confirm(is_due)
+        except (PeerLost, PeerFailed):
+            # A rank that is the first to see that the meeting is repeated closes its connections.
+            if rendezvous.is_repeated():
+                return False
+            raise
+
+    def _connect(self, come: Callable[[Peer], Sequence[Peer]] | None) -> None:
+        """Connects to the others that ``come`` names, and starts the communication thread, which closes sockets."""
+        try:
+            if come is not None:
+                found = come(self.view.transport.me)
+                self.peers = {peer.rank: peer for peer in found}
+                self.view.connect(found)
+        finally:
+            self._thread.start()
+
+    def _await_greetings(self, join_s: float, is_repeated: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until all others have greeted; returns False where ``is_repeated`` says so before."""
+        greeted = threading.Event()
+
         def give_up() -> None:
             missing = self.view.missing()
             if missing and not self.view.ready.done:
                 self.view.end(DeadlinePassed(missing[0], self.view.greeting_of(missing[0]), self.now()))
 
         self._thread.soon(lambda: self._thread.at(join_s, give_up))
-        try:
-            self.view.ready.wait()
-        except BaseException as error:
-            self.close(error)
-            raise
+        self.view.ready.on_done(lambda _: greeted.set())
+        while not greeted.wait(_LOOK_AGAIN_S):
+            if is_repeated():
+                return False
+        self.view.ready.result()
+        return True
 
     def _stage(self, payload: Payload) -> Pending[Payload]:
         """Brings a payload to the host; another thread waits for the device."""
@@ -403,11 +448,6 @@ class WallRuntime:
 
         work.get_future().add_done_callback(arrived)
         return summed
-
-
-def _place(rank: int) -> str:
-    """Of a replica's address in the store."""
-    return f"farflung/{rank}"
 
 
 def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:

@@ -19,12 +19,10 @@ import torch.distributed as dist
 
 from farflung.errors import ConfigError, DeadlinePassed
 
-__all__ = ["reached", "serving", "told_by"]
+__all__ = ["host_of", "reached", "serving"]
 
 T = TypeVar("T")
 
-_LOOK_S = 0.02
-"""How often it is looked whether a key has been published."""
 _SERVE_S = 60.0
 """How long a store may take to be served; a name server may delay the look-up of its address by 10 s."""
 _TRY_S = 5.0
@@ -80,36 +78,11 @@ def reached(connect: Callable[[], T], what: str, patience_s: float) -> T:
     raise DeadlinePassed(0, f"{what} ({seen})", patience_s)
 
 
-def told_by(
-    rank: int,
-    store: dist.Store,
-    key: str,
-    what: str,
-    patience_s: float,
-) -> bytes:
-    """Waits until a rank has set a key of a store; the value.
-
-    Args:
-      rank: sets the key.
-      store: of the job.
-      key: to wait for.
-      what: the value is, for messages.
-      patience_s: how long to wait, in seconds.
-
-    Raises:
-      DeadlinePassed: the rank has not set the key, or the store has ended.
-    """
-    begin, why = time.monotonic(), ""
-    try:
-        while not store.check([key]):
-            if time.monotonic() - begin >= patience_s:
-                break
-            time.sleep(_LOOK_S)
-        else:
-            return store.get(key)
-    except RuntimeError as error:  # the store has ended
-        why = f" ({type(error).__name__})"
-    raise DeadlinePassed(rank, f"{what}{why}", time.monotonic() - begin)
+def host_of(store: dist.Store | None) -> str | None:
+    """Returns the host at which a store is reached; None if it has none, as a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def _on_a_thread(connect: Callable[[], T], patience_s: float) -> T:

@@ -1,0 +1,331 @@
+"""How ranks meet in a store of torch.distributed, which may hold what earlier processes have left there.
+
+The lowest rank leads. It draws a nonce and publishes it: the call. Every other rank answers the call under a key of its
+own, with a nonce of its own and a value. Once all have answered, the leader adds all answers to the call. A rank takes
+part once it finds its own answer there, and confirms when it has met all others.
+
+Keys are overwritten, and no process knows how often its rank has met before. So, whatever the store holds:
+
+1. An answer of a process that has ended is to an earlier call: the leader waits on.
+2. A call of a leader that has ended does not hold the answer of a process that came later, which waits on, and answers
+   the next call.
+3. A rank that ends after its answer and comes again replaces that answer. The leader sees so until the rank confirms,
+   and calls anew; the others see another call, and answer again.
+4. A rank that has confirmed, and meets for something else, does not answer the same call twice. The leader calls
+   for nothing else before all have confirmed, so no rank takes the next call for a repeated one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from farflung.errors import DeadlinePassed, ProtocolError
+
+__all__ = ["Rendezvous", "ask_leader"]
+
+_LOOK_S = 0.001, 0.02
+"""How often the store is read: after so long first, then half as long again each time, up to the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rank has published under its key."""
+
+    call: str
+    """The nonce of the call."""
+    nonce: str
+    value: str
+    confirmed: bool = False
+
+    def to_json(self) -> list[str | bool]:
+        return [self.call, self.nonce, self.value, self.confirmed]
+
+    @staticmethod
+    def from_json(fields: object) -> _Answer | None:
+        match fields:
+            case [str(call), str(nonce), str(value), bool(confirmed)]:
+                return _Answer(call, nonce, value, confirmed)
+            case _:
+                return None
+
+
+class Rendezvous:
+    """A meeting of ranks in a store.
+
+    Args:
+      store: of the job.
+      name: of the meeting; ranks that meet for something else at the same time need another one.
+      rank: this process.
+      members: the ranks that meet, this one included; the lowest leads.
+      until: when this process gives up, on the clock of :func:`time.monotonic`.
+      advice: what the leader tells ranks that ask for it before they come, see :func:`ask_leader`.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        members: Collection[int],
+        until: float,
+        advice: str = "",
+    ) -> None:
+        self._board, self._rank, self._members = _Board(store, name), rank, sorted(members)
+        self._until, self._begin, self._advice = until, time.monotonic(), advice
+        self._others = [other for other in self._members if other != rank]
+        self._leads = self._members[0] == rank
+        self._answers: dict[int, _Answer] = {}
+        self.call = ""
+        """The nonce of the call that this rank takes part in."""
+
+    def exchange(self, value: str) -> dict[int, str]:
+        """Waits until all members have come.
+
+        Returns:
+          The members' values, by rank.
+
+        Raises:
+          DeadlinePassed: a member has not come in time, or the store has ended.
+          ProtocolError: another process has come in place of this one.
+        """
+        mine = _Answer("", secrets.token_hex(16), value)
+        try:
+            self._answers = self._lead(mine) if self._leads else self._follow(mine)
+        except RuntimeError as error:  # the store has ended
+            raise self._late(self._others[0], f" ({type(error).__name__})") from None
+        return {rank: answer.value for rank, answer in self._answers.items()}
+
+    def _lead(self, mine: _Answer) -> dict[int, _Answer]:
+        if self._answers or not self.call:
+            self._call_all()
+        late = self._others
+        for _ in self._look():
+            self._check_leads()
+            late = [rank for rank in late if self._answer_of(rank) is None]
+            if self._advice:
+                self._board.advise(late, self._advice)
+            if late:
+                continue
+            # Again, for a rank may have come twice since.
+            answers = {rank: answer for rank in self._others if (answer := self._answer_of(rank))}
+            late = [rank for rank in self._others if rank not in answers]
+            if not late:
+                answers[self._rank] = replace(mine, call=self.call)
+                self._board.write_call(self.call, answers)
+                return answers
+        raise self._late(self._missing())
+
+    def _call_all(self) -> None:
+        self.call, self._answers = secrets.token_hex(16), {}
+        self._board.write_call(self.call, {})
+
+    def _answer_of(self, rank: int) -> _Answer | None:
+        """Reads the answer of a rank; None if it is to another call."""
+        answer = self._board.answer(rank)
+        return answer if answer is not None and answer.call == self.call else None
+
+    def _follow(self, mine: _Answer) -> dict[int, _Answer]:
+        for _ in self._look():
+            call, answers = self._board.call()
+            if call and call != mine.call and not self._has_confirmed(self._rank, call):
+                mine = replace(mine, call=call)
+                self._board.write_answer(self._rank, mine)
+            mirrored = answers.get(self._rank)
+            if mirrored is not None and mirrored.nonce == mine.nonce:
+                self.call = call
+                if answers.keys() == set(self._members):
+                    return answers
+                raise ProtocolError(
+                    f"rank {self._members[0]} meets {len(answers)} ranks, and rank {self._rank} {len(self._members)}: "
+                    "start all of them with the same number"
+                )
+        self.call = mine.call
+        answer = self._answer_of(self._rank)
+        if answer is not None and answer.nonce != mine.nonce:
+            raise self._replaced()
+        raise self._late(self._missing())
+
+    def is_repeated(self) -> bool:
+        """Returns True if this meeting is over, since a member has come again: :meth:`exchange` anew.
+
+        To be asked while this rank waits for another one that :meth:`exchange` has named. The leader has called anew
+        when it says so, and closes its connections only then: a rank that finds one closed looks here.
+
+        Raises:
+          ProtocolError: another process has come in place of this one.
+        """
+        try:
+            if not self._leads:
+                return self._board.call()[0] != self.call
+            self._check_leads()
+            if self._answers and any(self._has_come_again(rank) for rank in self._others):
+                self._call_all()
+            return not self._answers
+        except RuntimeError:  # the store has ended, and the others may come nevertheless
+            return False
+
+    def confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
+        """Ends the meeting for this rank, which has met all others; the leader waits until all have.
+
+        Args:
+          is_due: returns False of a member that has been lost since, and confirms no more.
+
+        Returns:
+          False if a member has come again, so that this rank has to :meth:`exchange` anew.
+
+        Raises:
+          DeadlinePassed: a member has not met all others in time.
+          ProtocolError: another process has come in place of this one.
+        """
+        if not self._others:
+            return True
+        try:
+            if not self._leads:
+                self._board.write_answer(self._rank, replace(self._answers[self._rank], confirmed=True))
+                return True
+            waits_for: list[int] = []
+            for _ in self._look():
+                if self.is_repeated():
+                    return False
+                waits_for = [
+                    rank for rank in self._others if is_due(rank) and not self._has_confirmed(rank, self.call)
+                ]
+                if not waits_for:
+                    return True
+        except RuntimeError:  # the store has ended: no member can come again
+            return True
+        raise DeadlinePassed(
+            waits_for[0], "its word that it has met all others", time.monotonic() - self._begin
+        )
+
+    def _has_come_again(self, rank: int) -> bool:
+        answer = self._answer_of(rank)
+        return answer is not None and answer.nonce != self._answers[rank].nonce
+
+    def _has_confirmed(self, rank: int, call: str) -> bool:
+        answer = self._board.answer(rank)
+        return answer is not None and answer.call == call and answer.confirmed
+
+    def _check_leads(self) -> None:
+        if self._board.call()[0] != self.call:
+            raise self._replaced()
+
+    def _replaced(self) -> ProtocolError:
+        return ProtocolError(
+            f"another process has come to the store as rank {self._rank}: give each rank and each run that meets in "
+            "it a number, or a store, of its own"
+        )
+
+    def _missing(self) -> int:
+        """Names a member that has not answered the last call; the leader where all have."""
+        leader = self._members[0]
+        if not self.call:
+            return leader
+        return next((rank for rank in self._others if rank != leader and not self._answer_of(rank)), leader)
+
+    def _late(self, rank: int, why: str = "") -> DeadlinePassed:
+        return DeadlinePassed(rank, f"its address in the store{why}", time.monotonic() - self._begin)
+
+    def _look(self) -> Iterator[None]:
+        return _look_until(self._until)
+
+
+def ask_leader(store: dist.Store, name: str, rank: int, what: str, patience_s: float) -> str:
+    """Asks rank 0 for its advice before this rank comes to a meeting; rank 0 answers once it is there.
+
+    Args:
+      store: of the job.
+      name: of the meeting.
+      rank: this process, other than 0.
+      what: the advice is about, for errors.
+      patience_s: how long rank 0 may take, in seconds.
+
+    Raises:
+      DeadlinePassed: rank 0 has not come, or the store has ended.
+    """
+    board, question, begin, why = _Board(store, name), secrets.token_hex(16), time.monotonic(), ""
+    try:
+        board.ask(rank, question)
+        for _ in _look_until(begin + patience_s):
+            if (advice := board.advice(rank, question)) is not None:
+                return advice
+    except RuntimeError as error:  # the store has ended
+        why = f" ({type(error).__name__})"
+    raise DeadlinePassed(0, f"{what} in the store{why}", time.monotonic() - begin)
+
+
+class _Board:
+    """The keys of a meeting; what cannot be read counts as absent."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store, self._name = store, f"farflung/{name}"
+        self._present: set[str] = set()
+
+    def call(self) -> tuple[str, dict[int, _Answer]]:
+        """Returns the nonce of the last call and, once all have answered, the answers; an empty nonce if there is no
+        call.
+        """
+        match self._read(self._name):
+            case [str(nonce), dict(texts)]:
+                read = {rank: _Answer.from_json(fields) for rank, fields in texts.items()}
+                return nonce, {
+                    int(rank): answer for rank, answer in read.items() if answer and rank.isdecimal()
+                }
+            case _:
+                return "", {}
+
+    def write_call(self, nonce: str, answers: dict[int, _Answer]) -> None:
+        self._write(self._name, [nonce, {rank: answer.to_json() for rank, answer in answers.items()}])
+
+    def answer(self, rank: int) -> _Answer | None:
+        return _Answer.from_json(self._read(f"{self._name}/{rank}"))
+
+    def write_answer(self, rank: int, answer: _Answer) -> None:
+        self._write(f"{self._name}/{rank}", answer.to_json())
+
+    def ask(self, rank: int, question: str) -> None:
+        self._write(f"{self._name}/{rank}/question", question)
+
+    def advice(self, rank: int, question: str) -> str | None:
+        """Returns what the leader says to a question of a rank; None as long as it says nothing."""
+        match self._read(f"{self._name}/{rank}/advice"):
+            case [str(asked), str(text)] if asked == question:
+                return text
+            case _:
+                return None
+
+    def advise(self, ranks: Iterable[int], text: str) -> None:
+        """Answers the questions of some ranks that have not been answered."""
+        for rank in ranks:
+            question = self._read(f"{self._name}/{rank}/question")
+            if isinstance(question, str) and self.advice(rank, question) is None:
+                self._write(f"{self._name}/{rank}/advice", [question, text])
+
+    def _read(self, key: str) -> Any:
+        if key not in self._present and not self._store.check([key]):  # `get` would wait for it
+            return None
+        self._present.add(key)
+        try:
+            return json.loads(self._store.get(key))
+        except (ValueError, RecursionError):
+            return None
+
+    def _write(self, key: str, value: object) -> None:
+        self._store.set(key, json.dumps(value))
+
+
+def _look_until(until: float) -> Iterator[None]:
+    """Yields at once and then every few milliseconds, until a time of :func:`time.monotonic`."""
+    pause_s, most_s = _LOOK_S
+    yield
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(1.5 * pause_s, most_s)
+        yield
