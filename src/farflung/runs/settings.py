@@ -97,15 +97,11 @@ def variant(text: str) -> dict[str, Json]:
     """
     known = {name: setting for name, setting in training_settings().items() if name != "seed"}
     known |= {name: setting for name, setting in settings_of(Recipe).items() if name in Recipe().settings}
-    name, changes = changes_of(text)
-    settings: dict[str, Json] = {"recipe": name}
-    for changed, node in changes.items():
-        if changed not in known:
-            raise ConfigError(
-                f"recipe {text!r}: cannot change {changed!r}; it can change: {', '.join(sorted(known))}"
-            )
-        settings[changed] = _value(text, known[changed], node)
-    return settings
+    name, changes = changes_of(text, known)
+    return {
+        "recipe": name,
+        **{changed: _value(text, known[changed], node) for changed, node in changes.items()},
+    }
 
 
 def _value(text: str, setting: Setting, node: ast.expr) -> Json:
