@@ -35,6 +35,7 @@ ORDER: list[set[str]] = [
         "tables",
         "trees",
         "options",
+        "_docstrings",
         "_torch",
         "spec",
         "optimizers",
@@ -259,10 +260,25 @@ def test_all_names_what_is_public(path: Path) -> None:
         assert hasattr(module, name), f"{path}: __all__ names {name}, which is not there"
 
 
+LAZY = [path for path in PACKAGES if "lazy(" in path.read_text(encoding="utf-8")]
+"""Packages whose names are imported when they are used."""
+
+
+@pytest.mark.parametrize("path", LAZY, ids=module_name)
+def test_names_that_are_imported_when_used_are_those_that_type_checkers_see(path: Path) -> None:
+    (branch,) = (node for node in tree_of(path).body if isinstance(node, ast.If))
+    seen = {
+        f"{one.module}": [name.name for name in one.names]
+        for one in ast.walk(branch)
+        if isinstance(one, ast.ImportFrom)
+    }
+    (homes,) = (one.args[1] for one in ast.walk(branch) if isinstance(one, ast.Call))
+    told = {f"{module_name(path)}.{home}": names.split() for home, names in ast.literal_eval(homes).items()}
+    assert told == seen
+
+
 def test_no_name_that_is_imported_when_used_is_that_of_a_module_beside_it() -> None:
-    lazy = [path for path in PACKAGES if "lazy(__name__)" in path.read_text(encoding="utf-8")]
-    assert PACKAGE / "__init__.py" in lazy
-    for path in lazy:
+    for path in LAZY:
         beside = {other.stem for other in path.parent.iterdir()}
         assert not public_names(path) & beside, (
             f"{path}: importing the module would put it in the name's place"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, UnknownName
-from farflung.spec import name_of, parse, text_of, unparse
+from farflung.spec import text_of, unparse
 from farflung.types import Codec, Json, RateScaling, Reducer, Reshards, Sampler, Schedule, Sharing, Stream
 
 if TYPE_CHECKING:
     from farflung.replica import Parts
 
-__all__ = ["FAMILIES", "RECIPES", "Recipe", "changes_of", "recipe"]
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def _text(family: str, member: object) -> str:
 
 
 def recipe(text: str) -> Recipe:
-    """Returns the preset that ``text`` names, with the changes in its brackets; see :func:`changes_of`.
+    """Returns the preset that ``text`` names, with the changes in its brackets.
 
     >>> recipe("ring(codec=topk(density=0.01))").codec
     'topk(density=0.01)'
@@ -128,6 +127,10 @@ def recipe(text: str) -> Recipe:
       UnknownName: no such preset.
       ConfigError: not of this form, or a change that a recipe has no place for.
     """
+    if text in RECIPES:
+        return RECIPES[text]
+    from farflung.recipes.changes import changes_of  # of no use to a name alone
+
     plain = Recipe().settings
     name, nodes = changes_of(text, plain)
     if name not in RECIPES:
@@ -138,75 +141,6 @@ def recipe(text: str) -> Recipe:
         if (kind := type(plain[member])) is not type(changes[member]):
             raise ConfigError(f"recipe {text!r}: {member} = {unparse(node)}: must be of type {kind.__name__}")
     return RECIPES[name].but(**changes)
-
-
-def changes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
-    """Splits ``name(setting=value)`` into the name and the expressions of the settings that change.
-
-    A recipe that is named after its codec, reducer or schedule takes that member's options too; options that are not
-    changed stay as they are in the preset.
-
-    >>> name, changes = changes_of("delayed(period=8, codec=int8)", ["codec", "schedule"])
-    >>> {setting: unparse(node) for setting, node in changes.items()}
-    {'codec': 'int8', 'schedule': "delayed(delay='auto', period=8)"}
-
-    Args:
-      text: a preset with or without changes.
-      known: the settings that can change.
-
-    Raises:
-      ConfigError: not of this form, or a change of something else.
-    """
-    refusal = f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
-    try:
-        tree = parse("recipe", text)
-    except ConfigError:
-        raise ConfigError(refusal) from None
-    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-    changes = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-    if not isinstance(call.func, ast.Name) or len(changes) < len(call.keywords):
-        raise ConfigError(refusal)
-    name = call.func.id
-    unknown = [setting for setting in changes if setting not in known]
-    if not unknown and not call.args:
-        return name, changes
-    family, allowed = _options_of_namesake(name, known)
-    if len(call.args) > len(allowed):
-        raise ConfigError(refusal)
-    options = dict(zip(allowed, call.args, strict=False))
-    for option in unknown:
-        if option not in allowed:
-            besides = f", and of its {family}: {', '.join(allowed)}" if allowed else ""
-            raise ConfigError(
-                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(known))}{besides}"
-            )
-        if option in options:
-            raise ConfigError(f"recipe {text!r}: {option} is given twice")
-        options[option] = changes.pop(option)
-    if family in changes:
-        raise ConfigError(
-            f"recipe {text!r}: {', '.join(options)}: write options of the {family} into {family}=..., or leave that out"
-        )
-    return name, {**changes, family: _with_options(name, family, options)}
-
-
-def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[str]]:
-    """Returns the family in which a preset's member has the preset's name, and that member's options."""
-    for family in ("codec", "reducer", "schedule") if name in RECIPES else ():
-        if name_of(family, getattr(RECIPES[name], family)) == name:
-            from farflung.recipes.parts import MEMBERS  # and torch, which other texts do without
-
-            options = inspect.signature(MEMBERS[family][name]).parameters
-            return family, [option for option in options if option not in known]
-    return "", []
-
-
-def _with_options(name: str, family: str, options: dict[str, ast.expr]) -> ast.expr:
-    """Returns the preset's member of a family with some options changed."""
-    member = parse(family, getattr(RECIPES[name], family))
-    present = member.keywords if isinstance(member, ast.Call) else []
-    merged = {keyword.arg: keyword.value for keyword in present} | options
-    return ast.Call(ast.Name(name), [], [ast.keyword(option, value) for option, value in merged.items()])
 
 
 RECIPES: dict[str, Recipe] = {
