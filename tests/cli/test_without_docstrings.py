@@ -11,7 +11,7 @@ import pytest
 
 from farflung.cli.main import main
 
-SMALL = "--workload synthetic/quadratic --steps 2 --workers 2 --quiet".split()
+SMALL = ["--workload", "synthetic/quadratic", "--steps", "2", "--workers", "2", "--quiet"]
 COMMANDS = [
     ["list", "codecs", "--json"],
     ["simulate", *SMALL, "--out", "simulated", "--json"],
