@@ -157,6 +157,36 @@ def test_a_partition_that_is_gone_is_named(broker: Broker, opened: Open) -> None
         )
 
 
+def test_partitions_grow_by_what_the_broker_has(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker.make("grows", 4)
+    broker.put("grows", 2, VALUES[:3])
+    source = KafkaSource(broker.servers, "grows", "latest", "farflung", None)
+    source.open(0, 2)
+    before = source.grown()
+    broker.put("grows", 2, VALUES[:5])
+    after = source.grown()
+    assert [(one, count) for one, (_, count) in before.items()] == [(0, 0), (2, 3)]
+    assert [(one, count) for one, (_, count) in after.items()] == [(0, 0), (2, 8)]
+    assert before[2][0] < after[2][0]
+    monkeypatch.setattr(sys.modules[KafkaSource.__module__], "GROWN_S", 0.1)
+    broker.stop()
+    try:
+        assert source.grown() == {}
+    finally:
+        broker.go_on()
+        source.close()
+
+
+def test_a_rate_is_measured_whatever_clocks_producers_have(broker: Broker, opened: Open) -> None:
+    broker.make("clocks", 4)
+    for ago_s in (0, 3600):
+        broker.put("clocks", 0, VALUES[:BATCH], times_s=[1e9 - ago_s] * BATCH)
+    stream, samples = opened("clocks", weigh="by_rate")
+    assert step(stream, samples, 0) == [0, 1, 2, 3]
+    (rate,) = stream.state_dict()["rates"].values()
+    assert rate <= 1.0, "nothing has come since it was opened"
+
+
 def test_a_broker_that_is_away_for_too_long_is_named(broker: Broker, opened: Open) -> None:
     broker.make("silent", 4)
     stream, samples = opened("silent", deadline_s=0.2)
