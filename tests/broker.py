@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,16 +90,8 @@ class Broker:
         while len(admin.list_topics(topic, timeout=READY_S).topics[topic].partitions) < partitions:
             assert time.monotonic() < until, f"the broker does not show {partitions} partitions of {topic}"
 
-    def put(
-        self,
-        topic: str,
-        partition: int,
-        values: Iterable[bytes],
-        *,
-        times_s: Iterable[float] = (),
-        **config: Any,
-    ) -> None:
-        """Sends messages, with times of a producer's clock if given, and waits until the broker has all of them."""
+    def put(self, topic: str, partition: int, values: Iterable[bytes], **config: Any) -> None:
+        """Sends messages, and waits until the broker has all of them."""
         from confluent_kafka import Producer
 
         lost: list[str] = []
@@ -111,11 +102,10 @@ class Broker:
                 lost.append(error.str())
 
         producer = Producer({"bootstrap.servers": self.servers, "log_level": 0, "linger.ms": 0, **config})
-        for value, time_s in zip_longest(values, times_s):
+        for value in values:
             if len(producer) >= WAITING:
                 assert producer.flush(READY_S) == 0
-            told = {} if time_s is None else {"timestamp": int(1e3 * time_s)}
-            producer.produce(topic, value, partition=partition, on_delivery=delivered, **told)
+            producer.produce(topic, value, partition=partition, on_delivery=delivered)
         assert producer.flush(READY_S) == 0
         assert not lost, f"{len(lost)} messages did not arrive: {lost[0]}"
 

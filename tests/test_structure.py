@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -313,7 +313,11 @@ def test_each_module_says_what_it_is_for() -> None:
 
 
 ROLE = re.compile(r":(func|class|meth|attr|data|mod):`~?([\w.]+)`")
-OF_KIND = {"func": callable, "class": callable, "mod": inspect.ismodule}
+OF_KIND: dict[str, Callable[[object], bool]] = {
+    "func": callable,
+    "class": callable,
+    "mod": inspect.ismodule,
+}
 """What the target of a role has to be; of others, anything but a module."""
 
 

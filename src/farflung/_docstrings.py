@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType
 
 __all__ = ["docstring_of", "read_docstring"]
 
 
-def docstring_of(thing: type | FunctionType) -> str:
+def docstring_of(thing: Callable[..., object]) -> str:
     """Returns the docstring of a class or function, under ``python -OO`` too."""
     if sys.flags.optimize < 2:
         return inspect.getdoc(thing) or ""

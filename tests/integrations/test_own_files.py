@@ -8,7 +8,6 @@ import pytest
 
 from tests.pool import Pool
 
-
 JOB = "tests.integrations.jobs.some_have_their_file"
 
 

@@ -21,7 +21,7 @@ from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, MissingExtra
 from farflung.telemetry import read_events
 from farflung.workloads import workload
-from tests.broker import HOME, Broker
+from tests.broker import HOME, READY_S, Broker
 from tests.data.test_live import DATA, VALUES, step
 from tests.data.test_streams import feed
 from tests.forks import Fork, farflung, ran, script
@@ -178,9 +178,13 @@ def test_partitions_grow_by_what_the_broker_has(broker: Broker, monkeypatch: pyt
 
 
 def test_a_rate_is_measured_whatever_clocks_producers_have(broker: Broker, opened: Open) -> None:
+    import confluent_kafka
+
     broker.make("clocks", 4)
-    for ago_s in (0, 3600):
-        broker.put("clocks", 0, VALUES[:BATCH], times_s=[1e9 - ago_s] * BATCH)
+    producer = confluent_kafka.Producer({"bootstrap.servers": broker.servers, "log_level": 0})
+    for number, value in enumerate(VALUES[: 2 * BATCH]):
+        producer.produce("clocks", value, partition=0, timestamp=10**12 - 3_600_000 * (number % 2))
+    assert producer.flush(READY_S) == 0
     stream, samples = opened("clocks", weigh="by_rate")
     assert step(stream, samples, 0) == [0, 1, 2, 3]
     (rate,) = stream.state_dict()["rates"].values()

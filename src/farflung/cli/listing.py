@@ -7,7 +7,6 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import tyro
@@ -86,7 +85,7 @@ def _words(value: Json) -> str:
     return "" if value is None else str(value)
 
 
-def _documented(thing: type | FunctionType) -> Row:
+def _documented(thing: Callable[..., object]) -> Row:
     """Gives the docstring of a class or a function: its first line, and what follows."""
     what, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", docstring_of(thing)).partition("\n")
     return {"what": what, "about": about.strip() or None}

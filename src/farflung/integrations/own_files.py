@@ -1,6 +1,6 @@
 """Files that each rank keeps beside the checkpoint of another library's loop.
 
-A mark, written into both, ties them together: what lies beside a checkpoint may be of another run that was there before.
+A mark, written into both, ties them together: what lies beside a checkpoint may be of another run that was there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast a source of messages grows, by the clock of who reads it."""
+"""How fast a source of messages grows, by the clock of the replica that reads it."""
 
 from __future__ import annotations
 
