@@ -66,7 +66,7 @@ class FarflungCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Registers the hook.
+        """Registers the hook, goes on from a checkpoint's memory, and names the run in the trainer's own state.
 
         Raises:
           Unsupported: the trainer wraps its model in something else.
@@ -74,12 +74,11 @@ class FarflungCallback(TrainerCallback):
         """
         del control, kwargs
         wrapped = self._trainer.model_wrapped
-        if wrapped is self._hooked:
-            return
         if isinstance(wrapped, DistributedDataParallel):
-            self.state, hook = ddp_hook(self._how, **self._options)
-            wrapped.register_comm_hook(self.state, hook)
-            self._hooked = wrapped
+            if self.state is None or wrapped is not self._hooked:
+                self.state, hook = ddp_hook(self._how, **self._options)
+                wrapped.register_comm_hook(self.state, hook)
+                self._hooked = wrapped
             device = next(wrapped.parameters()).device
             written = cast("dict[str, Any]", state.stateful_callbacks)
             if state.global_step:
