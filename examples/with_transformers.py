@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--codec", default="error_feedback(topk(0.1))", help="or a reducer")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--folder", default="trained", help="for what the trainer writes")
-parser.add_argument("--resume", help="a checkpoint in that folder")
+parser.add_argument("--resume", help="a checkpoint, there or elsewhere")
 options = parser.parse_args()
 
 

@@ -22,6 +22,11 @@ from typing import Any
 import pytest
 
 from farflung.errors import DataMissing
+from farflung.recipes import RECIPES
+from farflung.recipes.parts import MEMBERS
+from farflung.recipes.recipe import FAMILIES
+from farflung.runs import variant
+from farflung.spec import build
 from farflung.telemetry import read_events
 from farflung.workloads import workload
 from tests.broker import HOME, Broker
@@ -228,3 +233,28 @@ def test_llms_txt_has_every_page_of_the_index_under_its_caption() -> None:
     }
     lines = [line for section in sections for line in section.splitlines() if line.startswith("- ")]
     assert len(lines) == sum(map(len, listed.values())), "an entry is '- [title](page.html): one line'"
+
+
+QUOTED = re.compile(r'[`"]((\w+)\((?:[^`"\n.]|\.(?!\.\.))*\))[`"]')
+"""A part with its options, as ``topk(density=0.01)``, between backticks or quotes; without an ellipsis."""
+
+
+def quoted(page: Path) -> list[tuple[str, str]]:
+    """Returns the parts that a page quotes, each with the name that it begins with."""
+    return [(text, name) for text, name in QUOTED.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=name_of)
+def test_recipes_that_a_page_quotes_can_be_made(page: Path) -> None:
+    for text, name in quoted(page):
+        if name in RECIPES:
+            settings = variant(text)
+            RECIPES[name].but(**{family: settings.get(family) for family in FAMILIES}).parts(0)
+
+
+def test_parts_that_the_choice_of_recipes_quotes_can_be_made() -> None:
+    parts = [part for part in quoted(DOCS / "choosing.md") if part[1] not in RECIPES]
+    assert parts
+    for text, name in parts:
+        (family,) = (one for one in ("codec", "reducer", "schedule", "sampler") if name in MEMBERS[one])
+        build(family, text, MEMBERS[family], {"seed": 0} if family == "sampler" else None)

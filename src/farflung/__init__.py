@@ -13,7 +13,18 @@ if TYPE_CHECKING:
     from farflung.runs import Comparison, Run, compare, retime, simulate, train
     from farflung.workloads import TorchWorkload
 else:
-    __getattr__, __dir__ = _lazy(__name__)
+    __getattr__, __dir__ = _lazy(
+        __name__,
+        {
+            "comm": "Endpoint",
+            "ddp": "ddp_hook",
+            "handle": "Handle attach",
+            "importance": "ImportanceSampler",
+            "recipes": "RECIPES Recipe recipe",
+            "runs": "Comparison Run compare retime simulate train",
+            "workloads": "TorchWorkload",
+        },
+    )
 
 __version__ = "0.2.0"
 

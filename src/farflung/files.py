@@ -124,8 +124,8 @@ def deciding(name: str, step: int) -> AbstractContextManager[None]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; to be called inside :func:`reading`."""
-    return path.read_text(encoding="utf-8")
+    """Returns the text of a file without a byte order mark, if any; to be called inside :func:`reading`."""
+    return path.read_text(encoding="utf-8-sig")
 
 
 def json_of(text: str) -> Json:

@@ -12,8 +12,20 @@ import pytest
 from farflung.cli.main import main
 from farflung.cli.settings import option_types, read_settings
 from farflung.cli.train import Train
+from farflung.coded.coordinator import Settings
+from farflung.coded.run import Learner
 from farflung.comm import Endpoint
-from farflung.runs import Prepared, RunConfig, RunFolder, RunOptions, prepare_training
+from farflung.config import Training
+from farflung.recipes import Recipe
+from farflung.runs import (
+    Prepared,
+    RunConfig,
+    RunFolder,
+    RunOptions,
+    SimulatedConfig,
+    prepare_training,
+    settings_of,
+)
 from farflung.types import Json
 
 KNOWN = option_types(Train, without=("config", "resume", *Train.elsewhere))
@@ -56,6 +68,15 @@ def test_options_have_the_types_that_files_are_checked_against() -> None:
     assert (KNOWN["steps"], KNOWN["learning_rate"], KNOWN["codec"], KNOWN["out"], KNOWN["json"]) == (
         int, float, str, Path, bool,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "owner", [Endpoint, Learner, Recipe, RunOptions, Settings, SimulatedConfig, Training]
+)
+def test_each_setting_is_explained_in_the_docstring(owner: type) -> None:
+    settings = settings_of(owner)
+    assert settings
+    assert [name for name, setting in settings.items() if not setting.about] == []
 
 
 def test_keys_are_options_with_either_hyphen(tmp_path: Path, resolved: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from farflung.cli.main import main
 from farflung.decisions import read_decisions
 from farflung.errors import ConfigError
+from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile
 from farflung.replica import load_tree
 from farflung.runs import Run, RunFolder, simulate
@@ -275,6 +276,24 @@ def test_a_fault_that_ends_the_run_is_named(capsys: pytest.CaptureFixture[str], 
     path.write_text('[[fault]]\nkind = "leave"\nrank = 2\nat_step = 5\n')
     assert main(["simulate", *SMALL, "--faults", str(path), "--out", str(tmp_path / "two")]) == 2
     assert "leave of rank 2 at step 5: virtual time carries" in capsys.readouterr().err
+
+
+def test_faults_that_never_struck_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    plan = (
+        FaultPlan()
+        .slow(1, factor=2, at_step=5)
+        .slow(0, factor=2, at_s=1e6)
+        .slow(1, factor=2, at_step=8)
+        .hang(1, at_step=9)
+    )
+    options: dict[str, Any] = {"faults": plan, "network": "wifi-10mbps"}
+    made(tmp_path, options)
+    made(tmp_path / "elastic", {**options, "elastic": "1", "workers": 3})
+    said = (
+        "2 of 4 faults never struck, for the run or their replica had ended: slow of rank 0 at 1e+06 s, hang of rank 1 "
+        "at step 9"
+    )
+    assert [record.getMessage() for record in caplog.records] == [said, said]
 
 
 def test_runs_of_the_two_worlds_are_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from farflung.data import LiveStream, iterator
+from farflung.data.streams.iterator import IteratorSource
 from farflung.data.streams.live import CHUNK, STRIDE
 from farflung.errors import BadInput, ConfigError, DataError
 from tests.data.test_live import DATA, step
@@ -188,3 +190,18 @@ def test_each_sample_is_trained_on_once_over_a_kill_and_a_replay_takes_the_same(
         assert len({len(one) for one in steps.values()}) > 1
         assert steps == used(again, rank)
     assert (run / "model.safetensors").read_bytes() == (again / "run" / "model.safetensors").read_bytes()
+
+
+def test_the_clock_of_an_iterator_stands_still_while_it_is_not_resumed() -> None:
+    source = IteratorSource(lambda rank, size, position: ((at, sample(0)) for at in itertools.count()))
+    source.open(0, 1)
+    source.start({0: 0})
+    times = []
+    for count in (CHUNK + 1, CHUNK + 2):  # the last of them waits for room
+        while (mark := source.grown()[0])[1] < count:
+            pass
+        assert source.grown() == {0: mark}
+        times.append(mark[0])
+        source.read(1, 0.0)
+    assert times[0] < times[1]
+    source.close()

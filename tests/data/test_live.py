@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +54,14 @@ class Fountain(MessageSource):
         self.most_read = 0
         self.closed = 0
         self.heard = threading.Condition()
+        self.looks = itertools.count()
+        self.rates = dict.fromkeys(self.partitions, 8)
+        """Messages that come to each partition in a second."""
+
+    @override
+    def grown(self) -> Mapping[int, tuple[float, int]]:
+        seconds = next(self.looks)
+        return {number: (100.0 + seconds, 1000 + rate * seconds) for number, rate in self.rates.items()}
 
     @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
@@ -79,8 +87,7 @@ class Fountain(MessageSource):
                     left -= len(positions)
                     self.at[number] = positions[-1] + 1
                     read = [values[one] for one in positions]
-                    made_s = partial(list[float], [0.125 * one for one in positions])
-                    found.append(Records(number, positions, read, made_s))
+                    found.append(Records(number, positions, read))
             self.most_read = max(self.most_read, most - left)
             if not found:
                 self.heard.wait(wait_s)
@@ -141,7 +148,8 @@ class Reader:
 
 
 @pytest.fixture
-def reader() -> Any:
+def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("farflung.data.streams.live.MEASURE_S", 0.0)
     made: list[Reader] = []
 
     def make(*args: Any, **options: Any) -> Reader:
@@ -233,21 +241,42 @@ def test_a_full_buffer_pauses_its_source(reader: Make) -> None:
     assert source.most_read <= 8
 
 
-def test_the_rate_is_measured_by_when_messages_were_made(reader: Make) -> None:
-    log = DecisionLog()
-    one = reader(Fountain(VALUES[:50], VALUES[:50]), log, window_s=1.0, least=4, weigh="by_rate")
+def test_the_rate_is_measured_by_how_the_source_grows(reader: Make) -> None:
+    log, source = DecisionLog(), Fountain(VALUES[:50], VALUES[:50])
+    source.rates[1] = 9
+    one = reader(source, log, window_s=1.0, least=4, weigh="by_rate")
     arrivals = one.take(0)
-    rate = next(made.value for made in log.entries if made.name == "rate")
-    assert rate == 16.0  # two partitions, one message in an eighth of a second each
-    assert (arrivals.count, arrivals.weight) == (16, 16.0 / 5)
+    assert [made.value for made in log.entries if made.name == "rate"] == [17.0]
+    assert (arrivals.count, arrivals.weight) == (17, 17.0 / 5)
+
+
+def test_a_source_that_does_not_say_is_waited_for_as_one_that_is_silent(reader: Make) -> None:
+    source = Fountain(VALUES[:50])
+    source.rates.clear()
+    with pytest.raises(DataError, match="nothing came for 0 s"):
+        reader(source, window_s=1.0, least=4, deadline_s=0.05).step(0)
+
+
+def test_a_first_measurement_that_does_not_end_is_settled(
+    reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an iterator that is held back: its clock stands still."""
+    source = Fountain(VALUES[:50])
+    monkeypatch.setattr(source, "grown", lambda: {0: (0.5 * min(1, next(source.looks)), 20)})
+    monkeypatch.setattr("farflung.data.streams.live.SETTLE", 0)
+    assert reader(source, window_s=1.0, least=4).take(0).count == 4
 
 
 @pytest.mark.parametrize("by", [{"window_s": 1.0}, {"weigh": "by_rate"}], ids=str)
-def test_after_a_restart_the_rate_is_measured_by_what_was_held(reader: Make, by: dict[str, Any]) -> None:
+def test_after_a_restart_the_rate_is_the_checkpoints_until_it_is_measured(
+    reader: Make, by: dict[str, Any]
+) -> None:
     one = reader(Fountain(VALUES[:40]), least=4, **by)
     before = one.take(0)
     one.step(0)
-    again = reader(Fountain(VALUES[:40]), least=4, **by)
+    source = Fountain(VALUES[:40])
+    source.rates.clear()
+    again = reader(source, least=4, **by)
     again.stream.seek(one.stream.state_dict())
     after = again.take(1)
     assert (after.count, after.weight) == (before.count, before.weight)

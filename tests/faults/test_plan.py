@@ -185,6 +185,7 @@ class Recorder:
     def __init__(self) -> None:
         self.struck: list[str] = []
         self.timed: dict[float, Callable[[], None]] = {}
+        self.over = False
 
     def now(self) -> float:
         return 4.0
@@ -194,6 +195,9 @@ class Recorder:
 
     def strike(self, fault: Fault) -> None:
         self.struck.append(str(fault))
+
+    def is_over(self) -> bool:
+        return self.over
 
     def undo(self, fault: Fault) -> None:
         self.struck.append(f"end of {fault}")
@@ -228,3 +232,24 @@ def test_a_resumed_replica_tells_its_steps_at_its_beginning() -> None:
     inject = FaultInjector(FaultPlan().crash(1, at_step=20), stage)
     inject({"event": "begin", "rank": 1, "step": 20})
     assert stage.struck == ["crash of rank 1 at step 20"]
+
+
+def test_an_injector_warns_of_what_has_not_struck_before_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Recorder()
+    plan = FaultPlan().cut(1, at_step=2).crash(2, at_step=9).slow(0, factor=2, at_s=5.0)
+    inject = FaultInjector(plan, stage)
+    inject({"event": "step", "rank": 1, "step": 1})
+    stage.over = True
+    stage.timed[5.0]()
+    assert inject.missed == plan.faults[1:]
+    inject.warn_of_missed()
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 3 faults never struck, for the run or their replica had ended: crash of rank 2 at step 9, slow of rank 0 "
+        "at 5 s"
+    ]
+    caplog.clear()
+    FaultInjector(FaultPlan(plan.faults * 2), stage).warn_of_missed()
+    assert caplog.records[0].getMessage().endswith("slow of rank 0 at 5 s and 3 more")
+    caplog.clear()
+    FaultInjector(FaultPlan(), stage).warn_of_missed()
+    assert caplog.records == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 import time
 import traceback
@@ -25,6 +26,21 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
 def test_the_examples_are_good(kinds: dict[str, Kind]) -> None:
     for kind in kinds.values():
         kind.read(kind.path)
+
+
+TEXTS = {".csv", ".json", ".jsonl", ".public", ".secret", ".toml"}
+
+
+def test_a_text_may_begin_with_a_byte_order_mark(kinds: dict[str, Kind]) -> None:
+    marked = [kind for kind in kinds.values() if kind.path.suffix in TEXTS]
+    assert {kind.path.suffix for kind in marked} == TEXTS
+    for kind in marked:
+        good = kind.path.read_bytes()
+        kind.path.write_bytes(codecs.BOM_UTF8 + good)
+        try:
+            kind.read(kind.path)
+        finally:
+            kind.path.write_bytes(good)
 
 
 def tried(kinds: dict[str, Kind], seed: int, count: int) -> Counter[str]:

@@ -6,6 +6,7 @@ import importlib
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,26 +15,40 @@ import torch
 import torch.distributed as dist
 
 from farflung.errors import CheckpointError
-from farflung.integrations.own_files import restore_own
-from farflung.replica import save_tree
+from farflung.integrations.own_files import begin_run, restore_own, save_own
 from tests.pool import leave_group
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def some_have_their_file(rank: int, size: int, store: dist.Store, *, folder: str) -> str:
-    """Rank 0 alone has its own file; what each rank is told."""
+def some_have_their_file(
+    rank: int, size: int, store: dist.Store, *, folder: str, marks: list[str | None]
+) -> str:
+    """Each rank has its own file by a mark, or none; what it is told that reads files marked ``mine``."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     own = Path(folder) / f"own-{rank}"
-    if rank == 0:
-        save_tree(own, {})
+    if (mark := marks[rank]) is not None:
+        save_own(own, mark, {"kept": rank})
+    if mark == "damaged":
+        own.write_bytes(b"damaged")
+    taken: list[Any] = []
     try:
-        restore_own(own, lambda state: None, torch.device("cpu"))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            restore_own(own, "mine", taken.append, torch.device("cpu"))
     except CheckpointError as error:
         return str(error)
     finally:
         leave_group()
-    return ""
+    return f"{taken} {[str(one.message) for one in said]}"
+
+
+def begun_runs(rank: int, size: int, store: dist.Store) -> list[str]:
+    """The names of two runs of one process group."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    names = [begin_run(torch.device("cpu")) for _ in range(2)]
+    leave_group()
+    return names
 
 
 def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, args: list[str]) -> list[float]:

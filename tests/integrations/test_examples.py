@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def test_lightning_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> No
         f"{half.name}.farflung-{rank}-of-2" for rank in range(2)
     ]
     assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) == pytest.approx(whole, abs=1e-6)
+    last, *_ = tmp_path.glob("*step=20.ckpt")
+    for rank in range(2):
+        shutil.copyfile(*(f"{one}.farflung-{rank}-of-2" for one in (last, half)))
+    left_alone = ran(pool, "with_lightning.py", *options, "--resume", str(half))
+    for rank in range(2):
+        Path(f"{half}.farflung-{rank}-of-2").unlink()
+    assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) == left_alone
+    assert left_alone != pytest.approx(whole, abs=1e-6)
 
 
 def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
@@ -53,9 +62,20 @@ def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(pool: Pool, tmp
     half = tmp_path / "checkpoint-10"
     assert len(list(half.glob("farflung-*-of-2.safetensors"))) == 2
     assert ran(pool, "with_transformers.py", *options, "--resume", str(half)) == whole
+    for folder in (
+        tmp_path / "other",
+        tmp_path / "empty",
+    ):  # that of another run at first, whose files are left alone
+        elsewhere = ["--codec", options[1], "--folder", str(folder)]
+        if folder.name == "other":
+            ran(pool, "with_transformers.py", "--codec", "error_feedback(topk(0.1))", *elsewhere[2:])
+        assert ran(pool, "with_transformers.py", *elsewhere, "--resume", str(half)) == whole
+    for own in half.glob("farflung-*"):  # of the same step of the run that went on from here
+        shutil.copyfile(tmp_path / "other" / "checkpoint-20" / own.name, own)
+    left_alone = ran(pool, "with_transformers.py", *options, "--resume", str(half))
     for own in half.glob("farflung-*"):
         own.unlink()
-    assert ran(pool, "with_transformers.py", *options, "--resume", str(half)) != whole
+    assert ran(pool, "with_transformers.py", *options, "--resume", str(half)) == left_alone != whole
 
 
 def test_accelerate(pool: Pool) -> None:

@@ -183,6 +183,16 @@ def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Pa
     assert lab.condition(0, 1) == lab.condition(1, 0) == Condition()
 
 
+def test_faults_that_never_struck_are_named(
+    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk(lab, FaultPlan().cut(1, at_step=2, for_s=0.1).hang(1, at_step=99).cut(0, at_s=1e6), 4, tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 3 faults never struck, for the run or their replica had ended: hang of rank 1 at step 99, cut of rank 0 "
+        "at 1e+06 s"
+    ]
+
+
 def test_a_step_of_what_tells_of_none_is_refused(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"crash of rank 1 at step 5: at_step requires farflung train"):
         run_job(lab, ["true"], {}, plan=FaultPlan().crash(1, at_step=5))

@@ -21,7 +21,7 @@ from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, MissingExtra
 from farflung.telemetry import read_events
 from farflung.workloads import workload
-from tests.broker import HOME, Broker
+from tests.broker import HOME, READY_S, Broker
 from tests.data.test_live import DATA, VALUES, step
 from tests.data.test_streams import feed
 from tests.forks import Fork, farflung, ran, script
@@ -155,6 +155,40 @@ def test_a_partition_that_is_gone_is_named(broker: Broker, opened: Open) -> None
         opened("gone", 2)[0].seek(
             {**state, "buffer": {**state["buffer"], "held": torch.tensor([], dtype=torch.int64)}}
         )
+
+
+def test_partitions_grow_by_what_the_broker_has(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker.make("grows", 4)
+    broker.put("grows", 2, VALUES[:3])
+    source = KafkaSource(broker.servers, "grows", "latest", "farflung", None)
+    source.open(0, 2)
+    before = source.grown()
+    broker.put("grows", 2, VALUES[:5])
+    after = source.grown()
+    assert [(one, count) for one, (_, count) in before.items()] == [(0, 0), (2, 3)]
+    assert [(one, count) for one, (_, count) in after.items()] == [(0, 0), (2, 8)]
+    assert before[2][0] < after[2][0]
+    monkeypatch.setattr(sys.modules[KafkaSource.__module__], "GROWN_S", 0.1)
+    broker.stop()
+    try:
+        assert source.grown() == {}
+    finally:
+        broker.go_on()
+        source.close()
+
+
+def test_a_rate_is_measured_whatever_clocks_producers_have(broker: Broker, opened: Open) -> None:
+    import confluent_kafka
+
+    broker.make("clocks", 4)
+    producer = confluent_kafka.Producer({"bootstrap.servers": broker.servers, "log_level": 0})
+    for number, value in enumerate(VALUES[: 2 * BATCH]):
+        producer.produce("clocks", value, partition=0, timestamp=10**12 - 3_600_000 * (number % 2))
+    assert producer.flush(READY_S) == 0
+    stream, samples = opened("clocks", weigh="by_rate")
+    assert step(stream, samples, 0) == [0, 1, 2, 3]
+    (rate,) = stream.state_dict()["rates"].values()
+    assert rate <= 1.0, "nothing has come since it was opened"
 
 
 def test_a_broker_that_is_away_for_too_long_is_named(broker: Broker, opened: Open) -> None:

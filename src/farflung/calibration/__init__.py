@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from farflung.calibration.probes import MessageCosts, forward_flops, message_costs, peak_nbytes
     from farflung.calibration.sharing import Sharing, company
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "coding": "CodingTask coding_points coding_tasks ladder tensors_like",
+            "device": "Calibration Spread calibrate",
+            "probes": "MessageCosts forward_flops message_costs peak_nbytes",
+            "sharing": "Sharing company",
+        },
+    )
 
 __all__ = [
     "Calibration",

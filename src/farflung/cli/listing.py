@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import textwrap
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 import tyro
 from rich.filesize import decimal
 
+from farflung._docstrings import docstring_of
 from farflung.cli.output import print_table
 from farflung.errors import DataError, UnknownName
 from farflung.types import Json
@@ -85,9 +85,9 @@ def _words(value: Json) -> str:
     return "" if value is None else str(value)
 
 
-def _documented(thing: object) -> Row:
+def _documented(thing: Callable[..., object]) -> Row:
     """Gives the docstring of a class or a function: its first line, and what follows."""
-    what, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", inspect.getdoc(thing) or "").partition("\n")
+    what, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", docstring_of(thing)).partition("\n")
     return {"what": what, "about": about.strip() or None}
 
 

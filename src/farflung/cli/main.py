@@ -17,8 +17,8 @@ from typing import Annotated, Protocol, TypeVar, Union, get_args, get_origin, ge
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from farflung._docstrings import read_docstring
 from farflung.errors import ConfigError, FarflungError
-from farflung.lazy import docstring_of
 
 __all__ = ["COMMANDS", "main", "spoken", "with_dashes"]
 
@@ -115,7 +115,7 @@ def _named(module: str, name: str) -> Callable[..., Command]:
     def named() -> Command:
         raise AssertionError("only what has been imported runs")
 
-    named.__doc__ = docstring_of(module, name)
+    named.__doc__ = read_docstring(module, name)
     return named
 
 

@@ -25,7 +25,25 @@ if TYPE_CHECKING:
     from farflung.codecs.topk import TopK
     from farflung.codecs.truncate16 import Truncate16
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "base": "Sparse",
+            "chained": "Chain chain",
+            "chunked_topk": "ChunkedTopK",
+            "demo": "DeMo",
+            "dgc": "DGC",
+            "feedback": "ErrorFeedback error_feedback",
+            "identity": "Identity",
+            "int8": "Int8",
+            "qsgd": "QSGD",
+            "randomk": "RandomK",
+            "routed": "ByRole BySize Route Routed by_role by_size",
+            "sign": "Sign",
+            "topk": "TopK",
+            "truncate16": "Truncate16",
+        },
+    )
 
 __all__ = [
     "CODECS",

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(
         __name__,
+        {
+            "channel": "KINDS RELAYED ExchangeChannel Purpose Started Values start",
+            "choice": "SIDE_NBYTES choose cost_s resolve_collective",
+            "collectives": "AUTO COLLECTIVES Coding Collective collective_named",
+            "communicator": "WallCommunicator",
+            "endpoint": "Endpoint",
+            "mailbox": "Mailbox Waiting",
+            "peer": "Peer",
+            "tcp": "TcpTransport",
+            "transport": "Listener Transport",
+            "view": "View",
+        },
         moved={
             "LinkModel": "farflung.sim.LinkModel",
             "VirtualCommunicator": "farflung.sim.VirtualCommunicator",

@@ -269,7 +269,7 @@ def start(
       part: which of the parts that this exchange moves.
       make: the exchange, on a channel; leaves what it needs untouched where the run is elastic.
       values: how its result travels.
-      rewind: restores what :attr:`make` has changed, before it is made again.
+      rewind: restores what ``make`` has changed, before it is made again.
       ends_step: whether all exchanges of a training step have been started with it.
     """
     if runtime.elastic is not None:

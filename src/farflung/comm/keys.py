@@ -90,7 +90,7 @@ def is_public_key(text: object) -> bool:
 
 
 def _certificate(text: str) -> str:
-    """The first certificate in a text, alone; raises :class:`ValueError` where there is none."""
+    """The first certificate in a text, alone; raises ``ValueError`` where there is none."""
     begin = "-----BEGIN CERTIFICATE-----"
     public = begin + text.partition(begin)[2].partition("-----END")[0] + "-----END CERTIFICATE-----\n"
     try:

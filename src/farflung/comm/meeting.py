@@ -122,7 +122,8 @@ class Meeting(Listener):
 
         Args:
           rank: the member.
-          relay: a member that both can reach, which calls :meth:`Relay.serve`; ``None``: the route is as it was.
+          relay: a member that both can reach, which calls :meth:`farflung.comm.relay.Relay.serve`; ``None``: the route
+            is as it was.
 
         Returns:
           Done once it has greeted again; fails with :class:`PeerLost` where its process has ended.

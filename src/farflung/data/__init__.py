@@ -32,7 +32,26 @@ if TYPE_CHECKING:
     from farflung.data.streams.rate_limited import RateLimited
     from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "catalog": "CATALOG Entry entries source_named",
+            "datasets": "Holding InMemory Subset TensorDataset",
+            "partition": (
+                "IID PARTITIONS ByOrder Dirichlet Labels Partition Share by_label describe dirichlet iid in_order"
+            ),
+            "sharing": "SHARINGS Injection NoSharing Resharding",
+            "source": "File Location Source Which cache_folder data_folder fetch locate",
+            "streams": "STREAMS",
+            "streams.buffer": "Buffer Buffering",
+            "streams.iterator": "iterator",
+            "streams.kafka": "kafka",
+            "streams.live": "LiveStream",
+            "streams.messages": "Decoder as_messages",
+            "streams.rate_limited": "RateLimited",
+            "streams.rates": "PRINTED RATE_SETS RateCourse Rates RateSet courses",
+        },
+    )
 
 __all__ = [
     "CATALOG",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,9 @@ from farflung.faults.plan import BETWEEN_TWO, Fault, FaultPlan
 from farflung.telemetry import Event
 
 __all__ = ["Condition", "FaultInjector", "Stage", "Standing"]
+
+NAMED = 3
+"""Faults that a warning names; it counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,10 @@ class Stage(Protocol):
         """The time of a fault that has happened is over."""
         ...
 
+    def is_over(self) -> bool:
+        """Returns True once every replica that was left has come to its end."""
+        ...
+
 
 class FaultInjector:
     """A sink for the events of all replicas, which strikes when a replica has done its steps.
@@ -121,7 +129,8 @@ class FaultInjector:
     """
 
     def __init__(self, plan: FaultPlan, stage: Stage) -> None:
-        self._stage = stage
+        self._plan, self._stage = plan, stage
+        self._struck: set[Fault] = set()
         self._waiting: dict[tuple[int, int], list[Fault]] = {}
         for fault in plan.faults:
             if fault.at_step is not None:
@@ -138,7 +147,28 @@ class FaultInjector:
         for fault in self._waiting.pop((int(str(event["rank"])), done), ()):
             self._strike(fault)
 
+    @property
+    def missed(self) -> tuple[Fault, ...]:
+        """The faults that have not struck, or only after the end."""
+        return tuple(fault for fault in self._plan.faults if fault not in self._struck)
+
+    def warn_of_missed(self) -> None:
+        """Warns in one line, at the end of a run, of the faults that it did not live to see."""
+        if not self.missed:
+            return
+        named = ", ".join(map(str, self.missed[:NAMED]))
+        besides = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
+        logging.getLogger("farflung").warning(
+            "%s of %s faults never struck, for the run or their replica had ended: %s%s",
+            len(self.missed),
+            len(self._plan.faults),
+            named,
+            besides,
+        )
+
     def _strike(self, fault: Fault) -> None:
+        if not self._stage.is_over():
+            self._struck.add(fault)
         self._stage.strike(fault)
         if fault.for_s is not None:
             self._stage.at(self._stage.now() + fault.for_s, lambda: self._stage.undo(fault))

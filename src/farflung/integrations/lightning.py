@@ -13,9 +13,8 @@ from typing_extensions import override
 from farflung.errors import RunLost, Unsupported
 from farflung.extras import need
 from farflung.handle import Handle, attach
-from farflung.integrations.own_files import restore_own
+from farflung.integrations.own_files import begin_run, restore_own, save_own
 from farflung.recipes import Recipe
-from farflung.replica import save_tree
 from farflung.wall import LaunchEnv
 
 need("farflung.integrations.lightning", "lightning", extra="lightning")
@@ -25,6 +24,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 __all__ = ["FarflungStrategy"]
+
+KEY = "farflung"
+"""Under which a checkpoint has the mark that the files of ranks beside it have."""
 
 
 class FarflungStrategy(DDPStrategy):
@@ -51,6 +53,7 @@ class FarflungStrategy(DDPStrategy):
         super().__init__(**strategy)
         self._how, self._attached = how, dict(attached or {})
         self._handle: Handle | None = None
+        self._run = ""
         self._loaded_from: Path | None = None
 
     @override
@@ -73,6 +76,7 @@ class FarflungStrategy(DDPStrategy):
             )
         assert self.model is not None
         store = c10d._get_process_group_store(c10d._get_default_group()) if self.world_size > 1 else None
+        self._run = begin_run(self.root_device)
         env = LaunchEnv(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._handle = attach(
             self.model, self.optimizers[0], self._how, launch_env=env, store=store, **self._attached
@@ -99,9 +103,11 @@ class FarflungStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Lightning's file by rank 0, and one of each rank."""
+        if self._handle is not None:
+            checkpoint[KEY] = f"{self._run}-{checkpoint['global_step']}"
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self._handle is not None:
-            save_tree(self._own(filepath), self._handle.state_dict())
+            save_own(self._own(filepath), checkpoint[KEY], self._handle.state_dict())
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -126,7 +132,8 @@ class FarflungStrategy(DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         if self._handle is None or self._loaded_from is None:
             return
-        restore_own(self._own(self._loaded_from), self._handle.load_state_dict, self.root_device)
+        own = self._own(self._loaded_from)
+        restore_own(own, checkpoint.get(KEY), self._handle.load_state_dict, self.root_device)
 
     def _own(self, filepath: str | Path) -> Path:
         return Path(f"{filepath}.farflung-{self.global_rank}-of-{self.world_size}")

@@ -101,6 +101,7 @@ def run_job(
             kill_at = time.monotonic() + STOP_S
             for node in range(lab.nodes):
                 lab.signal(node, signal.SIGINT)
+    stage.injector.warn_of_missed()
     codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in _codes(lab)]
     counted = tuple(lab.counters(node) - before[node] for node in range(lab.nodes))
     seconds = time.monotonic() - begun

@@ -65,7 +65,7 @@ class LabStage:
         """When each worker that has told of it began its first step, on the machine's monotonic clock."""
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._injector = FaultInjector(plan, self)
+        self.injector = FaultInjector(plan, self)
 
     def now(self) -> float:
         """Seconds since the first step began; below 0 before."""
@@ -80,7 +80,7 @@ class LabStage:
         if event["event"] == "begin":
             now = self.began[int(str(event["rank"]))] = time.monotonic()
             self._origin = min(self._origin, now)
-        self._injector(event)
+        self.injector(event)
 
     def due(self) -> float:
         """When something happens next, on the machine's monotonic clock."""
@@ -106,6 +106,9 @@ class LabStage:
     def undo(self, fault: Fault) -> None:
         """The time of a fault is over."""
         self._change(fault, self._standing.end)
+
+    def is_over(self) -> bool:
+        return all(child is None or child.exit_code is not None for child in self._lab.workers)
 
     def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
         hung = self._standing.hangs(fault.rank)

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
         reachable,
     )
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "among": "Among",
+            "elastic": "Elastic",
+            "member": "Certify Driver Member",
+            "messages": "Certificate Fact Malformed Message MessageCodec Report Vote",
+            "supervision": "SUPERVISOR Page certify",
+            "views": "EXACT_MEMBERS Transfer View is_majority largest_connected reachable",
+        },
+    )
 
 __all__ = [
     "EXACT_MEMBERS",

@@ -15,7 +15,20 @@ if TYPE_CHECKING:
     from farflung.network.tcp import Tcp, check_connections, connections_for, repaired_s, window_share_bps
     from farflung.network.wiring import Path, Use, Wiring, is_dedicated
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "costs": "pieces_of",
+            "fabric": "Fabric Flow",
+            "link": "Link Trace",
+            "loading": "load_profile",
+            "max_min": "max_min_rates",
+            "named": "NETWORKS network_profile",
+            "profile": "Connection Medium NetworkProfile Site",
+            "tcp": "Tcp check_connections connections_for repaired_s window_share_bps",
+            "wiring": "Path Use Wiring is_dedicated",
+        },
+    )
 
 __all__ = [
     "NETWORKS",

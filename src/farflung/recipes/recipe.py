@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, UnknownName
-from farflung.spec import parse, text_of, unparse
+from farflung.spec import text_of, unparse
 from farflung.types import Codec, Json, RateScaling, Reducer, Reshards, Sampler, Schedule, Sharing, Stream
 
 if TYPE_CHECKING:
     from farflung.replica import Parts
 
-__all__ = ["FAMILIES", "RECIPES", "Recipe", "changes_of", "recipe"]
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _text(family: str, member: object) -> str:
 
 
 def recipe(text: str) -> Recipe:
-    """The preset that ``text`` names, with other members where they are in brackets.
+    """Returns the preset that ``text`` names, with the changes in its brackets.
 
     >>> recipe("ring(codec=topk(density=0.01))").codec
     'topk(density=0.01)'
@@ -127,39 +127,20 @@ def recipe(text: str) -> Recipe:
       UnknownName: no such preset.
       ConfigError: not of this form, or a change that a recipe has no place for.
     """
-    name, nodes = changes_of(text)
+    if text in RECIPES:
+        return RECIPES[text]
+    from farflung.recipes.changes import changes_of  # of no use to a name alone
+
+    plain = Recipe().settings
+    name, nodes = changes_of(text, plain)
     if name not in RECIPES:
         raise UnknownName("recipe", name, RECIPES)
-    preset, changes = RECIPES[name], dict[str, object]()
+    changes = dict[str, object]()
     for member, node in nodes.items():
-        if member not in preset.settings:
-            raise ConfigError(
-                f"recipe {text!r}: cannot change {member!r}; it can change: {', '.join(sorted(preset.settings))}"
-            )
         changes[member] = node.value if isinstance(node, ast.Constant) else unparse(node)
-        if (kind := type(preset.settings[member])) is not type(changes[member]):
+        if (kind := type(plain[member])) is not type(changes[member]):
             raise ConfigError(f"recipe {text!r}: {member} = {unparse(node)}: must be of type {kind.__name__}")
-    return preset.but(**changes)
-
-
-def changes_of(text: str) -> tuple[str, dict[str, ast.expr]]:
-    """The name in ``name(member=value)``, and the expressions of what is in brackets.
-
-    Raises:
-      ConfigError: not of this form.
-    """
-    refusal = ConfigError(
-        f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
-    )
-    try:
-        tree = parse("recipe", text)
-    except ConfigError:
-        raise refusal from None
-    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-    if not isinstance(call.func, ast.Name) or call.args or len(named) < len(call.keywords):
-        raise refusal
-    return call.func.id, named
+    return RECIPES[name].but(**changes)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
     from farflung.reducers.sums import summed_nbytes
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "adaptive_topk": "AdaptiveTopK",
+            "codec": "CodecReducer",
+            "gradiveq": "GradiVeQ",
+            "powersgd": "PowerSGD",
+            "shared_scale_qsgd": "SharedScaleQSGD",
+            "sums": "summed_nbytes",
+        },
+    )
 
 __all__ = [
     "REDUCERS",

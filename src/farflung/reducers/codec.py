@@ -59,7 +59,7 @@ class CodecReducer(Reducer):
     * linear: encoded once, payloads summed by the collective, the sum decoded;
     * any other: as ``phases`` says.
 
-    What goes different ways by :func:`farflung.codecs.routed` or :func:`farflung.codecs.routed` travels side by
+    What goes different ways by :func:`farflung.codecs.by_size` or :func:`farflung.codecs.by_role` travels side by
     side, each part in the way of its own codec.
 
     Args:

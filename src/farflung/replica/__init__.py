@@ -26,7 +26,24 @@ if TYPE_CHECKING:
     from farflung.replica.summary import Leg, Summary, TimeSplit
     from farflung.replica.votes import Vote
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "buckets": "GradientBuckets",
+            "checkpoint": (
+                "Checkpoints check_model check_optimizer_kind check_share fingerprint load_tree save_tree share_name"
+            ),
+            "evaluation": "Score evaluate",
+            "exchanges": "Exchanges Settled",
+            "lockstep": "Lockstep keep_once",
+            "loop": "Replica",
+            "members": "Parts",
+            "optimizers": "optimizer_settings",
+            "placement": "place",
+            "summary": "Leg Summary TimeSplit",
+            "votes": "Vote",
+        },
+    )
 
 __all__ = [
     "Checkpoints",

@@ -92,10 +92,13 @@ class Drawing:
     sent_nbytes: int = field(init=False, default=0)
     """Of samples that were lent or changed owners."""
     _lending: Sharing = field(init=False)
+    _fewer: DrawsFewer | None = field(init=False)
+    """What lends, where a replica then draws fewer samples itself."""
     _drawn: _Drawn | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._lending = self.parts.lending
+        self._lending = lending = self.parts.lending
+        self._fewer = lending if isinstance(lending, DrawsFewer) else None
 
     async def batch(self, step: int) -> tuple[Batch, Tensor | None]:
         """A step's samples, waited for where a stream is slow, and their importance weights.
@@ -181,8 +184,7 @@ class Drawing:
         pool = self.count if stream.everything else arrivals.ids[:wanted]
         if self.scoring is not None:
             wanted = min(wanted, self.batch_size)
-        lending = self._lending
-        size = lending.own(wanted, self.runtime.comm.size) if isinstance(lending, DrawsFewer) else wanted
+        size = wanted if self._fewer is None else self._fewer.own(wanted, self.runtime.comm.size)
         draw = sampler.next(self._view(step, pool, size))
         held: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight

@@ -128,6 +128,8 @@ class Replica:
     _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """What had been sent when the checkpoint was written that this leg goes on from."""
     _tellers: list[Tells] = field(init=False)
+    _shares_out: SharesOut | None = field(init=False, default=None)
+    """The sampler, where it shares out a step's samples by speed."""
     _background: BackgroundTasks = field(init=False)
     _joined: int = field(init=False, default=-1)
     """The step at which this replica has joined the run."""
@@ -157,7 +159,8 @@ class Replica:
                 "(--partition iid)"
             )
         if isinstance(parts.sampler, SharesOut):
-            parts.sampler.meet(comm.rank, comm.size)
+            self._shares_out = parts.sampler
+            self._shares_out.meet(comm.rank, comm.size)
         self._tellers = [
             part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
         ]
@@ -367,9 +370,9 @@ class Replica:
         if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
             self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         told = self._drawing.commit(self.step_done)
-        if isinstance(self.parts.sampler, SharesOut):
-            self.parts.sampler.computed(samples, computed - fetched)
-            await self._share_out(self.parts.sampler, settled)
+        if self._shares_out is not None:
+            self._shares_out.computed(samples, computed - fetched)
+            await self._share_out(self._shares_out, settled)
         exposed = (merged - scored) + (now() - updated)
         if self._scoring is not None and spare is not None:
             wait_s = self._exchanges.arrived_s - computed
@@ -502,19 +505,19 @@ class Replica:
         """The weighted mean loss, and what to tell the others about it."""
         self.model.train()
         parts = self._drawing.by_shares("forward", batch, self.step_done)
-        sampler = self.parts.sampler
-        aside = weights is not None and isinstance(sampler, Scores) and sampler.statistics == "uniform"
+        scoring = self._scoring
+        aside = weights is not None and scoring is not None and scoring.sampler.statistics == "uniform"
         with still(self.model) if aside else nullcontext():
             losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        share = 1.0 if self._scoring is None else self._scoring.filled.share(len(batch))
+        share = 1.0 if scoring is None else scoring.filled.share(len(batch))
         vote = self.vote(float(loss.detach()), len(batch))
         return (loss, vote) if share == 1.0 else (loss * share, replace(vote, weight=vote.weight / share))
 
     def scorer(self) -> Callable[[SampleIds], Tensor]:
         """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
-        assert isinstance(self.parts.sampler, Scores)
-        by = self.parts.sampler.scored_by
+        assert self._scoring is not None
+        by = self._scoring.sampler.scored_by
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 

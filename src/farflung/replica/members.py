@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from farflung.config import BUCKET_NBYTES
 from farflung.data import NoSharing
@@ -25,7 +26,7 @@ from farflung.types import (
 __all__ = ["Parts"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """The members of the families that one replica trains with; fresh for each replica.
 
@@ -51,18 +52,18 @@ class Parts:
                 f"{BALANCED}: shares out samples that all replicas have: leave out --stream and --sharing"
             )
 
-    @property
+    @cached_property
     def hold_shares(self) -> bool:
         """Whether each replica needs samples of its own; where they stream in, it has those."""
         own = isinstance(self.sampler, Scores) and self.stream.everything
         return own or isinstance(self.sharing, Reshards)
 
-    @property
+    @cached_property
     def lending(self) -> Sharing:
         """What lends samples for a step; nothing where they change owners for good."""
         return NoSharing() if isinstance(self.sharing, Reshards) else self.sharing
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether all replicas take as many samples as each other, in every step."""
         alike = not isinstance(self.sampler, SharesOut) and not self.lending.data_leaves_device

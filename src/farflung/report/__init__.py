@@ -23,7 +23,22 @@ if TYPE_CHECKING:
     from farflung.report.trace import chrome_trace
     from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "bottleneck": "slowest",
+            "coded": "coded_picture",
+            "comparison": "Compared Course compare_courses comparison_picture comparison_table",
+            "gantt": "gantt_picture",
+            "loggers": "RunLog",
+            "page": "ReportedRun report_data report_page",
+            "partition": "partition_picture partition_table",
+            "pictures": "run_picture",
+            "tables": "PLAIN_WIDTH as_text score_words summary_table",
+            "trace": "chrome_trace",
+            "traffic": "SentByKind sent_by_kind traffic_picture traffic_table",
+        },
+    )
 
 __all__ = [
     "PLAIN_WIDTH",

@@ -19,7 +19,24 @@ if TYPE_CHECKING:
     from farflung.runs.stopping import asked_to_stop
     from farflung.runs.training import prepare_training, ready_to_train, train
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "comparison": "Comparison Contest Row Watch compare contest",
+            "config": "COMPARED DEVICE NETWORK RunConfig RunOptions SimulatedConfig",
+            "events": "EVENTS listener",
+            "folder": "RunFolder",
+            "joining": "join_later",
+            "launching": "forked_ahead",
+            "preparing": "Filed Prepared prepared run_folder",
+            "replicas": "make_replica settled_collective",
+            "result": "Run",
+            "settings": "Setting settings_of variant",
+            "simulation": "retime retime_prepared simulate simulate_prepared",
+            "stopping": "asked_to_stop",
+            "training": "prepare_training ready_to_train train",
+        },
+    )
 
 __all__ = [
     "COMPARED",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import types
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
+from farflung._docstrings import docstring_of
 from farflung.config import Training
 from farflung.errors import ConfigError
 from farflung.recipes import Recipe
-from farflung.recipes.recipe import changes_of
+from farflung.recipes.changes import changes_of
 from farflung.spec import unparse
 from farflung.types import Json
 
@@ -45,7 +45,7 @@ class Setting:
 def settings_of(owner: type) -> dict[str, Setting]:
     """The settings that the fields of a dataclass are, by name; those whose values are no numbers or text left out.
 
-    Every one has to be named under ``Args:`` in the docstring of the class.
+    What each is about is said under ``Args:`` in the docstring of the class.
     """
     hints, about = get_type_hints(owner), _documented(owner)
     found = {}
@@ -53,7 +53,7 @@ def settings_of(owner: type) -> dict[str, Setting]:
         kind = _kind(hints[field.name])
         if kind is not None and field.init:
             default = None if field.default is MISSING else field.default
-            found[field.name] = Setting(field.name, kind, about[field.name], default)
+            found[field.name] = Setting(field.name, kind, about.get(field.name, ""), default)
     return found
 
 
@@ -79,7 +79,7 @@ def _documented(owner: type) -> dict[str, str]:
     """What each argument is, by the docstrings of a class and of those that it is made from."""
     about: dict[str, str] = {}
     for each in reversed(owner.__mro__):
-        _, _, text = (inspect.getdoc(each) or "").partition("Args:\n")
+        _, _, text = docstring_of(each).partition("Args:\n")
         for name, words in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.MULTILINE):
             plain = " ".join(words.split())
             about[name] = (plain[:1].upper() + plain[1:]).replace("``", "")
@@ -97,15 +97,11 @@ def variant(text: str) -> dict[str, Json]:
     """
     known = {name: setting for name, setting in training_settings().items() if name != "seed"}
     known |= {name: setting for name, setting in settings_of(Recipe).items() if name in Recipe().settings}
-    name, changes = changes_of(text)
-    settings: dict[str, Json] = {"recipe": name}
-    for changed, node in changes.items():
-        if changed not in known:
-            raise ConfigError(
-                f"recipe {text!r}: cannot change {changed!r}; it can change: {', '.join(sorted(known))}"
-            )
-        settings[changed] = _value(text, known[changed], node)
-    return settings
+    name, changes = changes_of(text, known)
+    return {
+        "recipe": name,
+        **{changed: _value(text, known[changed], node) for changed, node in changes.items()},
+    }
 
 
 def _value(text: str, setting: Setting, node: ast.expr) -> Json:

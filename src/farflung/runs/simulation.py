@@ -209,6 +209,7 @@ def _simulated(
         _say_if_long(world, config.recipe, replicas[0])
         with one_thread():
             summary, model = world.run([whole(*each) for each in zip(replicas, makes, strict=True)])[0]
+    world.injector.warn_of_missed()
     save_tree(files.model, model)
     return _kept(run, {**summary.to_json(), "collective": collective}, world)
 
@@ -354,6 +355,7 @@ def _retimed(
             one_thread(),
         ):
             world.run([replica.run() for replica in replicas])
+    world.injector.warn_of_missed()
     if stored.model.exists():
         write_whole(files.model, partial(shutil.copyfile, stored.model))
     (end,) = (event for event in files.events()[0] if event["event"] == "end")

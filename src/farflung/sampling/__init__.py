@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from farflung.sampling.rules import Rule
     from farflung.sampling.uniform import InShares, Uniform
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "bacc": "Bacc",
+            "balanced": "Balanced balanced_counts",
+            "gain": "Gain",
+            "grouped_importance": "GroupedImportance",
+            "rules": "Rule",
+            "uniform": "InShares Uniform",
+        },
+    )
 
 __all__ = [
     "SAMPLERS",

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from farflung.schedules.pipelined import Pipelined
     from farflung.schedules.ssp import SSP
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "adacomm": "AdaComm",
+            "backup_workers": "BackupWorkers",
+            "delayed": "Delayed DelayedGradient",
+            "diloco": "DiLoCo StreamingDiLoCo",
+            "gradient_coding": "GradientCoding",
+            "local_sgd": "LocalSGD PostLocalSGD Synchronous",
+            "pipelined": "Pipelined",
+            "ssp": "SSP",
+        },
+    )
 
 __all__ = [
     "SCHEDULES",

@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from farflung.sim.traffic import Traffic
     from farflung.sim.transfers import Costs, Move, Timeline, timeline
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "clock": "VirtualClock",
+            "fleet": "FleetTimes time_fleet",
+            "network": "LinkModel VirtualCommunicator VirtualNetwork",
+            "recording": "RecordedReplica TrafficRecorder",
+            "retime": "Retimed retimed_events",
+            "runtime": "VirtualRuntime VirtualWorld",
+            "traffic": "Traffic",
+            "transfers": "Costs Move Timeline timeline",
+        },
+    )
 
 __all__ = [
     "Costs",

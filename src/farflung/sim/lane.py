@@ -35,7 +35,7 @@ class Lane:
       encrypted: whether messages are.
       slowdown: how many times as long everything takes now.
       now: seconds for which the device has been running.
-      at: calls something when :attr:`now` is so much, and never if the device crashes before.
+      at: calls something when ``now`` is so much, and never if the device crashes before.
     """
 
     def __init__(

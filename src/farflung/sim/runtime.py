@@ -318,7 +318,7 @@ class VirtualRuntime:
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
         """Computes now; each bucket is ready when the device has come to it; see
-        :meth:`farflung.network.DeviceProfile.ready_at`.
+        :meth:`farflung.devices.DeviceProfile.ready_at`.
         """
         order: list[int] = []
         fn(order.append)

@@ -131,6 +131,10 @@ class VirtualStage:
     def undo(self, fault: Fault) -> None:
         self._change(fault, self._standing.end)
 
+    def is_over(self) -> bool:
+        left = [task for rank, task in self.running.items() if rank not in self.crashed]
+        return bool(left) and all(task.done for task in left)
+
     def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
         """Has replica and ways feel what a fault's beginning or end changes."""
         assert self._pauses is not None

@@ -217,7 +217,7 @@ class SharedStats:
 class Schedule:
     """Says which transfers start at a step and when they are due; it is data, equal on all ranks.
 
-    A member derives from it and gives :attr:`merges` and :meth:`plan`; the rest fits one that adapts to nothing and
+    A member derives from it and gives ``merges`` and :meth:`plan`; the rest fits one that adapts to nothing and
     waits for each result at the step at which its exchange starts.
     """
 

@@ -155,9 +155,10 @@ class Communicator(Protocol):
           src: the rank that sends it.
           tag: of the message.
           expect: what its tensors are; any up to the communicator's bound when not given. Others fail the wait with
-            :class:`ProtocolError`.
-          deadline_s: for how long to wait, in seconds; then this wait fails, with :class:`DeadlinePassed`, and nothing
-            else. ``math.inf``: for ever. ``None``: as long as the run's deadline says, which ends the view.
+            :class:`farflung.errors.ProtocolError`.
+          deadline_s: for how long to wait, in seconds; then this wait fails, with
+            :class:`farflung.errors.DeadlinePassed`, and nothing else. ``math.inf``: for ever. ``None``: as long as the
+            run's deadline says, which ends the view.
         """
         ...
 
@@ -181,7 +182,7 @@ class Communicator(Protocol):
         ...
 
     def forget(self, exchange: int) -> None:
-        """Waits for messages of an exchange end with :class:`WaitEnded`; what has come of it and what comes is dropped.
+        """Ends waits for messages of an exchange with :class:`farflung.errors.WaitEnded`, and drops these messages.
 
         Args:
           exchange: its number, as in :class:`Tag`.
@@ -191,8 +192,9 @@ class Communicator(Protocol):
     def advance(self, view: int) -> None:
         """From now on this member sends and receives messages of a newer view.
 
-        Waits of the older end with :class:`WaitEnded`, what it has sent and has not left yet is withdrawn, and what
-        comes of it is dropped. What members that were earlier here have sent of the newer one has been kept.
+        Waits of the older end with :class:`farflung.errors.WaitEnded`, what it has sent and has not left yet is
+        withdrawn, and what comes of it is dropped. What members that were earlier here have sent of the newer one has
+        been kept.
 
         Args:
           view: its number, above that of the older one; the first is 0.
@@ -219,8 +221,9 @@ class Communicator(Protocol):
             first.
 
         Returns:
-          Done once the other end has connected too, as :meth:`arrival` tells; fails with :class:`PeerLost` where its
-          process has ended. What was under way over the old connection is lost.
+          Done once the other end has connected too, as :meth:`arrival` tells; fails with
+          :class:`farflung.errors.PeerLost` where its process has ended. What was under way over the old connection is
+          lost.
         """
         ...
 

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from farflung.wall.pace import Pace
     from farflung.wall.runtime import WallRuntime
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "launch_env": "LaunchEnv interface_to_master",
+            "measuring": "measured_network",
+            "pace": "Pace",
+            "runtime": "WallRuntime",
+        },
+    )
 
 __all__ = ["LaunchEnv", "Pace", "WallRuntime", "interface_to_master", "measured_network"]

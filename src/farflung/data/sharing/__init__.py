@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from farflung.data.sharing.no_sharing import NoSharing
     from farflung.data.sharing.resharding import Resharding
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "injection": "Injection",
+            "no_sharing": "NoSharing",
+            "resharding": "Resharding",
+        },
+    )
 
 __all__ = ["SHARINGS", "Injection", "NoSharing", "Resharding"]
 

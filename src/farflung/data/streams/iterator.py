@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from queue import Empty, Queue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeAlias, Unpack
 
 from torch import Tensor
@@ -63,7 +63,13 @@ class IteratorSource(MessageSource):
     def __init__(self, function: str | Factory) -> None:
         self._given = function
         self.name = f"iterator {function if isinstance(function, str) else getattr(function, '__qualname__', function)}"
-        self._queue: Queue[tuple[int, Any, float]] = Queue(CHUNK)
+        self._queue: Queue[tuple[int, Any]] = Queue(CHUNK)
+        self._counting = Lock()
+        self._yielded = 0
+        self._held_s = 0.0
+        """For how long the iterator was not resumed for want of room."""
+        self._held_at: float | None = None
+        """Since when it is not."""
         self._error: Exception | None = None
         self._closed = False
         self._following = 0
@@ -80,20 +86,26 @@ class IteratorSource(MessageSource):
 
     @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        came: list[tuple[int, Any, float]] = []
+        came: list[tuple[int, Any]] = []
         with suppress(Empty):
             while len(came) < most:
                 came.append(self._queue.get(timeout=wait_s) if not came else self._queue.get_nowait())
         if not came and self._error is not None and self._queue.empty():
             raise self._error
-        for position, _, _ in came:
+        for position, _ in came:
             if not self._following <= position < END:
                 raise DataError(
                     f"{self.name}: position {position} where {self._following} or more must come: positions ascend"
                 )
             self._following = position + 1
-        positions, values = [one[0] for one in came], [one[1] for one in came]
-        return [Records(0, positions, values, lambda: [one[2] for one in came])] if came else []
+        return [Records(0, [one[0] for one in came], [one[1] for one in came])] if came else []
+
+    @override
+    def grown(self) -> Mapping[int, tuple[float, int]]:
+        """Counts what has been yielded; its clock stands still while the iterator is not resumed for want of room."""
+        with self._counting:
+            now = time.monotonic() if self._held_at is None else self._held_at
+            return {0: (now - self._held_s, self._yielded)}
 
     @override
     def close(self) -> None:
@@ -106,7 +118,13 @@ class IteratorSource(MessageSource):
     def _run(self, position: int) -> None:
         try:
             for at, sample in self._function(self._rank, self._size, position):
-                self._queue.put((operator.index(at), sample, time.time()))
+                with self._counting:
+                    self._yielded += 1
+                    self._held_at = time.monotonic()
+                self._queue.put((operator.index(at), sample))
+                with self._counting:
+                    self._held_s += time.monotonic() - self._held_at
+                    self._held_at = None
                 if self._closed:
                     return
             self.trouble = "it has ended"

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 ANSWER_S = 10.0
 """How long a broker may take to answer what is asked at the start."""
+GROWN_S = 1.0
+"""How long it may take to answer how far a partition has grown."""
 AGAIN_S = 0.1
 """After how long a broker is asked again that was not ready."""
 NOT_READY = frozenset(
@@ -179,6 +181,25 @@ class KafkaSource(MessageSource):
         return [_records(partition, messages) for partition, messages in found.items()]
 
     @override
+    def grown(self) -> Mapping[int, tuple[float, int]]:
+        """Asks the broker for the ends of partitions, whatever the consumer has read."""
+        from confluent_kafka import KafkaException, TopicPartition
+
+        assert self._consumer is not None
+        found: dict[int, tuple[float, int]] = {}
+        for one in self._partitions:
+            try:
+                offsets = self._consumer.get_watermark_offsets(
+                    TopicPartition(self._topic, one), timeout=GROWN_S
+                )
+            except KafkaException:
+                break
+            if offsets is None:
+                break
+            found[one] = time.monotonic(), offsets[1]
+        return found
+
+    @override
     def pause(self, paused: bool) -> None:
         from confluent_kafka import TopicPartition
 
@@ -246,7 +267,6 @@ def _records(partition: int, messages: list[Message]) -> Records:
         partition,
         cast("list[int]", [one.offset() for one in messages]),
         [one.value() or b"" for one in messages],
-        lambda: [1e-3 * one.timestamp()[1] for one in messages],
     )
 
 

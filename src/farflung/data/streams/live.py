@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from threading import Condition, Thread
 from typing import Any, NamedTuple
 
 import torch
 
 from farflung.data.streams.buffer import Buffer, Buffering
+from farflung.data.streams.growth import Growth
 from farflung.data.streams.messages import Decoder, Messages, function_named
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
 from farflung.files import deciding
@@ -29,8 +29,12 @@ BACKLOG = 1 << 16
 """Samples that may wait where nothing is said; the source keeps the others."""
 CHUNK = 1024
 """Messages that are taken from a source at once, at most: more of them do not stay in a core's cache."""
-MEASURED = 1024
-"""The last messages of a partition, by which its rate is measured."""
+MEASURE_S = 0.25
+"""How often a source is asked at most how far it has grown."""
+MEASURE_SHARE = 0.1
+"""Of the thread's time, at most, that these questions take."""
+SETTLE = 2
+"""Spans after which a first measurement has to do, of a source whose clock does not come to the end of one."""
 TELL_S = 0.25
 """How often a source is told at most what was used."""
 PAUSE_S = 1.0
@@ -49,13 +53,11 @@ class Records(NamedTuple):
       partition: they are of.
       positions: of each.
       values: what the decoder takes of each.
-      made_s: returns when each was made, in seconds since the epoch; called where a rate is measured.
     """
 
     partition: int
     positions: list[int]
     values: list[Any]
-    made_s: Callable[[], list[float]]
 
 
 class Reach(NamedTuple):
@@ -100,6 +102,14 @@ class MessageSource(ABC):
           Exception: it cannot be read any more.
         """
 
+    @abstractmethod
+    def grown(self) -> Mapping[int, tuple[float, int]]:
+        """Returns for each partition a time and how many messages had come to it by then, read or not.
+
+        Times are seconds of this machine's clock. A partition of which that cannot be known now is left out. Called
+        where a rate is measured.
+        """
+
     def pause(self, paused: bool) -> None:  # noqa: B027
         """Fetches nothing while it is paused."""
 
@@ -116,7 +126,8 @@ class LiveStream:
 
     A thread reads ahead of the steps into a :class:`Buffer`. The position of a checkpoint is what is held, by partition
     and position, and what comes next; a resumed run reads what was held again. Of a source with several partitions the
-    order among them is a decision. The rate is measured by when messages were made, over the last second or window.
+    order among them is a decision. The rate is measured by how fast the source grows, over the last second or window,
+    before the first step too; a resumed run begins with the rate of its checkpoint.
 
     Args:
       source: what is read.
@@ -160,7 +171,11 @@ class LiveStream:
         self._skipped = 0
         self._paused = False
         self._read_at = 0.0
-        self._made_s: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=MEASURED))
+        self._growth: dict[int, Growth] = {}
+        """Of each partition, where the rate is measured."""
+        self._measure_at = 0.0
+        self._settle_at = math.inf
+        """When a first measurement has to do, however short."""
         self._ready: Pending[None] | None = None
         self._missing = 0
         self._silent_since = 0.0
@@ -178,6 +193,8 @@ class LiveStream:
         if any(partition >= STRIDE for partition in self._reach):
             raise ConfigError(f"{self._source.name}: {STRIDE} partitions or more cannot be told apart")
         self._buffer.open(feed, lanes=len(self._reach), stride=STRIDE, ahead=_AHEAD, gone=self._forget)
+        if self._buffer.measures:
+            self._growth = {partition: Growth(self._span_s) for partition in self._reach}
         return self
 
     def poll(self, now: float, step: int) -> Arrivals:
@@ -188,7 +205,7 @@ class LiveStream:
                 self._begin(step)
             if self._error is not None:
                 raise self._error
-            if self._again:
+            if not self._is_ready():
                 return self._wait(0, Arrivals(self._buffer.ids))
             missing, arrivals = self._buffer.poll(step, self._rate)
             if missing:
@@ -212,7 +229,10 @@ class LiveStream:
         """Returns the next position of each partition and which samples are held, without the samples themselves."""
         with self._changed:
             following = {str(partition): position for partition, position in self._next.items()}
-            return {"buffer": self._buffer.state_dict(), "next": following, "skipped": self._skipped}
+            rates = {str(one): growth.rate for one, growth in self._growth.items() if growth.rate is not None}
+            return {
+                "buffer": self._buffer.state_dict(), "next": following, "rates": rates, "skipped": self._skipped
+            }  # fmt: skip
 
     def seek(self, state: State) -> None:
         """See :meth:`farflung.types.Stream.seek`.
@@ -226,6 +246,8 @@ class LiveStream:
         if not following:
             return  # made before the first step
         self._next = {**{partition: reach.first for partition, reach in self._reach.items()}, **following}
+        for partition, growth in self._growth.items():
+            growth.rate = state["rates"].get(str(partition))
         self._again = set(self._buffer.ids.tolist())
         for partition, position in self._starts().items():
             self._check_there(partition, position)
@@ -314,8 +336,11 @@ class LiveStream:
     def _follow(self, starts: Mapping[int, int]) -> None:
         try:
             self._source.start(starts)
+            self._settle_at = time.monotonic() + SETTLE * self._span_s
+            self._measure()
             while not self._closed:
                 self._read()
+                self._measure()
                 self._tell_source()
                 self._watch()
             self._tell_source()
@@ -351,17 +376,26 @@ class LiveStream:
 
     def _take(self, came: Sequence[Records]) -> None:
         decoded = [self._decoded(records) for records in came]
-        ready = None
         with self._changed:
             for records, (samples, refused) in zip(came, decoded, strict=True):
                 self._take_in(records, samples, refused)
             if came:
                 self._silent_since = time.monotonic()
                 self._changed.notify_all()
-            if self._missing <= 0 and not self._again:
+        self._wake()
+
+    def _wake(self) -> None:
+        """Lets a step go on that has waited for what has come or has been measured."""
+        ready = None
+        with self._changed:
+            if self._missing <= 0 and self._is_ready():
                 ready, self._ready = self._ready, None
         if ready is not None:
             ready.set(None)
+
+    def _is_ready(self) -> bool:
+        """Returns True once what was held has been read again and the rate is known, where it is measured."""
+        return not self._again and all(growth.rate is not None for growth in self._growth.values())
 
     def _decoded(self, records: Records) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Decodes messages that are new or were held; returns samples by id, and errors of others by position."""
@@ -392,8 +426,6 @@ class LiveStream:
         self._again.difference_update(samples)
         self._buffer.put(torch.tensor(new, dtype=torch.int64))
         self._missing -= len(new)
-        if self._buffer.measures:
-            self._made_s[partition].extend(records.made_s())
         self._check_found(partition, following)
 
     def _check_found(self, partition: int, following: int) -> None:
@@ -448,10 +480,21 @@ class LiveStream:
     # --- its rate ----------------------------------------------------------------------------------------------------
 
     def _rate(self) -> float:
-        """Measures samples per second, by when the last of each partition were made."""
-        return sum(self._rate_of(made_s) for made_s in self._made_s.values())
+        """Returns samples per second, of all partitions."""
+        return sum(growth.rate or 0.0 for growth in self._growth.values())
 
-    def _rate_of(self, made_s: deque[float]) -> float:
-        recent = [one for one in made_s if one >= made_s[-1] - self._span_s]
-        covered_s = recent[-1] - recent[0]
-        return (len(recent) - 1) / covered_s if covered_s > 0 else len(recent) / self._span_s
+    def _measure(self) -> None:
+        asked_at = time.monotonic()
+        if not self._growth or asked_at < self._measure_at:
+            return
+        marks = self._source.grown()
+        answered_at = time.monotonic()
+        self._measure_at = answered_at + max(MEASURE_S, (answered_at - asked_at) / MEASURE_SHARE)
+        with self._changed:
+            if marks and not self._is_ready():
+                self._silent_since = answered_at
+            for partition, mark in marks.items():
+                self._growth[partition].note(*mark)
+                if answered_at >= self._settle_at:
+                    self._growth[partition].settle()
+        self._wake()

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from farflung.replica.merges.merger import Merger
     from farflung.replica.merges.pull import share_of_a_step
 else:
-    __getattr__, __dir__ = lazy(__name__)
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "merger": "Merger",
+            "pull": "share_of_a_step",
+        },
+    )
 
 __all__ = ["MERGERS", "Merger", "mergers", "needs_the_loop", "share_of_a_step", "takes_whole"]
 

@@ -1,0 +1,84 @@
+"""Changes in the brackets of a recipe: other members, and options of the member that it is named after."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Collection
+
+from farflung.errors import ConfigError
+from farflung.recipes.recipe import RECIPES
+from farflung.spec import name_of, parse
+
+__all__ = ["changes_of"]
+
+
+def changes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
+    """Splits ``name(setting=value)`` into the name and the expressions of the settings that change.
+
+    A recipe that is named after its codec, reducer or schedule takes that member's options too; options that are not
+    changed stay as they are in the preset.
+
+    >>> from farflung.spec import unparse
+    >>> name, changes = changes_of("delayed(period=8, codec=int8)", ["codec", "schedule"])
+    >>> {setting: unparse(node) for setting, node in changes.items()}
+    {'codec': 'int8', 'schedule': "delayed(delay='auto', period=8)"}
+
+    Args:
+      text: a preset with or without changes.
+      known: the settings that can change.
+
+    Raises:
+      ConfigError: not of this form, or a change of something else.
+    """
+    refusal = f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
+    try:
+        tree = parse("recipe", text)
+    except ConfigError:
+        raise ConfigError(refusal) from None
+    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
+    changes = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    if not isinstance(call.func, ast.Name) or len(changes) < len(call.keywords):
+        raise ConfigError(refusal)
+    name = call.func.id
+    unknown = [setting for setting in changes if setting not in known]
+    if not unknown and not call.args:
+        return name, changes
+    family, allowed = _options_of_namesake(name, known)
+    if len(call.args) > len(allowed):
+        raise ConfigError(refusal)
+    options = dict(zip(allowed, call.args, strict=False))
+    for option in unknown:
+        if option not in allowed:
+            besides = f", and of its {family}: {', '.join(allowed)}" if allowed else ""
+            raise ConfigError(
+                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(known))}{besides}"
+            )
+        if option in options:
+            raise ConfigError(f"recipe {text!r}: {option} is given twice")
+        options[option] = changes.pop(option)
+    if family in changes:
+        raise ConfigError(
+            f"recipe {text!r}: {', '.join(options)}: write options of the {family} into {family}=..., or leave that out"
+        )
+    return name, {**changes, family: _with_options(name, family, options)}
+
+
+def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[str]]:
+    """Returns the family in which a preset's member has the preset's name, and that member's options."""
+    for family in ("codec", "reducer", "schedule") if name in RECIPES else ():
+        member = getattr(RECIPES[name], family)
+        if isinstance(member, str) and name_of(family, member) == name:
+            from farflung.recipes.parts import MEMBERS  # and torch, which other texts do without
+
+            options = inspect.signature(MEMBERS[family][name]).parameters
+            return family, [option for option in options if option not in known]
+    return "", []
+
+
+def _with_options(name: str, family: str, options: dict[str, ast.expr]) -> ast.expr:
+    """Returns the preset's member of a family with some options changed."""
+    member = parse(family, getattr(RECIPES[name], family))
+    present = member.keywords if isinstance(member, ast.Call) else []
+    merged = {keyword.arg: keyword.value for keyword in present} | options
+    return ast.Call(ast.Name(name), [], [ast.keyword(option, value) for option, value in merged.items()])
