@@ -215,13 +215,18 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_a_loop_of_ones_own_loads_is_no_more_than_it_needs() -> None:
-    """A synchronous step loads no virtual time, lab, coded training, runs, commands or pictures; nor the DDP hook."""
+ATTACHED = (
+    "model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    "handle = farflung.attach(model, optimizer)\n"
+    "model(torch.ones(1, 2)).sum().backward(); optimizer.step(); handle.finish()\n"
+)
+
+
+@pytest.mark.parametrize("program", [ATTACHED, "farflung.ddp_hook('identity')\n"])
+def test_what_a_loop_of_ones_own_loads_is_no_more_than_it_needs(program: str) -> None:
+    """A synchronous step, or a hook, loads no virtual time, lab, coded training, runs, commands or pictures."""
     program = (
-        "import sys, torch, farflung; farflung.ddp_hook\n"
-        "model = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "handle = farflung.attach(model, optimizer)\n"
-        "model(torch.ones(1, 2)).sum().backward(); optimizer.step(); handle.finish()\n"
+        f"import sys, torch, farflung\n{program}"
         "print(*(one.__file__ for name, one in sys.modules.items() if name.startswith('farflung')), sep='\\n')"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
