@@ -34,7 +34,7 @@ else:
             "page": "ReportedRun report_data report_page",
             "partition": "partition_picture partition_table",
             "pictures": "run_picture",
-            "tables": "PLAIN_WIDTH as_text score_words summary_table",
+            "tables": "PLAIN_WIDTH as_lines as_text score_words summary_table text_width",
             "trace": "chrome_trace",
             "traffic": "SentByKind sent_by_kind traffic_picture traffic_table",
         },
