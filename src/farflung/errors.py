@@ -16,6 +16,7 @@ __all__ = [
     "BadInput",
     "BadLabels",
     "BadParameter",
+    "BadSamples",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -97,6 +98,10 @@ class BadLabels(BadInput, ValueError):
 
 class BadParameter(ConfigError, ValueError):
     """A parameter of an estimator that cannot work; a ``ValueError`` too, as scikit-learn's conventions have it."""
+
+
+class BadSamples(DataError, ValueError):
+    """Samples that a model cannot be learned from; a ``ValueError`` too, as scikit-learn's conventions have it."""
 
 
 class CheckpointError(BadInput):

@@ -103,6 +103,7 @@ def test_a_coordinator_that_cannot_work(
         (["--data", "long.npz"], "long.npz: x of shape [150, 12] and y of [7]: (samples, features) and"),
         (["--data", "words.npz"], "words.npz: y holds something else than finite numbers"),
         (["--data", "holes.npz"], "holes.npz: x holds something else than finite numbers"),
+        (["--data", "large.npz"], "large.npz: x holds numbers above 1e+150, whose squares may not be finite"),
         (["--data", "good.npz", "--part", "4/3"], "part 4/3: the part must be between 1 and 3"),
         (["--data", "good.npz", "--part", "0/3"], "part 0/3: the part must be between 1 and 3"),
         (["--data", "good.npz", "--part", "third"], "part 'third': write it as I/K, such as 1/4"),
@@ -134,6 +135,7 @@ def test_a_device_that_cannot_work(
     x, y = samples(0)
     np.savez("good.npz", x=x, y=y)
     np.savez("bare.npz", x=x)
+    np.savez("large.npz", x=1e160 * x, y=y)
     np.savez("long.npz", x=x, y=y[:7])
     np.savez("words.npz", x=x, y=y.astype(str))
     np.savez("holes.npz", x=np.where(x > 1, np.nan, x), y=y)
@@ -361,6 +363,21 @@ def test_labels_of_one_class_end_the_run(tmp_path: Path) -> None:
         said = [one.finished()[1][-1] for one in (process, *devices)]
     assert [one.returncode for one in (process, *devices)] == [2, 2, 2]
     assert all("all samples have the label 1: there is nothing to tell apart" in one for one in said)
+
+
+def test_products_that_are_not_finite_end_the_run_for_all(tmp_path: Path) -> None:
+    data = [written(tmp_path, part, x=1e100 * samples(part)[0]) for part in range(2)]
+    learner = ["--model", "svc", "--solver", "gd(learning_rate=1e149)"]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(
+            coordinator(tmp_path / "run", "--partitions", "2", "--devices", "2", *learner)
+        )
+        devices = [
+            stack.enter_context(farflung("coded", "device", at, "--data", one, "--quiet")) for one in data
+        ]
+        said = [one.finished()[1][-1] for one in (process, *devices)]
+    assert [one.returncode for one in (process, *devices)] == [2, 2, 2]
+    assert all("a product of the samples is not finite in float64" in one for one in said)
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from farflung.coded.coordinator import Coordinator
 from farflung.coded.messages import Fetch, Malformed
 from farflung.coded.record import Record
 from farflung.decisions import DecisionLog
-from farflung.errors import RunLost
+from farflung.errors import BadSamples, RunLost
 from farflung.faults import FaultPlan
 from farflung.replica import save_tree
 from tests.coded_runs import FEATURES, Notes, Run, part, products_agree
@@ -361,3 +361,44 @@ def test_a_run_made_again_has_the_same_bits_whoever_is_slow() -> None:
     assert not all(map(torch.equal, other, due)), "who is slow makes a difference"
     assert all(map(torch.equal, again, due))
     assert {decision.name for decision in first.entries} == {"answers"}
+
+
+# --- products that are not finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", ["columns", "repair"])
+@pytest.mark.parametrize("product", ["times", "transposed_times"])
+def test_a_product_that_is_not_finite_ends_the_run_at_once(transposed: str, product: str) -> None:
+    def large(number: int) -> tuple[Any, Any]:
+        data, labels = part(number)
+        return data.abs() * 1e200, labels
+
+    times = list[float]()
+
+    async def body(coordinator: Coordinator) -> None:
+        coordinator.settle()
+        length = coordinator.features if product == "times" else coordinator.samples
+        times.append(coordinator.elapsed_s)
+        with pytest.raises(BadSamples, match="a product of the samples is not finite in float64"):
+            await getattr(coordinator, product)(torch.full((length, 1), 1e200, dtype=torch.float64))
+        times.append(coordinator.elapsed_s)
+        with pytest.raises(BadSamples, match="a product of the samples is not finite in float64"):
+            await getattr(coordinator, product)(torch.full((length, 1), torch.inf, dtype=torch.float64))
+        assert coordinator.elapsed_s == times[-1]
+
+    Run(data=large, settings={"transposed": transposed})(body)
+    assert times[1] - times[0] < 1
+
+
+def test_one_device_whose_products_are_not_finite_is_done_without() -> None:
+    run = Run(3, 6)
+
+    async def body(coordinator: Coordinator) -> Any:
+        holding = run.holdings[1]
+        assert holding.data is not None
+        holding.data.fill_(torch.nan)
+        return await products_agree()(coordinator)
+
+    seen = run(body)
+    assert seen.found < EXACT
+    assert seen.coordinator.counters.refused > 0

@@ -110,6 +110,47 @@ def test_gradient_of_the_whole_objective(name: str, fit_intercept: bool) -> None
     torch.testing.assert_close(run(problem.transposed(slopes)) + shrinking, gradient)
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_weights_of_samples_repeat_them(name: str) -> None:
+    margins, targets = drawn(name, 30)
+    counts = torch.arange(30) % 4
+    factors = counts.to(torch.float64)[:, None]
+    loss, slopes = TABLE[name].loss(margins, targets, factors)
+    due, apart = TABLE[name].loss(
+        margins.repeat_interleave(counts, dim=0), targets.repeat_interleave(counts, dim=0)
+    )
+    assert loss == pytest.approx(due, rel=1e-12)
+    sums = torch.zeros_like(slopes).index_add_(0, torch.arange(30).repeat_interleave(counts), apart)
+    torch.testing.assert_close(slopes, sums)
+    if name != "multinomial":
+        spread = factors.expand_as(margins).contiguous()
+        assert TABLE[name].loss(margins, targets, spread)[0] == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", TABLE)
+def test_the_curvature_of_a_shift_is_its_second_derivative(name: str, weighted: bool) -> None:
+    """Along shifts that change the losses."""
+    margins, targets = drawn(name, 200, spread=0.3)
+    factors = torch.arange(200, dtype=torch.float64)[:, None] % 3 if weighted else None
+    slopes = TABLE[name].loss(margins, targets, factors)[1]
+    curvature = TABLE[name].shift_curvature(margins, slopes, targets, factors)
+    shift = torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)
+    ahead, behind = (
+        TABLE[name].loss(margins + length * shift, targets, factors)[1].sum(dim=0) for length in (1e-7, -1e-7)
+    )
+    torch.testing.assert_close(curvature @ shift, (ahead - behind) / 2e-7, rtol=1e-5, atol=1e-5)
+
+
+def test_no_penalty() -> None:
+    margins, targets = drawn("logistic", 20)
+    free, one = Logistic(C=float("inf")), Logistic(C=1.0)
+    assert free.loss(margins, targets)[0] == one.loss(margins, targets)[0]
+    problem = Problem(HeldProducts(torch.ones(20, 2, dtype=torch.float64)), free, targets)
+    penalty, gradient = problem.penalty(torch.ones(3, 3, dtype=torch.float64))
+    assert (penalty, float(gradient.abs().max())) == (0.0, 0.0)
+
+
 def test_the_hinge_has_a_parabola_in_place_of_its_kink() -> None:
     right = torch.linspace(0.98, 1.02, 401, dtype=torch.float64).reshape(-1, 1, 1)
     losses = [Hinge().loss(one, torch.ones_like(one))[0] for one in right]

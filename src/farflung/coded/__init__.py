@@ -26,6 +26,7 @@ from farflung.coded.linear_model import (
     Products,
     SquaredHinge,
 )
+from farflung.coded.preconditioner import ColumnStats, Preconditioner
 from farflung.coded.solvers import GD, LBFGS, SOLVERS, Iterate, OneVsRest, Solver, solve
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "RLNC",
     "SOLVERS",
     "Code",
+    "ColumnStats",
     "Decoder",
     "HeldProducts",
     "Hinge",
@@ -48,6 +50,7 @@ __all__ = [
     "OneVsRest",
     "Plan",
     "Plans",
+    "Preconditioner",
     "Problem",
     "Products",
     "Solver",

@@ -41,7 +41,7 @@ from farflung.coded.placement import Placement
 from farflung.coded.record import Record
 from farflung.coded.registry import Block, Kind, Member, Partition, Placed, Registry
 from farflung.coded.rounds import Deadline, Round
-from farflung.errors import ConfigError, RunLost, WaitEnded
+from farflung.errors import BadSamples, ConfigError, RunLost, WaitEnded
 from farflung.files import deciding
 from farflung.spec import build
 from farflung.tasks import Pending
@@ -56,6 +56,7 @@ _LOOKS = 5.0
 _PLANS = 512
 """Sets of answers whose decoding is remembered; those of one round come again in the next."""
 _REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
+_OVERFLOW = "a product of the samples is not finite in float64: the features are too large: scale them"
 _MAX_FEATURES = 1 << 28
 """One column of weights for more would be larger than any message."""
 
@@ -264,6 +265,7 @@ class Coordinator:
         """Multiplies all samples by weights; see :class:`farflung.coded.Products`.
 
         Raises:
+          BadSamples: the product, or one that it follows from, is not finite.
           PartitionsChanged: some of the data are lost for good, and training goes on without them.
           RunLost: too few devices are left, and none has come for the patience of the run.
         """
@@ -333,6 +335,8 @@ class Coordinator:
         heights: Sequence[int],
         unknowns: Sequence[int] | None = None,
     ) -> Round:
+        if not bool(operand.isfinite().all()):
+            raise BadSamples(_OVERFLOW)
         self.counters.rounds += 1
         number = self.counters.rounds
         return Round(
@@ -360,11 +364,19 @@ class Coordinator:
         for number in self._rounds:
             self._runtime.launch(self._listen(messages.answers(number), number))
         self._watch(kind)
+
+        def is_hopeless() -> bool:
+            return any(one.is_hopeless(self.registry.heard) for one in rounds)
+
         try:
             await self._until(
-                lambda: all(one.complete for one in rounds) or (self._overdue and not patiently),
+                lambda: (
+                    all(one.complete for one in rounds) or (self._overdue and not patiently) or is_hopeless()
+                ),
                 lambda: self._in_need(kind),
             )
+            if is_hopeless():
+                raise BadSamples(_OVERFLOW)
         finally:
             for number, one in self._rounds.items():
                 self._runtime.launch(self._forget(number))

@@ -7,9 +7,8 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -17,6 +16,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_array
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -25,17 +26,19 @@ from torch import Tensor
 from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.linear_model import HeldProducts, Objective, Problem
-from farflung.coded.parts import partitioned
+from farflung.coded.linear_model import HeldProducts, Problem
+from farflung.coded.parts import LARGEST, partitioned
 from farflung.coded.run import Learner, Trained, train
 from farflung.coded.solvers import Iterate, Solver
-from farflung.errors import BadLabels, BadParameter, ConfigError
+from farflung.errors import BadLabels, BadParameter, BadSamples, ConfigError
 from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
 
+_DTYPES = [np.float64, np.float32]
+"""Types of samples that are kept in the model; others become the first."""
 _ROWS = 4096
 """Rows of a sparse matrix that are made dense at a time."""
 
@@ -52,10 +55,12 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         *,
         C: float = 1.0,
         fit_intercept: bool = True,
+        class_weight: Mapping[Any, float] | str | None = None,
         solver: str | None = None,
         tol: float | None = None,
         max_iter: int = 1000,
         learning_rate: float | None = None,
+        warm_start: bool = False,
         devices: int = 4,
         partitions: int | None = None,
         code: str = "rlnc",
@@ -63,53 +68,70 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> None:
         self.C = C
         self.fit_intercept = fit_intercept
+        self.class_weight = class_weight
         self.solver = solver
         self.tol = tol
         self.max_iter = max_iter
         self.learning_rate = learning_rate
+        self.warm_start = warm_start
         self.devices = devices
         self.partitions = partitions
         self.code = code
         self.seed = seed
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: ArrayLike | None = None) -> Self:
         """Learns from samples.
 
         Args:
           X: (samples, features), dense or sparse.
           y: (samples,), labels of two or more classes.
+          sample_weight: (samples,), factor of each sample's loss, at least 0; 1 when not given.
 
         Raises:
-          BadLabels: fewer classes.
+          BadLabels: fewer classes, of samples with a weight above 0.
           BadParameter: a parameter out of its range.
+          BadSamples: X is so large that products with it are not finite.
         """
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, order="C")
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_DTYPES, order="C")
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
+        weights = self._sample_weights(codes, sample_weight)
         if len(self.classes_) < 2:
             raise BadLabels(
                 f"{type(self).__name__} needs samples of at least 2 classes in the data, but the data contains only "
                 f"one class: {self.classes_[0]!r}"
             )
+        if float(abs(X).max()) > LARGEST:
+            raise BadSamples(
+                f"X holds numbers above {LARGEST:g}, whose squares may not be finite: scale the features"
+            )
         try:
-            found = self._minimum(_dense(X), torch.from_numpy(codes))
+            found = self._minimum(_dense(X), torch.from_numpy(codes), weights, X.dtype)
         except ConfigError as error:
             raise BadParameter(str(error)) from None
         if not found.converged:
+            if found.stalled:
+                why = f"stopped after {found.iterations} iterations, as rounding errors allow no further one"
+                remedy = "centre and scale the features"
+            else:
+                why = f"did not converge in {found.iterations} iterations"
+                remedy = "raise max_iter, or scale the features"
             warnings.warn(
-                f"{type(self).__name__} did not converge in {found.iterations} iterations (gap {found.gap:.1e}): raise "
-                "max_iter, or scale the features",
+                f"{type(self).__name__} {why} (gap {found.gap:.1e}): {remedy}",
                 ConvergenceWarning,
                 stacklevel=2,
             )
-        self.n_iter_, self.objective_ = found.iterations, found.objective
+        self.objective_ = found.objective
+        self.n_iter_: Any = (
+            found.iterations if self._model == "svc" else np.array([found.iterations], np.int32)
+        )
         return self
 
-    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
+    def decision_function(self, X: ArrayLike) -> NDArray[Any]:
         """The margins: (samples,) for two classes, where above 0 is the second; else (samples, classes)."""
         check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
-        margins: NDArray[np.float64] = safe_sparse_dot(X, self.coef_.T, dense_output=True) + self.intercept_
+        X = validate_data(self, X, accept_sparse="csr", dtype=_DTYPES, reset=False)
+        margins: NDArray[Any] = safe_sparse_dot(X, self.coef_.T, dense_output=True) + self.intercept_
         return margins[:, 0] if margins.shape[1] == 1 else margins
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
@@ -124,7 +146,63 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         tags.input_tags.sparse = True
         return tags
 
-    def _minimum(self, matrix: Tensor, codes: Tensor) -> Iterate:
+    def _sample_weights(self, codes: NDArray[Any], sample_weight: ArrayLike | None) -> Tensor | None:
+        """Multiplies the weights of samples and classes, (samples, 1) or (samples, classes); ``None``: all are 1.
+
+        Raises:
+          BadLabels: there are no two classes of samples with a weight above 0.
+          BadParameter: weights that are none.
+        """
+        if sample_weight is None and self.class_weight is None:
+            return None
+        weights = np.ones(len(codes))
+        if sample_weight is not None:
+            given = check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
+            if given.shape not in ((), codes.shape) or (given < 0).any():
+                raise BadParameter(f"sample_weight: {len(codes)} numbers of at least 0 are due, or one")
+            weights *= given
+        if not weights.any():
+            raise BadParameter("Sample weights must contain at least one non-zero number")
+        counts = np.bincount(codes, weights=weights)
+        if np.count_nonzero(counts) < min(2, len(counts)):
+            raise BadLabels(
+                "sample_weight is above 0 for samples of fewer than 2 classes: weight more samples"
+            )
+        if self.class_weight == "balanced":
+            present = counts > 0
+            factors = np.divide(
+                counts.sum(), np.count_nonzero(present) * counts, out=np.ones(len(counts)), where=present
+            )
+        elif isinstance(self.class_weight, str):
+            raise BadParameter(f"class_weight = {self.class_weight!r}: give a mapping, 'balanced' or None")
+        else:
+            factors = compute_class_weight(self.class_weight, classes=self.classes_, y=self.classes_[codes])
+        if not (np.isfinite(factors).all() and (factors > 0).all()):
+            raise BadParameter(f"class_weight = {self.class_weight!r}: weights must be numbers above 0")
+        if self._model == "svc" and len(factors) > 2:  # as liblinear: the rest of each class has the weight 1
+            of_class = codes[:, None] == np.arange(len(factors))
+            return torch.from_numpy(weights[:, None] * np.where(of_class, factors, 1.0))
+        return torch.from_numpy(weights * factors[codes])[:, None]
+
+    def _start(self, shape: tuple[int, int]) -> Tensor | None:
+        """Returns the weights of the last fit; ``None`` unless it goes on from them.
+
+        Raises:
+          BadParameter: they are of other classes or features.
+        """
+        if not self.warm_start or not hasattr(self, "coef_"):
+            return None
+        if self.coef_.shape != shape:
+            raise BadParameter(
+                f"warm_start: the last fit has coef_ of shape {self.coef_.shape}, and {shape} is due: make another "
+                "estimator for other features or classes"
+            )
+        rows = [self.coef_.T]
+        if self.fit_intercept:
+            rows.append(self.intercept_[None] / self.intercept_scaling)
+        return torch.from_numpy(np.concatenate(rows).astype(np.float64))
+
+    def _minimum(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
         classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
@@ -135,12 +213,12 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             fit_intercept=self.fit_intercept,
             intercept_scaling=self.intercept_scaling,
         )
-        targets = partial(learner.targets, classes=classes)
-        found = self._trained(matrix, codes, objective, learner.minimiser(classes), targets)
-        coefficients, intercepts = Problem(HeldProducts(matrix), objective, targets(codes)).split(
-            found.weights
-        )
-        self.coef_, self.intercept_ = coefficients.T.numpy().copy(), intercepts.numpy()
+        problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
+        start = self._start((problem.shape[1], matrix.shape[1]))
+        found = self._trained(matrix, problem, learner.minimiser(classes), start)
+        coefficients, intercepts = problem.split(found.weights)
+        self.coef_ = coefficients.T.numpy().astype(dtype, order="C")
+        self.intercept_ = intercepts.numpy().astype(dtype)
         return found
 
     def _settings(self, rows: int) -> Settings:
@@ -160,29 +238,26 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
 
     def _trained(
-        self,
-        matrix: Tensor,
-        codes: Tensor,
-        objective: Objective,
-        solver: Solver[Any],
-        targets: Callable[[Tensor], Tensor],
+        self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None
     ) -> Iterate:
         """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
 
-        The first devices bring a partition each, consecutive rows.
+        The first devices bring a partition each, consecutive rows. Their labels are the numbers of the rows.
         """
-        settings, labels = self._settings(len(matrix)), codes.to(torch.float64)
-        parts = [(matrix[rows], labels[rows]) for rows in partitioned(len(matrix), settings.partitions)]
-        found: list[Trained] = []
+        settings, numbers = self._settings(len(matrix)), torch.arange(len(matrix), dtype=torch.float64)
+        parts = [(matrix[rows], numbers[rows]) for rows in partitioned(len(matrix), settings.partitions)]
+        weights, found = problem.sample_weights, list[Trained]()
 
         async def coordinate(runtime: VirtualRuntime) -> None:
             coordinator = Coordinator(runtime, settings)
             made = await train(
                 coordinator,
-                objective,
+                problem.objective,
                 solver,
-                lambda labels: targets(labels.to(torch.int64)),
+                lambda numbers: problem.targets[numbers.long()],
                 max_iterations=self.max_iter,
+                sample_weights=None if weights is None else lambda numbers: weights[numbers.long()],
+                start=start,
             )
             found.append(made)
 
@@ -201,8 +276,9 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 def _dense(X: Any) -> Tensor:
     """As a dense tensor; a sparse matrix block by block."""
     if isinstance(X, np.ndarray):
-        return torch.from_numpy(np.require(X, requirements="W"))
+        return torch.from_numpy(np.require(X, np.float64, requirements="W"))
     matrix = torch.empty(X.shape, dtype=torch.float64)
+    X = X.astype(np.float64, copy=False)
     for start in range(0, len(matrix), _ROWS):
         X[start : start + _ROWS].toarray(out=matrix[start : start + _ROWS].numpy())
     return matrix
@@ -212,13 +288,16 @@ class CodedLogisticRegression(CodedClassifier):
     """Logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression``: binary, or multinomial.
 
     Args:
-      C: weight of the losses, above 0: the larger, the weaker is the penalty.
+      C: weight of the losses, above 0: the larger, the weaker is the penalty; ``numpy.inf``: there is none.
       fit_intercept: whether there is an intercept; it is not penalised.
+      class_weight: factors of the losses of classes, by label; ``"balanced"``: the inverse of how frequent they are.
       solver: ``"lbfgs"``, the default, or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10. It is another
-        measure than scikit-learn's ``tol``: above the default the coefficients are less exact.
+      tol: the gap at which the solver has converged: the most that the objective is above its least value, relative to
+        it; by default 1e-10. It is another measure than scikit-learn's ``tol``: above the default the coefficients are
+        less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
+      warm_start: whether another fit begins with the coefficients of the last one.
       devices: how many hold the samples.
       partitions: how many parts the samples are cut into; by default from the number of devices.
       code: of the devices beyond the partitions.
@@ -226,20 +305,21 @@ class CodedLogisticRegression(CodedClassifier):
 
     Attributes:
       classes_: the labels, in order.
-      coef_: (1, features) for two classes, else (classes, features).
+      coef_: (1, features) for two classes, else (classes, features); float32 where the samples are.
       intercept_: (1,) or (classes,).
       n_features_in_: columns of the samples.
-      n_iter_: iterates that were taken.
+      n_iter_: iterates that were taken, (1,).
       objective_: what is minimised, at the end.
     """
 
     _model = "logistic"
 
-    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+    def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
         """The probability of each class, (samples, classes)."""
-        return np.exp(self.predict_log_proba(X))
+        probabilities: NDArray[Any] = np.exp(self.predict_log_proba(X))
+        return probabilities
 
-    def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+    def predict_log_proba(self, X: ArrayLike) -> NDArray[Any]:
         """The logarithm of each class's probability, (samples, classes)."""
         margins = torch.from_numpy(self.decision_function(X))
         if margins.dim() == 1:
@@ -254,14 +334,18 @@ class CodedLinearSVC(CodedClassifier):
 
     Args:
       loss: ``"squared_hinge"`` or ``"hinge"``, whose kink is a parabola; see :class:`farflung.coded.Hinge`.
-      C: weight of the losses, above 0: the larger, the weaker is the penalty.
+      C: weight of the losses, above 0: the larger, the weaker is the penalty; ``numpy.inf``: there is none.
       fit_intercept: whether there is an intercept; it is penalised as the weight of a constant feature.
       intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
+      class_weight: factors of the losses of classes, by label; ``"balanced"``: the inverse of how frequent they are. Of
+        more than two classes, a class's factor counts where it is told from the rest, as in liblinear.
       solver: ``"lbfgs"``, the default, or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: the gap, relative to the objective, at which the solver has converged; by default 1e-10. It is another
-        measure than scikit-learn's ``tol``: above the default the coefficients are less exact.
+      tol: the gap at which the solver has converged: the most that the objective is above its least value, relative to
+        it; by default 1e-10. It is another measure than scikit-learn's ``tol``: above the default the coefficients are
+        less exact.
       max_iter: the most iterates; each is a product with the samples and one with their transpose.
       learning_rate: of ``"gd"``; by default from the samples.
+      warm_start: whether another fit begins with the coefficients of the last one.
       devices: how many hold the samples.
       partitions: how many parts the samples are cut into; by default from the number of devices.
       code: of the devices beyond the partitions.
@@ -269,7 +353,7 @@ class CodedLinearSVC(CodedClassifier):
 
     Attributes:
       classes_: the labels, in order.
-      coef_: (1, features) for two classes, else (classes, features).
+      coef_: (1, features) for two classes, else (classes, features); float32 where the samples are.
       intercept_: (1,) or (classes,).
       n_features_in_: columns of the samples.
       n_iter_: iterates that were taken; of the class that took most.
@@ -285,10 +369,12 @@ class CodedLinearSVC(CodedClassifier):
         C: float = 1.0,
         fit_intercept: bool = True,
         intercept_scaling: float = 1.0,
+        class_weight: Mapping[Any, float] | str | None = None,
         solver: str | None = None,
         tol: float | None = None,
         max_iter: int = 1000,
         learning_rate: float | None = None,
+        warm_start: bool = False,
         devices: int = 4,
         partitions: int | None = None,
         code: str = "rlnc",
@@ -297,10 +383,12 @@ class CodedLinearSVC(CodedClassifier):
         super().__init__(
             C=C,
             fit_intercept=fit_intercept,
+            class_weight=class_weight,
             solver=solver,
             tol=tol,
             max_iter=max_iter,
             learning_rate=learning_rate,
+            warm_start=warm_start,
             devices=devices,
             partitions=partitions,
             code=code,

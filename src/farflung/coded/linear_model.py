@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -36,6 +38,12 @@ _BLOCK = 8192
 """Margins at a time: they stay in the processor's second cache from the first operation to the last."""
 _KINK = 0.01
 """Width of the quadratic piece in place of the hinge's kink."""
+_NEWTON_STEPS = 50
+"""The most Newton steps for the intercept; near its best value three are enough."""
+_LENGTHS = [0.5**halvings for halvings in range(40)]
+"""Of a Newton step; the first that brings the derivative nearer to 0 is taken."""
+_EPSILON, _NEAR = 4 * torch.finfo(torch.float64).eps, 1e-10
+"""Relative derivatives by the intercept: one that rounding explains, and one near which a whole step does or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +55,7 @@ class Objective(ABC):
 
     The intercept is :math:`s v`, with the scaling s and the share :math:`\rho` of the penalty, 0 or 1. Unless an
     objective says otherwise, targets are -1.0 or 1.0, of shape (samples, outputs), and each output is a problem of its
-    own.
+    own. With an infinite C the penalty is left out, and the losses have the weight 1.
 
     Args:
       C: weight of the losses, above 0, as in scikit-learn: the larger, the weaker is the penalty.
@@ -68,26 +76,53 @@ class Objective(ABC):
     intercept_scaling: float = 1.0
 
     def __post_init__(self) -> None:
-        for option in ("C", "intercept_scaling"):
+        for option, is_allowed in (("C", math.inf == self.C), ("intercept_scaling", False)):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            is_number = not isinstance(value, bool) and isinstance(value, Real)
+            if not is_allowed and not (is_number and 0 < value < math.inf):
                 raise ConfigError(f"objective: {option} {value!r} must be a number above 0")
         flag_option("objective", "fit_intercept", self.fit_intercept)
+
+    @property
+    def loss_weight(self) -> float:
+        """C, or 1 without a penalty."""
+        return float(self.C) if self.has_penalty else 1.0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the weights of features are penalised."""
+        return math.inf > self.C
 
     def outputs(self, targets: Tensor) -> int:
         """Columns of the margins."""
         return targets.shape[1]
 
     @abstractmethod
-    def loss(self, margins: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    def loss(
+        self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
+    ) -> tuple[float, Tensor]:
         """Computes C times the sum of the losses, and its derivative by the margins.
 
         Args:
           margins: (samples, outputs), float64.
           targets: of the samples.
+          sample_weights: factor of each sample's loss, of the shape of the margins or (samples, 1); 1 when not given.
 
         Returns:
           The sum, and the derivative of shape (samples, outputs).
+        """
+
+    @abstractmethod
+    def shift_curvature(
+        self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor:
+        """Computes the second derivative of the losses by a shift of all margins, (outputs, outputs).
+
+        Args:
+          margins: see :meth:`loss`.
+          slopes: derivative of the losses by the margins.
+          targets: of the samples.
+          sample_weights: see :meth:`loss`.
         """
 
 
@@ -102,16 +137,34 @@ class Logistic(Objective):
     curvature = 0.25
 
     @override
-    def loss(self, margins: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    def loss(
+        self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
+    ) -> tuple[float, Tensor]:
         slopes = torch.empty_like(margins, memory_format=torch.contiguous_format)
         total = torch.zeros((), dtype=margins.dtype)
-        flat = (margins.reshape(-1), targets.reshape(-1), slopes.view(-1))
-        for z, y, slope in zip(*(part.split(_BLOCK) for part in flat), strict=True):
+        parts = [part.reshape(-1).split(_BLOCK) for part in (margins, targets, slopes)]
+        factors = _split(sample_weights, margins, _BLOCK)
+        for z, y, slope, factor in zip(*parts, factors, strict=True):
             right = z * y
             torch.mul(torch.sigmoid(-right), y, out=slope)
-            total -= right.clamp(max=0).sum()
-            total += right.abs_().neg_().exp_().log1p_().sum()
-        return self.C * float(total), slopes.mul_(-self.C)
+            if factor is None:
+                total -= right.clamp(max=0).sum()
+                total += right.abs_().neg_().exp_().log1p_().sum()
+            else:
+                slope.mul_(factor)
+                total -= right.clamp(max=0) @ factor
+                total += right.abs_().neg_().exp_().log1p_() @ factor
+        return self.loss_weight * float(total), slopes.mul_(-self.loss_weight)
+
+    @override
+    def shift_curvature(
+        self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor:
+        odds = slopes.abs().div_(self.loss_weight)  # of the wrong label, times the sample's weight
+        missed = 1 - odds if sample_weights is None else sample_weights - odds
+        if sample_weights is not None:
+            odds = torch.where(sample_weights > 0, odds / sample_weights, 0.0)
+        return torch.diag(self.loss_weight * (odds * missed).sum(dim=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,19 +196,41 @@ class Multinomial(Objective):
         return self.classes
 
     @override
-    def loss(self, margins: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    def loss(
+        self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
+    ) -> tuple[float, Tensor]:
         slopes = torch.empty_like(margins, memory_format=torch.contiguous_format)
         total = torch.zeros((), dtype=margins.dtype)
         rows = max(1, _BLOCK // self.classes)
-        parts = (margins, targets.unsqueeze(1), slopes)
-        for z, y, slope in zip(*(part.split(rows) for part in parts), strict=True):
+        parts = [part.split(rows) for part in (margins, targets.unsqueeze(1), slopes)]
+        factors = [None] * len(parts[0]) if sample_weights is None else sample_weights.split(rows)
+        for z, y, slope, factor in zip(*parts, factors, strict=True):
             highest = z.amax(dim=1, keepdim=True)
             torch.sub(z, highest, out=slope)
-            total -= slope.gather(1, y).sum()
+            losses = slope.gather(1, y).neg_()
             sums = slope.exp_().sum(dim=1, keepdim=True)
-            total += sums.log().sum()
+            if factor is None:
+                total += losses.sum()
+                total += sums.log().sum()
+            else:
+                total += (losses.add_(sums.log()).mul_(factor)).sum()
             slope.div_(sums).scatter_add_(1, y, slope.new_full((len(y), 1), -1.0))
-        return self.C * float(total), slopes.mul_(self.C)
+            if factor is not None:
+                slope.mul_(factor)
+        return self.loss_weight * float(total), slopes.mul_(self.loss_weight)
+
+    @override
+    def shift_curvature(
+        self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor:
+        odds = slopes / self.loss_weight
+        if sample_weights is not None:
+            odds = torch.where(sample_weights > 0, odds / sample_weights, 0.0)
+        odds.scatter_add_(1, targets.unsqueeze(1), odds.new_ones(len(odds), 1))
+        weighted = odds if sample_weights is None else odds * sample_weights
+        curvature = self.loss_weight * (torch.diag(weighted.sum(dim=0)) - odds.T @ weighted)
+        # A shift that all outputs share changes no loss. It gets a curvature, so that Newton's steps have none of it.
+        return curvature + curvature.diagonal().mean()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +243,20 @@ class SquaredHinge(Objective):
     curvature = 2.0
 
     @override
-    def loss(self, margins: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    def loss(
+        self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
+    ) -> tuple[float, Tensor]:
         slack = (margins * targets).neg_().add_(1).clamp_(min=0)
-        flat = slack.view(-1)
-        return self.C * float(flat @ flat), slack.mul_(targets).mul_(-2 * self.C)
+        weighted = slack if sample_weights is None else slack * sample_weights
+        total = float(slack.view(-1) @ weighted.view(-1))
+        return self.loss_weight * total, (weighted * targets).mul_(-2 * self.loss_weight)
+
+    @override
+    def shift_curvature(
+        self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor:
+        weights = torch.ones_like(slopes) if sample_weights is None else sample_weights
+        return torch.diag(2 * self.loss_weight * torch.where(slopes != 0, weights, 0.0).sum(dim=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +276,32 @@ class Hinge(Objective):
     curvature = 1 / _KINK
 
     @override
-    def loss(self, margins: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    def loss(
+        self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
+    ) -> tuple[float, Tensor]:
         slack = (margins * targets).neg_().add_(1 + _KINK / 2).clamp_(min=0)
         bent = slack.clamp(max=_KINK)
-        total = float((slack - bent).sum()) + float((bent * bent).sum()) / (2 * _KINK)
-        return self.C * total, bent.mul_(targets).mul_(-self.C / _KINK)
+        straight, square = slack - bent, bent * bent
+        if sample_weights is not None:
+            straight, square, bent = (part * sample_weights for part in (straight, square, bent))
+        total = float(straight.sum()) + float(square.sum()) / (2 * _KINK)
+        return self.loss_weight * total, bent.mul_(targets).mul_(-self.loss_weight / _KINK)
+
+    @override
+    def shift_curvature(
+        self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor:
+        weights = torch.ones_like(slopes) if sample_weights is None else sample_weights
+        is_bent = (1 - margins * targets).abs() < _KINK / 2
+        return torch.diag(self.loss_weight / _KINK * torch.where(is_bent, weights, 0.0).sum(dim=0))
+
+
+def _split(sample_weights: Tensor | None, margins: Tensor, size: int) -> Sequence[Tensor | None]:
+    """Cuts the weights of all margins, in one row, into parts."""
+    if sample_weights is None:
+        return [None] * -(-margins.numel() // size)
+    parts: Sequence[Tensor] = sample_weights.expand_as(margins).reshape(-1).split(size)
+    return parts
 
 
 LOSSES: dict[str, type[Objective]] = {"hinge": Hinge, "squared_hinge": SquaredHinge}
@@ -260,11 +366,13 @@ class Problem:
       products: of the samples' features.
       objective: the loss and its weight.
       targets: one entry for each sample, as the objective takes them.
+      sample_weights: factor of each sample's loss, (samples, 1) or (samples, outputs); 1 when not given.
     """
 
     products: Products
     objective: Objective
     targets: Tensor
+    sample_weights: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -291,6 +399,8 @@ class Problem:
 
     def penalty(self, weights: Tensor) -> tuple[float, Tensor]:
         """Computes the penalty of weights, and its gradient."""
+        if not self.objective.has_penalty:
+            return 0.0, torch.zeros_like(weights)
         gradient = weights.clone()
         gradient[self.products.features :] *= self.objective.intercept_penalty
         return 0.5 * float((weights * gradient).sum()), gradient
@@ -300,23 +410,76 @@ class Problem:
 
         The gradient of the objective is that of the penalty and the :meth:`transposed` product with the derivative.
         """
-        loss, slopes = self.objective.loss(margins, self.targets)
+        loss, slopes = self.objective.loss(margins, self.targets, self.sample_weights)
         penalty, gradient = self.penalty(weights)
         return loss + penalty, slopes, gradient
 
-    async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor, float, Tensor]:
-        """Gives weights to start from, their margins, objective and gradient: one product, two for given weights.
+    async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns weights to start from, and their margins: no product, one for given weights.
 
         Args:
           weights: zeros when not given.
         """
         if weights is None:
             weights = torch.zeros(self.shape, dtype=torch.float64)
-            margins = weights.new_zeros(self.products.samples, self.shape[1])
+            return weights, weights.new_zeros(self.products.samples, self.shape[1])
+        return weights, await self.margins(weights)
+
+    def settle(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
+        """Moves the intercept to its best value by Newton's method, and the margins with it: no product."""
+        if not self.objective.fit_intercept:
+            return weights, margins
+        scaling = self.objective.intercept_scaling
+        excess, rounding, slopes = self._excess(weights, margins)
+        for _ in range(_NEWTON_STEPS):
+            if bool((excess.abs() <= _EPSILON * rounding).all()):
+                break
+            curvature = self.objective.shift_curvature(margins, slopes, self.targets, self.sample_weights)
+            if self.objective.has_penalty:
+                curvature.diagonal().add_(self.objective.intercept_penalty / scaling**2)
+            shift = -(torch.linalg.pinv(curvature, hermitian=True) @ excess)
+            is_near = bool((excess.abs() <= _NEAR * rounding).all())
+            for length in _LENGTHS[:1] if is_near else _LENGTHS:
+                moved = torch.cat([weights[:-1], weights[-1:] + length * shift / scaling])
+                shifted = margins + length * shift
+                after, rounding, slopes = self._excess(moved, shifted)
+                if float(after.norm()) < float(excess.norm()):
+                    break
+            else:
+                break
+            weights, margins, excess = moved, shifted, after
+        return weights, margins
+
+    def _excess(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the derivative by the intercept, the sum of its terms' sizes, and the losses' by the margins."""
+        _, slopes, gradient = self.evaluate(weights, margins)
+        share = gradient[-1] / self.objective.intercept_scaling
+        return slopes.sum(dim=0) + share, slopes.abs().sum(dim=0) + share.abs(), slopes
+
+    def gap(self, objective: float, gradient: Tensor, gain: float) -> float:
+        r"""Bounds how far the objective is above its least value, relative to it.
+
+        .. math:: F(w) - F^* \le \tfrac{1}{2} \|\nabla F(w)\|^2
+
+        as the penalty makes F strongly convex with modulus 1. It is the duality gap, too, at the dual point that the
+        derivatives of the losses are. It trusts no model of the curvature. It holds once the intercept is
+        :meth:`settled <settle>`.
+
+        Without a penalty nothing of the kind is known. Then it is the gain that the solver expects of its next step, or
+        the whole objective where that is less, relative to the weight of all samples.
+
+        Args:
+          objective: at some weights.
+          gradient: there.
+          gain: that the solver expects of its next step.
+        """
+        if self.objective.has_penalty:
+            bound, scale = 0.5 * float((gradient * gradient).sum()), objective
         else:
-            margins = await self.margins(weights)
-        objective, slopes, gradient = self.evaluate(weights, margins)
-        return weights, margins, objective, gradient + await self.transposed(slopes)
+            bound, scale = min(gain, objective), float(self.products.samples)
+            if self.sample_weights is not None:
+                scale = float(self.sample_weights.sum()) / self.sample_weights.shape[1]
+        return bound / scale if bound > 0 else 0.0
 
 
 # --- classes and models -----------------------------------------------------------------------------------------------

@@ -18,7 +18,10 @@ from farflung.errors import ConfigError, DataError, UnknownName
 from farflung.files import reading
 from farflung.seeding import generator
 
-__all__ = ["Part", "partitioned", "read_samples"]
+__all__ = ["LARGEST", "Part", "partitioned", "read_samples"]
+
+LARGEST = 1e150
+"""The largest feature: squares of larger ones may not be finite in float64."""
 
 _SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
     "a9a": a9a.load,
@@ -124,4 +127,8 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     for name, array in (("x", x), ("y", y)):
         if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
             raise DataError(f"{path}: {name} holds something else than finite numbers")
+    if np.abs(x).max() > LARGEST:
+        raise DataError(
+            f"{path}: x holds numbers above {LARGEST:g}, whose squares may not be finite: scale them"
+        )
     return torch.from_numpy(x.astype(np.float64)), torch.from_numpy(y.astype(np.float64))

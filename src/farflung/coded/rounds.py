@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,8 @@ class Round:
     """Devices that have sent a piece since the last look."""
     late: int = 0
     """Answers for pieces that were decoded before."""
+    overflowed: bool = False
+    """Whether a device has answered with numbers that are not finite."""
     products: list[Tensor] = field(default_factory=list)
     """The product of each unknown; whole once the round is complete."""
     _blocks: dict[int, Block] = field(default_factory=dict)
@@ -122,6 +124,10 @@ class Round:
         """Whether all pieces are decoded."""
         return len(self._used) == self.pieces
 
+    def is_hopeless(self, ranks: Iterable[int]) -> bool:
+        """Tells whether none of these devices owes a piece, and the answers overflowed so that pieces are missing."""
+        return self.overflowed and not self.complete and not any(self.owed[rank] > 0 for rank in ranks)
+
     def decision(self) -> Json:
         """Lists the blocks by which each piece was decoded, for a replay."""
         return [list[Json](self._used[piece]) for piece in range(self.pieces)]
@@ -130,11 +136,14 @@ class Round:
         """Takes an answer, and decodes its piece where that is possible.
 
         Raises:
-          Malformed: it is none of this round's.
+          Malformed: it is none of this round's, or not finite.
         """
         number, piece, product = self._read(rank, payload)
         self.answered.add(rank)
         self.owed[rank] -= 1
+        if not bool(torch.isfinite(product).all()):
+            self.overflowed = True
+            raise Malformed("a product that is not finite")
         if piece in self._used or number in self._answers[piece]:
             self.late += 1
             return
@@ -173,7 +182,7 @@ class Round:
             and product.dim() == 2
             and product.shape[1] == self.operand.shape[1]
         )
-        if not fits or product.shape[0] != rows or not bool(torch.isfinite(product).all()):
+        if not fits or product.shape[0] != rows:
             raise Malformed("no product of the size that was asked for")
         if rows < end - begin:
             product = pad(product, (0, 0, 0, end - begin - rows))

@@ -51,7 +51,8 @@ class Learner:
       C: weight of the losses, above 0: the larger, the weaker is the penalty.
       solver: as text, such as ``gd(learning_rate=0.01)``; ``lbfgs`` when not given. See
         :data:`farflung.coded.SOLVERS`.
-      tolerance: the gap, relative to the objective, at which it has converged; 1e-10 when not given.
+      tolerance: the gap at which it has converged: the most that the objective is above its least value, relative to
+        it; 1e-10 when not given.
       positive: the label of one class against all others; all classes are distinguished when not given.
 
     Raises:
@@ -122,6 +123,8 @@ async def train(
     targets: Callable[[Tensor], Tensor],
     *,
     max_iterations: int,
+    sample_weights: Callable[[Tensor], Tensor] | None = None,
+    start: Tensor | None = None,
     record: Record | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Trained:
@@ -136,10 +139,13 @@ async def train(
       solver: minimises it.
       targets: makes the targets of the objective from labels.
       max_iterations: in all.
+      sample_weights: makes the weights of samples from labels; all are 1 when not given.
+      start: weights of the model to start from; zeros when not given.
       record: keeps iterates; training goes on from the last one there.
       stop_asked: whether to stop after the iterate under way.
 
     Raises:
+      BadSamples: a product of the samples is not finite.
       CheckpointError: the record has the state of another solver.
       RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.times`.
     """
@@ -152,13 +158,14 @@ async def train(
         active = coordinator.settle()
         names = tuple(partition.name for partition in active)
         labels = torch.cat([partition.labels for partition in active])
-        problem = Problem(coordinator, objective, targets(labels))
+        factors = None if sample_weights is None else sample_weights(labels)
+        problem = Problem(coordinator, objective, targets(labels), factors)
         try:
             if state is None or names != before:
                 spent += 0 if state is None else state.iterations
-                state = await solver.init(problem, None if state is None else state.weights)
+                state = await solver.init(problem, start if state is None else state.weights)
                 before = names
-            while not (state.converged or spent + state.iterations >= max_iterations or stop_asked()):
+            while not (state.is_over or spent + state.iterations >= max_iterations or stop_asked()):
                 state = await solver.step(problem, state)
                 coordinator.tell(
                     "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
@@ -171,7 +178,7 @@ async def train(
             continue
         if not coordinator.changed:
             await coordinator.end()
-            return Trained(state, names, stop_asked() and not state.converged)
+            return Trained(state, names, stop_asked() and not state.is_over)
 
 
 def _restored(solver: Solver[Iterate], tree: State) -> Iterate:
@@ -257,21 +264,20 @@ class CodedRun:
                     f"the test samples have {self.test[0].shape[1]} features, and those of the devices "
                     f"{coordinator.features}"
                 )
+            count, learner = classes.count, self.learner
+            objective = learner.objective(count)
+            trained = await train(
+                coordinator,
+                objective,
+                learner.minimiser(count),
+                lambda labels: learner.targets(classes.codes(labels), count),
+                max_iterations=self.max_iterations,
+                record=record,
+                stop_asked=stop_asked,
+            )
         except BadInput as error:
             await coordinator.end(str(error))
             raise
-        count, learner = classes.count, self.learner
-        objective = learner.objective(count)
-        solver = learner.minimiser(count)
-        trained = await train(
-            coordinator,
-            objective,
-            solver,
-            lambda labels: learner.targets(classes.codes(labels), count),
-            max_iterations=self.max_iterations,
-            record=record,
-            stop_asked=stop_asked,
-        )
         weights = trained.iterate.weights
         intercepts = objective.intercept_scaling * weights[coordinator.features :].sum(dim=0)
         return LinearModel(weights[: coordinator.features].clone(), intercepts, classes), trained
@@ -286,6 +292,7 @@ class CodedRun:
             "gap": iterate.gap,
             "iterations": iterate.iterations,
             "converged": iterate.converged,
+            "stalled": iterate.stalled,
             "interrupted": trained.interrupted,
             "test_accuracy": None if self.test is None else model.accuracy(*self.test),
             "partitions": list(trained.partitions),

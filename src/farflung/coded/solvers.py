@@ -6,13 +6,14 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.coded.linear_model import Problem
+from farflung.coded.preconditioner import ColumnStats, Preconditioner
 from farflung.errors import ConfigError
 from farflung.options import number_option, whole_option
 from farflung.seeding import generator
@@ -38,8 +39,10 @@ _CURVATURE = 2.0
 """The most for the default rate; the hinge has more in its parabola alone, where few samples are."""
 _DECREASE, _FLATNESS = 1e-4, 0.1
 r""":math:`c_1` and :math:`c_2` of the strong Wolfe conditions."""
-_DRIFT = 1e-12
-"""Change of the objective that rounding alone explains, relative to it."""
+_LOOKS = 5
+"""Iterates between two looks at the best intercept, which cost two products."""
+_IDLE, _PROGRESS = 50, 1e-13
+"""Iterates without progress, after which rounding errors are all that is left; and the least progress, relative."""
 _REFRESH = 50
 """Iterates after which margins are computed afresh."""
 _TRIALS = 60
@@ -56,9 +59,10 @@ class Iterate:
     Args:
       weights: (rows, outputs); see :class:`farflung.coded.Problem`.
       objective: at the weights.
-      gap: the figure of the stopping rule, relative to the objective; each solver defines its own.
+      gap: the most that the objective is above its least value, relative to it; see :meth:`farflung.coded.Problem.gap`.
       iterations: steps that were taken.
       converged: whether the gap is at most the tolerance.
+      stalled: whether it is not, and rounding errors allow no further step.
     """
 
     weights: Tensor
@@ -66,6 +70,12 @@ class Iterate:
     gap: float
     iterations: int
     converged: bool
+    stalled: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further step is of use."""
+        return self.converged or self.stalled
 
     def tree(self) -> State:
         """Gives the state as a tree that :func:`farflung.replica.save_tree` writes."""
@@ -88,15 +98,21 @@ T = TypeVar("T")
 class Solver(Protocol[S]):
     """Frozen settings of a way to minimise an objective; the state is passed in and returned.
 
-    A caller loops ``state = await solver.step(problem, state)`` until ``state.converged``.
+    A caller loops ``state = await solver.step(problem, state)`` until ``state.is_over``.
     """
 
-    async def init(self, problem: Problem, weights: Tensor | None = None) -> S:
+    needs_stats: ClassVar[bool]
+    """Whether it begins with the means and sizes of columns."""
+
+    async def init(
+        self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
+    ) -> S:
         """Makes the state before the first step.
 
         Args:
           problem: to be solved.
           weights: to start from; zeros when not given.
+          stats: of the columns; measured when not given, where they are needed.
         """
         ...
 
@@ -132,7 +148,7 @@ async def solve(
     if state is None:
         state = await solver.init(problem)
         tell(state)
-    while not state.converged and state.iterations < max_iterations:
+    while not state.is_over and state.iterations < max_iterations:
         state = await solver.step(problem, state)
         tell(state)
     return state
@@ -160,13 +176,12 @@ class GD:
 
     .. math:: w_{t+1} = w_t - \eta\, \nabla F(w_t)
 
-    The gap is the gain of the next step if the objective were linear, over the objective.
-
     Args:
       learning_rate: :math:`\eta`; by default :math:`1 / L` with :math:`L = 1 + C \kappa \lambda`, where
         :math:`\kappa` is the largest second derivative of the loss, but at most 2, and :math:`\lambda` the largest
-        eigenvalue of :math:`X^T X`, the intercept's constant feature included. A power iteration finds it from below,
-        so the rate may come out too large, though hardly by the factor of 2 at which steps would diverge.
+        eigenvalue of :math:`X^T \Omega X`, with the samples' weights :math:`\Omega`, the intercept's constant feature
+        included. A power iteration finds it from below, so the rate may come out too large, though hardly by the factor
+        of 2 at which steps would diverge.
       tol: the gap at which it has converged.
 
     Raises:
@@ -174,6 +189,8 @@ class GD:
 
     References: Lin et al. 2019 (arXiv 1910.10283).
     """
+
+    needs_stats: ClassVar[bool] = False
 
     learning_rate: float | None = None
     tol: float = 1e-10
@@ -183,14 +200,19 @@ class GD:
             number_option("gd", "learning_rate", self.learning_rate, 0)
         number_option("gd", "tol", self.tol, 0)
 
-    async def init(self, problem: Problem, weights: Tensor | None = None) -> GDState:
+    async def init(
+        self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
+    ) -> GDState:
         """Makes the first state by one transposed product, one more for given weights, and the power iteration."""
+        del stats
         rate = self.learning_rate
         if rate is None:
             eigenvalue = await _largest_eigenvalue(problem)
             curvature = min(problem.objective.curvature, _CURVATURE)
-            rate = 1 / (1 + problem.objective.C * curvature * eigenvalue)
-        weights, _, objective, gradient = await problem.start(weights)
+            rate = 1 / (1 + problem.objective.loss_weight * curvature * eigenvalue)
+        weights, margins = await problem.start(weights)
+        objective, slopes, gradient = problem.evaluate(weights, margins)
+        gradient = gradient + await problem.transposed(slopes)
         return GDState(
             weights=weights,
             objective=objective,
@@ -202,26 +224,40 @@ class GD:
         )
 
     async def step(self, problem: Problem, state: GDState) -> GDState:
-        """Takes one step by two products.
+        """Takes one step by two products, and a third when it may have converged.
 
         Raises:
           ConfigError: the learning rate is so high that the objective is infinite.
         """
         iterations, rate = state.iterations + 1, state.learning_rate
         weights = state.weights - rate * state.gradient
-        objective, slopes, gradient = problem.evaluate(weights, await problem.margins(weights))
+        margins = await problem.margins(weights)
+        objective, slopes, gradient = problem.evaluate(weights, margins)
         if not math.isfinite(objective):
             raise ConfigError(f"gd: diverged at iterate {iterations}: lower learning_rate {rate}")
         gradient = gradient + await problem.transposed(slopes)
-        gap = rate * float((gradient * gradient).sum()) / objective
-        return GDState(
+        gap = problem.gap(objective, gradient, rate * float((gradient * gradient).sum()))
+        ended = GDState(
             weights=weights,
             objective=objective,
             gap=gap,
             iterations=iterations,
-            converged=gap <= self.tol,
+            converged=False,
             learning_rate=rate,
             gradient=gradient,
+        )
+        return await self._confirm(problem, ended, margins) if gap <= self.tol else ended
+
+    async def _confirm(self, problem: Problem, state: GDState, margins: Tensor) -> GDState:
+        """Bounds the gap at the best intercept: converged there, or on from the state."""
+        weights, margins = problem.settle(state.weights, margins)
+        objective, slopes, gradient = problem.evaluate(weights, margins)
+        gradient = gradient + await problem.transposed(slopes)
+        gap = problem.gap(objective, gradient, state.learning_rate * float((gradient * gradient).sum()))
+        if gap > self.tol:
+            return replace(state, gap=gap)
+        return replace(
+            state, weights=weights, objective=objective, gap=gap, converged=True, gradient=gradient
         )
 
     def restored(self, tree: State) -> GDState:
@@ -230,10 +266,14 @@ class GD:
 
 async def _largest_eigenvalue(problem: Problem) -> float:
     vector = torch.randn(problem.shape[0], 1, generator=generator(0, "power iteration"), dtype=torch.float64)
+    weights = problem.sample_weights
     eigenvalue = 0.0
     for _ in range(_POWER_ROUNDS):
         vector = vector / vector.norm()
-        vector = await problem.transposed(await problem.margins(vector))
+        margins = await problem.margins(vector)
+        if weights is not None:
+            margins = margins * weights.amax(dim=1, keepdim=True)
+        vector = await problem.transposed(margins)
         eigenvalue = float(vector.norm())
         if eigenvalue == 0:
             break
@@ -252,12 +292,50 @@ class LBFGSState(Iterate):
       gradient: at the weights.
       moves: differences of the last weights, (pairs, rows, outputs), oldest first.
       turns: differences of their gradients.
+      scales: of the preconditioner; see :class:`farflung.coded.Preconditioner`.
+      tilt: of the preconditioner.
+      shear: of the preconditioner.
+      mark: the objective when it last fell by more than its rounding errors, or the gap halved.
+      least_gap: so far.
+      idle: iterates since the mark.
     """
 
     margins: Tensor
     gradient: Tensor
     moves: Tensor
     turns: Tensor
+    scales: Tensor
+    tilt: Tensor
+    shear: Tensor
+    mark: float = math.inf
+    least_gap: float = math.inf
+    idle: int = 0
+
+    @property
+    def preconditioner(self) -> Preconditioner:
+        """The Hessian before any step."""
+        return Preconditioner(self.scales, self.tilt, self.shear)
+
+    @property
+    def direction(self) -> Tensor:
+        """Computes :math:`-H g` by two loops over the pairs."""
+        preconditioner = self.preconditioner
+        direction = -self.gradient
+        pairs = [
+            (move, turn, float((move * turn).sum()))
+            for move, turn in zip(self.moves, self.turns, strict=True)
+        ]
+        shares: list[float] = []
+        for move, turn, bend in reversed(pairs):
+            shares.append(float((move * direction).sum()) / bend)
+            direction = direction - shares[-1] * turn
+        direction = preconditioner.solve(direction)
+        if pairs:
+            _, turn, bend = pairs[-1]
+            direction = direction * (bend / float((turn * preconditioner.solve(turn)).sum()))
+        for (move, turn, bend), share in zip(pairs, reversed(shares), strict=True):
+            direction = direction + (share - float((turn * direction).sum()) / bend) * move
+        return direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,9 +348,10 @@ class LBFGS:
     product with the weights is computed afresh every 50 iterates, as another column of a product that is made anyway,
     and at the end.
 
-    The gap is half of :math:`g^T H g` over the objective: the expected gain of a whole step. The true one is larger:
-    about 100 times on a9a, and up to 2,000 times on Covertype, whose columns are far from independent. So the tolerance
-    is small.
+    H begins with the inverse of :class:`farflung.coded.Preconditioner`, which centres and scales columns; the penalty
+    stays that of the columns as they are. An intercept that is not penalised is moved to its best value after each
+    step, which costs no message; one that is penalised, where the solver may have converged. No intercept's rounding
+    errors are then in the gap, multiplied by the means of columns.
 
     Args:
       tol: the gap at which it has converged.
@@ -284,6 +363,8 @@ class LBFGS:
     References: Nocedal & Wright 2006, alg. 7.4 and 7.5.
     """
 
+    needs_stats: ClassVar[bool] = True
+
     tol: float = 1e-10
     memory: int = 100
 
@@ -291,25 +372,25 @@ class LBFGS:
         number_option("lbfgs", "tol", self.tol, 0)
         whole_option("lbfgs", "memory", self.memory, 1)
 
-    async def init(self, problem: Problem, weights: Tensor | None = None) -> LBFGSState:
-        """Makes the first state by one transposed product, and one more product for given weights."""
-        weights, margins, objective, gradient = await problem.start(weights)
-        return LBFGSState(
-            weights=weights,
-            objective=objective,
-            gap=1.0,
-            iterations=0,
-            converged=not bool(gradient.any()),
-            margins=margins,
-            gradient=gradient,
-            moves=weights.new_zeros(0, *weights.shape),
-            turns=weights.new_zeros(0, *weights.shape),
-        )
+    async def init(
+        self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
+    ) -> LBFGSState:
+        """Makes the first state by two transposed products, one without statistics, and one more for given weights.
+
+        Raises:
+          BadSamples: squares of the features are infinite.
+        """
+        preconditioner = Preconditioner.of(problem, stats or await ColumnStats.measure(problem))
+        weights, margins = await problem.start(weights)
+        return await self._begin(problem, weights, margins, preconditioner)
 
     async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
-        """Takes one step by two products, and a third when it has converged."""
-        direction = _downhill(state.gradient, state.moves, state.turns)
-        iterations, outputs = state.iterations + 1, problem.shape[1]
+        """Takes one step by two products, and two more where it may have converged, or finds no lower point."""
+        iterations, outputs, direction = state.iterations + 1, problem.shape[1], state.direction
+        if _expects_end(problem, state, direction, self.tol):
+            again = await self._restart(problem, state)
+            if again.converged:
+                return again
         if iterations % _REFRESH:
             margins, change = state.margins, await problem.margins(direction)
         else:
@@ -320,62 +401,102 @@ class LBFGS:
         guess = 1.0 if len(state.moves) else _cautious(ray, start)
         point = strong_wolfe(ray, start, guess)
         if point is None:
-            return replace(state, iterations=iterations, converged=True)
-        gradient = problem.penalty(point.weights)[1] + await problem.transposed(point.slopes)
+            again = await self._restart(problem, state)
+            return replace(again, stalled=not again.converged and not len(state.moves))
+        weights, margins = point.weights, point.margins
+        if problem.objective.intercept_penalty == 0:
+            weights, margins = problem.settle(weights, margins)
+        objective, slopes, gradient = problem.evaluate(weights, margins)
+        gradient = gradient + await problem.transposed(slopes)
         moves, turns = state.moves, state.turns
-        move, turn = point.weights - state.weights, gradient - state.gradient
+        move, turn = weights - state.weights, gradient - state.gradient
         if float((move * turn).sum()) > 0:
             moves = torch.cat([moves, move[None]])[-self.memory :]
             turns = torch.cat([turns, turn[None]])[-self.memory :]
-        gain = -0.5 * float((gradient * _downhill(gradient, moves, turns)).sum())
-        ended = LBFGSState(
-            weights=point.weights,
-            objective=point.objective,
-            gap=gain / point.objective,
+        ended = replace(
+            state,
+            weights=weights,
+            objective=objective,
             iterations=iterations,
-            converged=False,
-            margins=point.margins,
+            margins=margins,
             gradient=gradient,
             moves=moves,
             turns=turns,
         )
-        return await self._confirmed(problem, ended) if ended.gap <= self.tol else ended
+        ended = _marked(replace(ended, gap=_gap(problem, ended)))
+        if ended.idle == _IDLE:
+            again = await self._restart(problem, ended)
+            return replace(again, stalled=not again.converged)
+        if ended.gap > self.tol:
+            return ended
+        again = await self._restart(problem, ended)
+        return again if again.converged else _marked(replace(again, moves=moves, turns=turns))
 
     def restored(self, tree: State) -> LBFGSState:
         return LBFGSState.from_tree(tree)
 
-    async def _confirmed(self, problem: Problem, state: LBFGSState) -> LBFGSState:
-        """Compares the objective with that of fresh margins: converged, or on from these."""
+    async def _begin(
+        self, problem: Problem, weights: Tensor, margins: Tensor, preconditioner: Preconditioner
+    ) -> LBFGSState:
+        """Makes the state at some weights, by one transposed product."""
+        weights, margins = problem.settle(weights, margins)
+        objective, slopes, gradient = problem.evaluate(weights, margins)
+        state = LBFGSState(
+            weights=weights,
+            objective=objective,
+            gap=1.0,
+            iterations=0,
+            converged=False,
+            margins=margins,
+            gradient=gradient + await problem.transposed(slopes),
+            moves=weights.new_zeros(0, *weights.shape),
+            turns=weights.new_zeros(0, *weights.shape),
+            scales=preconditioner.scales,
+            tilt=preconditioner.tilt,
+            shear=preconditioner.shear,
+        )
+        gap = _gap(problem, state)
+        return replace(state, gap=gap, converged=gap <= self.tol)
+
+    async def _restart(self, problem: Problem, state: LBFGSState) -> LBFGSState:
+        """Computes margins and gradient afresh, by two products, and begins without pairs."""
         margins = await problem.margins(state.weights)
-        objective, slopes, gradient = problem.evaluate(state.weights, margins)
-        drift = abs(objective - state.objective)
-        state = replace(state, margins=margins, objective=objective)
-        if drift <= max(self.tol, _DRIFT) * objective:
-            return replace(state, converged=True)
-        return replace(state, gradient=gradient + await problem.transposed(slopes))
+        begun = await self._begin(problem, state.weights, margins, state.preconditioner)
+        return replace(
+            begun, iterations=state.iterations, mark=state.mark, least_gap=state.least_gap, idle=state.idle
+        )
+
+
+def _marked(state: LBFGSState) -> LBFGSState:
+    """Counts the iterates that have brought nothing."""
+    if state.objective < (1 - _PROGRESS) * state.mark or state.gap < 0.5 * state.least_gap:
+        return replace(state, mark=state.objective, least_gap=min(state.gap, state.least_gap), idle=0)
+    return replace(state, idle=state.idle + 1)
+
+
+def _expects_end(problem: Problem, state: LBFGSState, direction: Tensor, tol: float) -> bool:
+    """Tells, now and then, whether H says that the gap is small, where errors in a penalised intercept may hide it."""
+    gain = -0.5 * float((state.gradient * direction).sum())
+    is_settled = problem.objective.intercept_penalty == 0
+    return not is_settled and state.iterations % _LOOKS == _LOOKS - 1 and gain <= 0.01 * tol * state.objective
+
+
+def _gap(problem: Problem, state: LBFGSState) -> float:
+    gain = 0.0
+    if not problem.objective.has_penalty:
+        directions = state.direction, state.preconditioner.solve(state.gradient)
+        gain = max(0.5 * abs(float((state.gradient * direction).sum())) for direction in directions)
+    return problem.gap(state.objective, state.gradient, gain)
 
 
 def _cautious(ray: Ray, start: Point) -> float:
     """Gives the step to the lowest point of a parabola that is nowhere below the objective."""
-    objective = ray.problem.objective
-    bend = objective.C * objective.curvature * float((ray.change * ray.change).sum())
-    return -start.slope / (bend + 2 * ray.problem.penalty(ray.direction)[0])
-
-
-def _downhill(gradient: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
-    """Computes :math:`-H g` by two loops over the pairs."""
-    direction = -gradient
-    pairs = [(move, turn, float((move * turn).sum())) for move, turn in zip(moves, turns, strict=True)]
-    shares: list[float] = []
-    for move, turn, bend in reversed(pairs):
-        shares.append(float((move * direction).sum()) / bend)
-        direction = direction - shares[-1] * turn
-    if pairs:
-        _, turn, bend = pairs[-1]
-        direction = direction * (bend / float((turn * turn).sum()))
-    for (move, turn, bend), share in zip(pairs, reversed(shares), strict=True):
-        direction = direction + (share - float((turn * direction).sum()) / bend) * move
-    return direction
+    problem = ray.problem
+    squares = ray.change * ray.change
+    if problem.sample_weights is not None:
+        squares = squares * problem.sample_weights
+    bend = problem.objective.loss_weight * problem.objective.curvature * float(squares.sum())
+    return -start.slope / (bend + 2 * problem.penalty(ray.direction)[0])
 
 
 # --- the line search of L-BFGS ----------------------------------------------------------------------------------------
@@ -499,16 +620,30 @@ class OneVsRest(Generic[S]):
       solver: of one output.
     """
 
+    needs_stats: ClassVar[bool] = True
+
     solver: Solver[S]
 
-    async def init(self, problem: Problem, weights: Tensor | None = None) -> OneVsRestState[S]:
+    async def init(
+        self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
+    ) -> OneVsRestState[S]:
         """Starts all outputs in as many rounds as one output takes."""
         columns = [None] * problem.shape[1] if weights is None else weights.split(1, dim=1)
-        return _joined(await _together(problem, lambda outputs: map(self.solver.init, outputs, columns)))
+        if stats is None and self.solver.needs_stats:
+            stats = await ColumnStats.measure(problem)
+        return _joined(
+            await _together(
+                problem,
+                lambda outputs: (
+                    self.solver.init(output, column, stats)
+                    for output, column in zip(outputs, columns, strict=True)
+                ),
+            )
+        )
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
         """Takes a step of each output in as many rounds as one output takes."""
-        going = [index for index, one in enumerate(state.outputs) if not one.converged]
+        going = [index for index, one in enumerate(state.outputs) if not one.is_over]
         steps = await _together(
             problem,
             lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in going),
@@ -528,6 +663,7 @@ def _joined(outputs: list[S]) -> OneVsRestState[S]:
         gap=max(one.gap for one in outputs),
         iterations=max(one.iterations for one in outputs),
         converged=all(one.converged for one in outputs),
+        stalled=all(one.is_over for one in outputs) and any(one.stalled for one in outputs),
         outputs=tuple(outputs),
     )
 
@@ -539,7 +675,14 @@ async def _together(
     products, ready = problem.products, deque[Callable[[], None]]()
     rounds = [_Columns(products.times), _Columns(products.transposed_times)]
     column = _Output(products.samples, products.features, *(one.ask for one in rounds))
-    outputs = [Problem(column, problem.objective, targets) for targets in problem.targets.split(1, dim=1)]
+    weights = problem.sample_weights
+    factors = (
+        [None] * problem.shape[1] if weights is None else weights.expand_as(problem.targets).split(1, dim=1)
+    )
+    outputs = [
+        Problem(column, problem.objective, targets, factor)
+        for targets, factor in zip(problem.targets.split(1, dim=1), factors, strict=True)
+    ]
     tasks: list[Task[T]] = [Task(one, ready.append) for one in begun(outputs)]
     while not all(task.done for task in tasks):
         while ready:

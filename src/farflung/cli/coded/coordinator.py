@@ -200,6 +200,8 @@ class CodedProgress(Bar):
 def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and figures of a summary."""
     how = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
+    if summary["stalled"]:
+        how = "not converged: rounding errors allow no further step; scale the features"
     partitions, classes = summary["partitions"], summary["classes"]
     lines = [
         ("objective", f"{summary['objective']:.10g}"),
