@@ -559,8 +559,13 @@ def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
     refused("closure", model, torch.optim.LBFGS(model.parameters()), "pipelined(2)")
     refused("closure, delayed", model, torch.optim.LBFGS(model.parameters()), "delayed(2)")
     refused("nonfinite", model, nonfinite="perhaps")
-    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    refused("devices", spread, how="streaming_diloco(4, fragments=1)")
+    refused("no values", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+    expanded = nn.Linear(2, 2)
+    expanded.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
+    refused("expanded", expanded)
+    listed = nn.Linear(2, 2)
+    listed.register_buffer("graph", torch.eye(3).to_sparse())
+    refused("sparse buffer", listed)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with farflung.attach(model, optimizer, store=dist.PrefixStore("first", store)):
@@ -699,6 +704,67 @@ def compiled_step(rank: int, size: int, store: dist.Store, *, how: str) -> dict[
                 step()
         ends[kind] = digest(dict(model.named_parameters()))
     return ends
+
+
+class Deep(nn.Module):
+    """A block of many layers, with buffers of unlike types and shapes."""
+
+    TYPES = (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.complex64,
+        torch.bool,
+        torch.int64,
+    )
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(160))
+        for number, dtype in enumerate(self.TYPES):
+            self.register_buffer(
+                f"buffer{number}", torch.randint(0, 100, (2, 3), generator=random).to(dtype).t()
+            )
+            self.register_buffer(f"single{number}", torch.randint(0, 100, (), generator=random).to(dtype))
+        self.seen = "nothing"
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.seen = state["seen"]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * layer(x)
+        return x
+
+
+def many_tensors(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, str]:
+    """What each rank starts and ends with."""
+    torch.manual_seed(rank)
+    model = Deep(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    env = LaunchEnv(rank, size, rank, size)
+
+    def state() -> str:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return digest(
+            {name: t.detach().contiguous().reshape(-1).view(torch.uint8) for name, t in tensors.items()}
+        )
+
+    with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=store) as handle:
+        start = state()
+        with handle.join() if how == "synchronous" else contextlib.nullcontext():
+            for _ in range(2 + rank * (how == "synchronous")):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), 0.1 + rank)).square().mean().backward()
+                optimizer.step()
+    return {"start": start, "end": state()}
 
 
 def alone(rank: int, size: int, store: dist.Store) -> str:

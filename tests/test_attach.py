@@ -266,12 +266,31 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
         "closure": "LBFGS computes gradients inside its step, which schedule pipelined(2) cannot follow",
         "closure, delayed": "which schedule delayed(2) cannot follow",
         "nonfinite": "must be None or one of stop, skip, exclude",
-        "devices": "fragment 0 holds parameters on cpu and meta: choose a schedule without fragments",
+        "no values": "1.weight is on the meta device and has no values",
+        "expanded": "mask is expanded, so that several elements share one place in memory: clone() it",
+        "sparse buffer": "graph has layout torch.sparse_coo",
         "twice": "attached already",
         "again": "nothing",
     }.items():
         assert says in one[name], name
         assert "\n" not in one[name]
+
+
+def test_a_fragment_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    recipe = attach_jobs.recipe_of("streaming_diloco(4, fragments=1)")
+    with pytest.raises(ConfigError, match="fragment 0 holds parameters on cpu and meta: choose a schedule"):
+        farflung.attach(spread, torch.optim.SGD(spread.parameters(), lr=0.1), recipe)
+
+
+@pytest.mark.parametrize("how", ["synchronous", "local_sgd(2)"])
+def test_a_model_of_many_tensors_of_any_type(pool: Pool, how: str) -> None:
+    """As many as ResNet-50 has, in types that messages have not, with state that is no tensor."""
+    one, other = pool.run(2, "tests.attach_jobs.many_tensors", how=how)
+    assert one == other
+    assert one["start"] != one["end"]
 
 
 @pytest.mark.parametrize(

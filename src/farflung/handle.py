@@ -206,7 +206,9 @@ def attach(
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
     check_sole(model)
-    check_whole(model)
+    env = launch_env or seat or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+    rank, size = env.rank, env.size
+    check_whole(model, is_alone=size == 1)
     accumulating = partial(accumulates, optimizer)
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
@@ -214,8 +216,6 @@ def attach(
         raise ConfigError("attach: this model is attached already; call finish() on its handle first")
     if seat is not None:
         renamed("attach(seat=)", "attach(launch_env=)")
-    env = launch_env or seat or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
-    rank, size = env.rank, env.size
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
         raise ConfigError(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"

@@ -37,6 +37,7 @@ __all__ = [
     "encode",
     "json_of",
     "read_head",
+    "supports_dtype",
 ]
 
 Frame: TypeAlias = "bytes | bytearray | memoryview"
@@ -210,6 +211,11 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = 
         MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route
     )
     return [b"".join(head), *frames]
+
+
+def supports_dtype(dtype: torch.dtype) -> bool:
+    """Returns True if tensors of this type travel as they are; others travel as bytes."""
+    return dtype in _CODES
 
 
 def read_head(frame: Frame) -> Head:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import torch
 from torch import Tensor, nn
 
 from farflung.comm import ExchangeChannel, Purpose, Values, start
+from farflung.comm.wire import supports_dtype
 from farflung.types import Payload, Runtime
 
 __all__ = [
@@ -25,6 +26,10 @@ __all__ = [
 ]
 
 _NOTHING = torch.empty(0)
+_MESSAGE_PARTS = 128
+"""Most tensors in a message; there can be no more than 255."""
+_MESSAGE_NBYTES = 16 << 20
+"""Most bytes in a message of several tensors."""
 _GROUPS = 16
 """Sums in a sketch of a model."""
 _SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
@@ -121,22 +126,53 @@ async def broadcast(
     part: int = 0,
     purpose: Purpose = Purpose.START,
 ) -> None:
-    """Overwrites ``tensors`` with those of rank ``src``; all have as many, of the same shapes."""
-    kept = [_real(tensor.detach()) for tensor in tensors]
+    """Overwrites ``tensors`` with those of rank ``src``; all have as many, of the same shapes.
+
+    They leave in messages of bounded size, one after the other, so that copies of few are held at a time.
+    """
+    kept = [tensor.detach() for tensor in tensors]
     channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
+    others = [rank for rank in range(channel.size) if rank != src]
 
     async def exchange() -> None:
-        if channel.rank == src:
-            copies = Payload(tuple(tensor.clone() for tensor in kept))
-            for rank in range(channel.size):
-                if rank != src:
-                    channel.send(copies, rank, 0)
-            return
-        payload = await channel.recv(src, 0)
-        for tensor, value in zip(kept, payload.tensors(), strict=True):
-            tensor.copy_(value)
+        for hop, message in enumerate(_group_by_size(kept)):
+            if channel.rank == src:
+                copies = Payload(tuple(_to_wire(tensor) for tensor in message))
+                for sent in [channel.send(copies, rank, hop) for rank in others]:
+                    await sent
+                continue
+            payload = await channel.recv(src, hop)
+            for tensor, value in zip(message, payload.tensors(), strict=True):
+                _from_wire(value, tensor)
 
     await runtime.launch(exchange())
+
+
+def _group_by_size(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields the tensors of each message, in order."""
+    message: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if message and (len(message) == _MESSAGE_PARTS or nbytes + tensor.nbytes > _MESSAGE_NBYTES):
+            yield message
+            message, nbytes = [], 0
+        message.append(tensor)
+        nbytes += tensor.nbytes
+    if message:
+        yield message
+
+
+def _to_wire(tensor: Tensor) -> Tensor:
+    """Returns a flat copy of a tensor in a type that messages have: its bytes where they do not have its own."""
+    flat = (
+        torch.empty_like(_real(tensor), memory_format=torch.contiguous_format).copy_(_real(tensor)).view(-1)
+    )
+    return flat if supports_dtype(flat.dtype) else flat.view(torch.uint8)
+
+
+def _from_wire(value: Tensor, tensor: Tensor) -> None:
+    real = _real(tensor)
+    real.copy_(value.view(real.dtype).view(real.shape))
 
 
 @asynccontextmanager

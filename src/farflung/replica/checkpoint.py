@@ -170,6 +170,7 @@ def fingerprint(model: nn.Module) -> str:
     layout = [
         (name, tuple(t.shape), str(t.dtype), *(() if t.is_contiguous() else t.stride()))
         for name, t in model.state_dict().items()
+        if isinstance(t, torch.Tensor)  # a module may keep anything else, by get_extra_state
     ]
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -57,8 +57,12 @@ def _is_a(thing: object, kind: str) -> bool:
     return any(base.__name__ == kind for base in type(thing).__mro__)
 
 
-def check_whole(model: nn.Module) -> None:
-    """Refuses lazy parameters and buffers, and layers whose gradients are sparse.
+def check_whole(model: nn.Module, *, is_alone: bool = False) -> None:
+    """Refuses tensors that cannot be overwritten with those of another rank, and layers whose gradients are sparse.
+
+    Args:
+      model: of this rank.
+      is_alone: whether there is no other rank, so that tensors need no values yet.
 
     Raises:
       Unsupported: names the tensor or the layer.
@@ -68,11 +72,23 @@ def check_whole(model: nn.Module) -> None:
             raise Unsupported(
                 f"attach: {name} is lazy and has no shape yet: run a batch through the model before, on all ranks"
             )
+        if not is_alone and (reason := _reason_not_whole(tensor)):
+            raise Unsupported(f"attach: {name} {reason}")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise Unsupported(
                 f"attach: layer {name or type(module).__name__} has sparse gradients: use sparse=False"
             )
+
+
+def _reason_not_whole(tensor: Tensor) -> str | None:
+    if tensor.is_meta:
+        return "is on the meta device and has no values: load or initialize the model before"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}, and only dense tensors can be exchanged: make it dense"
+    if any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is expanded, so that several elements share one place in memory: clone() it"
+    return None
 
 
 _WRAPPED = ("optimizer", "base_optimizer")
