@@ -877,7 +877,7 @@ class Handle:
         if self._can_be_apart and (spread := self._measure_spread(part=2)):
             parameters = [p.detach() for p in self._trained]
             self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
-            if spread > _TOLERATED:
+            if spread > _TOLERATED and not self._warnings:
                 self._warn_once(
                     "finish",
                     f"finish() has averaged replicas that had come apart by {spread:.1g} of their parameters' norm: "

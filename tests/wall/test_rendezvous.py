@@ -188,8 +188,9 @@ def test_two_processes_of_one_rank_are_told() -> None:
         meeting(store, 0, for_s=0.0).exchange("another")
     with pytest.raises(ProtocolError, match="another process has come to the store as rank 0"):
         first[0].is_repeated()
-    waiting = Background(partial(meeting(store, 1, for_s=0.5).exchange, "one"))
-    before = until(store, "farflung/test/1", store.get("farflung/test/1"))
+    stale = store.get("farflung/test/1")
+    waiting = Background(partial(meeting(store, 1, for_s=1.0).exchange, "one"))
+    before = until(store, "farflung/test/1", stale)
     with pytest.raises(DeadlinePassed):
         meeting(store, 1, for_s=0.0).exchange("another")
     assert store.get("farflung/test/1") != before
