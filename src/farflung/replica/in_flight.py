@@ -243,7 +243,7 @@ class Launcher:
         exchange = InFlight(
             state["number"],
             state["step"],
-            state.get("round_number", state["step"]),  # not in states of 0.1
+            state["round_number" if "round_number" in state else "step"],  # not in states of 0.1
             Transfer(part, state["due_step"], merge),
             kept,
             state["weight"],
