@@ -555,7 +555,7 @@ class HookState:
 
     async def _snapshot(self) -> State:
         shared, local = self._slots.state_dict()
-        parameters = {str(own.index): _shapes(own) for own in self._owns}
+        parameters = {str(own.index): own.filling.layout for own in self._owns}
         return {"step": self.step, "parameters": parameters, "shared": shared, "local": local}
 
     async def _restore(self) -> None:
@@ -563,7 +563,7 @@ class HookState:
         kept, self._loaded = self._loaded, None
         if not kept["parameters"]:
             return
-        if {str(own.index): _shapes(own) for own in self._owns} != kept["parameters"]:
+        if {str(own.index): own.filling.layout for own in self._owns} != kept["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
         rank = self._runtime.comm.rank
         local = kept["local"] if kept.get("rank", rank) == rank else {}
@@ -593,10 +593,6 @@ def _release(arrivals: Iterable[_Arrival]) -> None:
 def _collective(reducer: Reducer) -> str:
     """The one it asks for; a reducer need not have any."""
     return getattr(reducer, "collective", "direct")
-
-
-def _shapes(own: _Own) -> list[list[int]]:
-    return [list(parameter.shape) for parameter in own.filling.parameters]
 
 
 def _reducer(how: str | Codec | Reducer) -> Reducer:

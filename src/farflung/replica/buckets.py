@@ -47,6 +47,11 @@ class Filling:
             start += parameter.numel()
         return replace(TensorSpec.of(self.flat), parts=tuple(places))
 
+    @property
+    def layout(self) -> list[Json]:
+        """Shapes of the parameters, and the order of their dimensions in memory."""
+        return [[list(p.shape), list(order)] for p, order in zip(self.parameters, self.orders, strict=True)]
+
     def view(self, flat: Tensor) -> list[Tensor]:
         """Returns views of a contiguous tensor of this size, one in the shape and strides of each parameter."""
         offset = flat.storage_offset()
@@ -96,14 +101,8 @@ class GradientBuckets:
 
     @property
     def layout(self) -> list[Json]:
-        """For each bucket the shapes of its parameters, and the order of their dimensions in memory."""
-        return [
-            [
-                [list(p.shape), list(order)]
-                for p, order in zip(filling.parameters, filling.orders, strict=True)
-            ]
-            for filling in self._fillings
-        ]
+        """Layouts of the buckets, see :attr:`Filling.layout`."""
+        return [filling.layout for filling in self._fillings]
 
     @property
     def nbytes(self) -> int:
