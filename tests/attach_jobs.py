@@ -414,6 +414,43 @@ def delayed(
     return found
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Sets its rates by itself, as Adafactor does with ``lr=None``."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad.sign(), alpha=0.01)
+
+
+def goes_back(rank: int, size: int, store: dist.Store, *, how: str) -> tuple[str, str]:
+    """What the same steps lead to twice, from a state in the middle."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = WithoutRate(model.parameters())
+    env = LaunchEnv(rank, size, rank, size)
+    ends = []
+    with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=store) as handle:
+        for x, y in itertools.islice(batches(rank), 3):
+            one_step(model, optimizer, x, y)
+        kept = copy.deepcopy((model.state_dict(), handle.state_dict()))
+        for _ in range(2):
+            for x, y in itertools.islice(batches(rank), 3, 5):
+                one_step(model, optimizer, x, y)
+            F.cross_entropy(model(x), y).backward()
+            if how != "synchronous":
+                optimizer.step()
+            ends.append(digest(dict(model.named_parameters())))
+            model.load_state_dict(kept[0])
+            handle.load_state_dict(copy.deepcopy(kept[1]))
+    return ends[0], ends[1]
+
+
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     """What every loop does."""
     optimizer.zero_grad(set_to_none=True)

@@ -187,6 +187,23 @@ def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: st
 
 @pytest.mark.parametrize(
     "how",
+    [
+        "synchronous",
+        "pipelined(3)",
+        "delayed(3, 2)",
+        "delayed(3, 2, pull='swap')",
+        "diloco(2)",
+        "streaming_diloco(3, fragments=1, delay=1)",
+        "local_sgd(4)",
+    ],
+)
+def test_a_loop_goes_back_to_an_earlier_state(pool: Pool, how: str) -> None:
+    for once, again in pool.run(2, "tests.attach_jobs.goes_back", how=how):
+        assert once == again
+
+
+@pytest.mark.parametrize(
+    "how",
     ["synchronous", "pipelined(3, correction=0.1)", "delayed(3)", "delayed(3, pull='swap')", "diloco(3)"],
 )
 def test_a_state_comes_to_the_device_of_the_model(how: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -512,6 +512,8 @@ class Handle:
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`; model and optimizer may be loaded before :func:`attach` or after it.
 
+        Where training has begun, all ranks go back together; what is under way is waited for and forgotten.
+
         Raises:
           CheckpointError: of another model, another rank, another number of replicas, or none at all.
         """
@@ -532,6 +534,8 @@ class Handle:
             name not in tensors or tensors[name].shape != value.shape for name, value in own.items()
         ):
             raise CheckpointError("this state was made with another model or other buckets")
+        self._runtime.drive(self._exchanges.drop())
+        self._is_step_open = self._is_round_open = self._exchanged = False
         with torch.no_grad():
             for name, value in own.items():
                 tensors[name].copy_(value)

@@ -20,6 +20,7 @@ from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.in_flight import Carrier, InFlight, Launcher, LinkGate, joined
 from farflung.replica.merges import mergers
+from farflung.replica.optimizers import rate_of
 from farflung.replica.placement import state_on
 from farflung.replica.slots import Slots, buckets_of, numbered, spec_of
 from farflung.replica.summary import Times
@@ -328,7 +329,7 @@ class Exchanges:
         gradients = deque(transfer for transfer in planned if transfer.merge.moves == "gradient")
         if self._behind and not gradients and not self.diverged:
             self._catch_up()
-        rate = None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        rate = None if self._optimizer is None else rate_of(self._optimizer)
         number = step if round_number is None else round_number
         self._step = _Step(step, number, vote, planned, gradients, rate, left=len(planned))
         for steps in self._metadata.values():
@@ -513,6 +514,13 @@ class Exchanges:
           ``shared``, alike on all replicas, and ``own``.
         """
         return await self._runtime.launch(self.snapshot())
+
+    async def drop(self) -> None:
+        """Waits for what is under way, and forgets it: all replicas are about to go back to an earlier state."""
+        for exchange in self._launcher.in_flight:
+            await exchange.started.bring()
+        self._launcher.in_flight.clear()
+        self._taken.clear()
 
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`: what was under way starts again, and so brings the same.

@@ -23,6 +23,7 @@ __all__ = [
     "momentum_of",
     "optimizer_settings",
     "optimizer_state",
+    "rate_of",
     "second_versions",
     "set_rate",
 ]
@@ -62,6 +63,12 @@ def set_rate(
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """Returns the learning rate of the first group; None if the optimizer sets its rates by itself, as Adafactor."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
