@@ -678,7 +678,6 @@ class Handle:
         count = self._round_number
         if not count or (count & (count - 1) and count % _COMPARED_EVERY):
             return
-        self._buckets.check_layout()
         spread = self._measure_spread(has_data=has_data)
         self._is_apart |= spread > 0
         if spread > _TOLERATED:

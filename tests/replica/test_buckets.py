@@ -269,7 +269,6 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
         assert p.grad is not None
         assert torch.equal(p.grad, torch.arange(p.numel()).view(p.shape).to(p.dtype))
         assert (p.grad.stride() == p.stride()) == (name != "gaps")
-    buckets.check_layout()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
@@ -310,12 +309,51 @@ def test_shapes_are_told_in_the_order_of_memory() -> None:
     assert shapes == [(3, 4), (4, 3, 1, 1), (3, 3), (2, 3, 4), (3, 4), (2, 4, 5, 3)]
 
 
-def test_a_memory_format_that_changes_later_is_refused() -> None:
-    model = nn.Conv2d(3, 4, 3)
-    buckets = GradientBuckets(model.named_parameters())
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match="memory format of weight has changed since attach"):
-        buckets.check_layout()
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_memory_format_may_change_between_steps(fused: bool) -> None:
+    ends = []
+    for with_buckets in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        buckets = GradientBuckets(model.named_parameters()) if with_buckets else None
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step != 3)
+            loss = (
+                model(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))).square().mean()
+            )
+            if buckets:
+                buckets.backward(loss, lambda index: None)
+                buckets.load(0, buckets.flat(0).clone())
+                for p, view in zip(buckets.parameters(0), buckets.view(0, buckets.flat(0)), strict=True):
+                    assert p.grad is not None
+                    assert torch.equal(p.grad, view)
+            else:
+                loss.backward()
+            optimizer.step()
+            if step == 1:
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_data_of_a_gradient_may_be_set(keeps: bool) -> None:
+    """As loops do that clip by hand."""
+    model = chain(4, 5, 6)
+    buckets = GradientBuckets(model.named_parameters(), 150)
+    for seed in range(3):
+        backward(buckets, loss_of(model, seed))
+        wanted = gradients(model, lambda m, seed=seed: loss_of(m, seed))  # type: ignore[misc]
+        check(model, buckets, wanted)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.data = p.grad.data.clamp(-0.125, 0.125)
+            assert float(p.grad.abs().max()) <= 0.125
+            if keeps:
+                p.grad.zero_()
+            else:
+                p.grad = None
 
 
 # --- unused parameters ------------------------------------------------------------------------------------------

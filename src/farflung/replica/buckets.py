@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,25 @@ class Filling:
     orders: list[tuple[int, ...]]
     """Dimensions of each parameter, outermost in memory first."""
     missing: set[int]
+    gradients: list[Tensor] = field(init=False)
+    """What parameters have as gradients: the views, as other tensors, since a loop may set their ``data``."""
+    restrided: set[int] = field(default_factory=set)
+    """Places of parameters whose strides are not those of their views: gradients are copied."""
     absent: frozenset[int] = frozenset()
     """Places that had no gradient when the last backward pass was through."""
+
+    def __post_init__(self) -> None:
+        self.gradients = [view.detach() for view in self.views]
+
+    def give(self, place: int) -> None:
+        """Makes a part of the flat tensor the gradient of its parameter."""
+        view, gradient, parameter = self.views[place], self.gradients[place], self.parameters[place]
+        if place in self.restrided:
+            parameter.grad = torch.empty_like(parameter).copy_(view)
+            return
+        if gradient.data_ptr() != view.data_ptr():
+            gradient = self.gradients[place] = view.detach()
+        parameter.grad = gradient
 
     @property
     def spec(self) -> TensorSpec:
@@ -181,8 +198,10 @@ class GradientBuckets:
         if mean.data_ptr() != filling.flat.data_ptr():
             filling.flat.copy_(mean)
         for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
-            none = place in never or (place in unused and not view.any())
-            parameter.grad = None if none else view
+            if place in never or (place in unused and not view.any()):
+                parameter.grad = None
+            else:
+                filling.give(place)
 
     def weights(self, index: int) -> Tensor:
         """A copy of a bucket's parameters, flat and in its order."""
@@ -233,30 +252,14 @@ class GradientBuckets:
         """Returns True if the gradients of the last pass, which may have been taken away since, are all numbers."""
         return all(bool(filling.flat.isfinite().all()) for filling in self._fillings)
 
-    def check_layout(self) -> None:
-        """Refuses parameters whose memory format has changed, since their gradients have that of the start.
-
-        Raises:
-          ConfigError: names them.
-        """
-        if changed := [
-            name
-            for filling in self._fillings
-            for name, p, order in zip(filling.names, filling.parameters, filling.orders, strict=True)
-            if _memory_order(p) != order
-        ]:
-            raise ConfigError(
-                f"the memory format of {', '.join(changed[:4])} has changed since attach(): call model.to() before it"
-            )
-
     def find_replaced_gradients(self) -> list[str]:
         """Returns the parameters whose gradients have been taken away or replaced since they were filled in."""
         return [
             filling.names[place]
             for filling in self._fillings
             for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True))
-            if (grad := parameter.grad) is not view
-            and place not in filling.absent
+            if (grad := parameter.grad) is not filling.gradients[place]
+            and place not in filling.absent | filling.restrided
             and (grad is None or grad.data_ptr() != view.data_ptr())
         ]
 
@@ -319,10 +322,12 @@ def _gather(filling: Filling) -> None:
             )
         if grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
             views.append(view)
-            grads.append(
-                grad.detach() if grad.requires_grad else grad
-            )  # as backward(create_graph=True) leaves it
-            parameter.grad = view
+            # A gradient of backward(create_graph=True) has a graph.
+            grads.append(grad.detach() if grad.requires_grad else grad)
+            if parameter.stride() == view.stride():
+                filling.give(place)
+            else:
+                filling.restrided.add(place)
     filling.absent = frozenset(absent)
     if views:
         torch._foreach_copy_(views, grads)
