@@ -414,6 +414,25 @@ def delayed(
     return found
 
 
+def freezes(rank: int, size: int, store: dist.Store, *, codec: str) -> list[str]:
+    """A layer before and after steps in which it is frozen, and all others."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    env = LaunchEnv(rank, size, rank, size)
+    recipe = recipe_of("synchronous").but(codec=codec)
+    parts = []
+    with farflung.attach(model, optimizer, recipe, launch_env=env, store=store), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, (x, y) in enumerate(batches(rank)):
+            if number == 3:
+                model.inner.requires_grad_(False)
+                parts += [digest(dict(layer.named_parameters())) for layer in (model.inner, model.outer)]
+            one_step(model, optimizer, x, y)
+        parts += [digest(dict(layer.named_parameters())) for layer in (model.inner, model.outer)]
+    return [parts[0], parts[2], parts[1], parts[3]]
+
+
 class WithoutRate(torch.optim.Optimizer):
     """Sets its rates by itself, as Adafactor does with ``lr=None``."""
 

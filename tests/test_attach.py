@@ -353,6 +353,16 @@ def test_unused_parameters_are_left_alone_as_under_ddp(pool: Pool, optimizer: st
         assert one["never"]
 
 
+@pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(0.1))", "dgc(density=0.1, warmup_steps=0)"])
+def test_a_layer_that_is_frozen_later_stays_as_it_is(pool: Pool, codec: str) -> None:
+    """Though a codec has held back gradients of it."""
+    one, other = pool.run(2, "tests.attach_jobs.freezes", codec=codec)
+    assert one == other
+    frozen, frozen_end, others, others_end = one
+    assert frozen == frozen_end
+    assert others != others_end
+
+
 @pytest.mark.parametrize("how", ["pipelined(2)", "delayed(2)", "delayed(2, pull='swap')"])
 def test_late_results_leave_unused_parameters_alone_too(pool: Pool, how: str) -> None:
     one, other = pool.run(2, "tests.attach_jobs.unused", how=how)

@@ -185,7 +185,7 @@ class GradientBuckets:
     def load(
         self, index: int, mean: Tensor, unused: Collection[int] = (), never: Collection[int] = ()
     ) -> None:
-        """Makes ``mean`` the gradient of a bucket's parameters.
+        """Makes ``mean`` the gradient of a bucket's parameters, but for those that have been frozen.
 
         Args:
           index: of the bucket.
@@ -198,7 +198,7 @@ class GradientBuckets:
         if mean.data_ptr() != filling.flat.data_ptr():
             filling.flat.copy_(mean)
         for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
-            if place in never or (place in unused and not view.any()):
+            if place in never or not parameter.requires_grad or (place in unused and not view.any()):
                 parameter.grad = None
             else:
                 filling.give(place)
