@@ -714,7 +714,7 @@ class Handle:
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
-        if self._empty_passes > 1 or self._buckets.find_replaced_gradients():
+        if self._empty_passes > 1 or self._buckets.has_replaced_gradients():
             raise Unsupported(_STEP_IN_BACKWARD)
         if not self._runtime.drive(self._exchanges.settle()):
             self._buckets.clear()

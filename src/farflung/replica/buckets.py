@@ -252,16 +252,15 @@ class GradientBuckets:
         """Returns True if the gradients of the last pass, which may have been taken away since, are all numbers."""
         return all(bool(filling.flat.isfinite().all()) for filling in self._fillings)
 
-    def find_replaced_gradients(self) -> list[str]:
-        """Returns the parameters whose gradients have been taken away or replaced since they were filled in."""
-        return [
-            filling.names[place]
-            for filling in self._fillings
-            for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True))
-            if (grad := parameter.grad) is not filling.gradients[place]
+    def has_replaced_gradients(self) -> bool:
+        """Returns True if a gradient has been taken away or replaced since it was filled in."""
+        return any(
+            (grad := parameter.grad) is not filling.gradients[place]
             and place not in filling.absent | filling.restrided
-            and (grad is None or grad.data_ptr() != view.data_ptr())
-        ]
+            and (grad is None or grad.data_ptr() != filling.views[place].data_ptr())
+            for filling in self._fillings
+            for place, parameter in enumerate(filling.parameters)
+        )
 
     def clear(self) -> None:
         """Takes all gradients away, so that an optimizer's step does nothing."""
