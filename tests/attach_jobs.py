@@ -433,6 +433,39 @@ def freezes(rank: int, size: int, store: dist.Store, *, codec: str) -> list[str]
     return [parts[0], parts[2], parts[1], parts[3]]
 
 
+class Adapted(nn.Module):
+    """A frozen base in bytes, one in floats, and what trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.full((4096,), 200, dtype=torch.uint8), requires_grad=False)
+        self.inner = nn.Linear(12, 1000).requires_grad_(False)
+        self.adapter = nn.Linear(12, 5)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.adapter(x) + self.inner(x).mean()
+        return y
+
+
+def trains_an_adapter(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, Any]:
+    """What an evaluation sees of the base, and sends; what a state holds."""
+    torch.manual_seed(0)
+    model = Adapted()
+    optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+    env = LaunchEnv(rank, size, rank, size)
+    with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=store) as handle:
+        for x, y in batches(rank, 3):
+            one_step(model, optimizer, x, y)
+        with handle.averaged():
+            base = model.base.tolist()
+        return {
+            "base": base,
+            "names": {*handle.state_dict()["model"]},
+            "evaluation": sum(handle.sent.get("evaluation", [0])),
+        }
+
+
 class WithoutRate(torch.optim.Optimizer):
     """Sets its rates by itself, as Adafactor does with ``lr=None``."""
 

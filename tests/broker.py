@@ -112,7 +112,9 @@ class Broker:
     def stop(self) -> None:
         """It answers nobody, and keeps its connections."""
         os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # its threads go on for a while
+        os.waitid(
+            os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT
+        )  # its threads go on for a while
         self._paused = True
 
     def go_on(self) -> None:

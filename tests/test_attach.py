@@ -353,7 +353,9 @@ def test_unused_parameters_are_left_alone_as_under_ddp(pool: Pool, optimizer: st
         assert one["never"]
 
 
-@pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(0.1))", "dgc(density=0.1, warmup_steps=0)"])
+@pytest.mark.parametrize(
+    "codec", ["identity", "error_feedback(topk(0.1))", "dgc(density=0.1, warmup_steps=0)"]
+)
 def test_a_layer_that_is_frozen_later_stays_as_it_is(pool: Pool, codec: str) -> None:
     """Though a codec has held back gradients of it."""
     one, other = pool.run(2, "tests.attach_jobs.freezes", codec=codec)
@@ -385,6 +387,15 @@ def test_a_gradient_in_two_parts_is_refused(pool: Pool) -> None:
     for said in pool.run(2, "tests.attach_jobs.shared_by_checkpoints"):
         assert "in two parts" in said
         assert "use_reentrant=False" in said
+
+
+@pytest.mark.parametrize("how", ["local_sgd(4)", "delayed(2)", "synchronous"])
+def test_what_does_not_train_does_not_travel(pool: Pool, how: str) -> None:
+    """As of an adapter on a base in whole numbers."""
+    for end in pool.run(2, "tests.attach_jobs.trains_an_adapter", how=how):
+        assert end["base"] == [200] * 4096
+        assert end["names"] <= {"adapter.weight", "adapter.bias"}
+        assert end["evaluation"] < 4096
 
 
 def test_buffers_of_any_kind(pool: Pool) -> None:

@@ -478,7 +478,7 @@ class Handle:
         stands = self._exchanges.consensus_parameters()
         if stands == {} and self._can_be_apart and self._measure_spread(part=1):
             stands = None  # something has changed them since the last exchange
-        entered = averaged(self._runtime, self._model, self._round_number, stands)
+        entered = averaged(self._runtime, self._model, self._round_number, stands, self._trained)
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model
@@ -498,7 +498,8 @@ class Handle:
         exchanges = self._runtime.drive(self._exchanges.state_dict())
         own = dict(self._model.named_buffers())
         if self._exchanges.diverged:
-            own |= self._model.named_parameters()
+            trained = {id(p) for p in self._trained}
+            own |= {name: p for name, p in self._model.named_parameters() if id(p) in trained}
         return {
             "step": self.step,
             "round_number": self._round_number,

@@ -177,7 +177,11 @@ def _from_wire(value: Tensor, tensor: Tensor) -> None:
 
 @asynccontextmanager
 async def averaged(
-    runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
+    runtime: Runtime,
+    model: nn.Module,
+    number: int,
+    stands: Mapping[str, Tensor] | None,
+    trained: Sequence[Tensor] | None = None,
 ) -> AsyncIterator[None]:
     """Inside, what differs between replicas is alike on all; afterwards each has its own again.
 
@@ -186,8 +190,9 @@ async def averaged(
       model: the replica's.
       number: of the exchange; alike on all ranks.
       stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
+      trained: parameters that may differ; ``None``: all of them.
     """
-    found, known, values = differing(model, stands)
+    found, known, values = differing(model, stands, trained)
     means, places = ([tensor.detach() for tensor in tensors] for tensors in (found, known))
     own = [tensor.clone() for tensor in (*means, *places)]
     await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
@@ -199,13 +204,14 @@ async def averaged(
 
 
 def differing(
-    model: nn.Module, stands: Mapping[str, Tensor] | None
+    model: nn.Module, stands: Mapping[str, Tensor] | None, trained: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """What may differ between replicas.
 
     Args:
       model: the replica's.
       stands: parameters that are known alike on all, by name; ``None``: those of the model differ.
+      trained: parameters that may differ; ``None``: all of them.
 
     Returns:
       Running statistics (batch norm), and parameters that differ, whose means are to be taken; parameters that need
@@ -214,7 +220,7 @@ def differing(
     parameters = dict(model.named_parameters())
     means = [
         *(buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()),
-        *(parameters.values() if stands is None else ()),
+        *((parameters.values() if trained is None else trained) if stands is None else ()),
     ]
     known = stands or {}
     return means, [parameters[name] for name in known], list(known.values())
