@@ -165,18 +165,18 @@ def test_late_schedules_in_a_loop_of_ones_own(pool: Pool, how: str, loop: str) -
         assert end["own"] == end["after"]
 
 
+UNDER_WAY = [
+    "synchronous",
+    "pipelined(3)",
+    "delayed(3, 2)",
+    "delayed(3, 2, pull='swap')",
+    "diloco(2)",
+    "streaming_diloco(3, fragments=1, delay=1)",
+]
+
+
 @pytest.mark.parametrize("first", ["attach", "load"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "synchronous",
-        "pipelined(3)",
-        "delayed(3, 2)",
-        "delayed(3, 2, pull='swap')",
-        "diloco(2)",
-        "streaming_diloco(3, fragments=1, delay=1)",
-    ],
-)
+@pytest.mark.parametrize("how", UNDER_WAY)
 def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: str) -> None:
     """Whichever comes first when it goes on: the model's and optimizer's own state, or attach."""
     whole = pool.run(2, "tests.attach_jobs.delayed", how=how, loop="plain")
@@ -185,18 +185,28 @@ def test_a_loop_goes_on_with_exchanges_under_way(pool: Pool, how: str, first: st
         assert [end[what] for end in parts] == [end[what] for end in whole], what
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "synchronous",
-        "pipelined(3)",
-        "delayed(3, 2)",
-        "delayed(3, 2, pull='swap')",
-        "diloco(2)",
-        "streaming_diloco(3, fragments=1, delay=1)",
-        "local_sgd(4)",
-    ],
-)
+def test_passes_before_a_loop_goes_back_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    model = nn.Linear(12, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def look_twice() -> None:
+        for _ in range(2):
+            model(torch.ones(2, 12)).sum().backward()
+            optimizer.zero_grad()
+
+    with farflung.attach(model, optimizer, attach_jobs.recipe_of("local_sgd(4)")) as handle:
+        state = handle.state_dict()
+        look_twice()
+        with torch.no_grad():
+            model.weight.zero_()
+        handle.load_state_dict(state)
+        look_twice()
+        assert handle.step == 0
+
+
+@pytest.mark.parametrize("how", [*UNDER_WAY, "local_sgd(4)"])
 def test_a_loop_goes_back_to_an_earlier_state(pool: Pool, how: str) -> None:
     for once, again in pool.run(2, "tests.attach_jobs.goes_back", how=how):
         assert once == again

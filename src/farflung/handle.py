@@ -536,7 +536,8 @@ class Handle:
         ):
             raise CheckpointError("this state was made with another model or other buckets")
         self._runtime.drive(self._exchanges.drop())
-        self._is_step_open = self._is_round_open = self._exchanged = False
+        self._is_round_open = False
+        self._reset_step()
         with torch.no_grad():
             for name, value in own.items():
                 tensors[name].copy_(value)
@@ -789,10 +790,14 @@ class Handle:
         """
         if self._is_round_open:
             self._close_round(updated=updated, in_pass=in_pass)
-        self._is_step_open = self._exchanged = False
-        self._passes, self._sketch_of_open_step = 0, None
+        self._reset_step()
         self.step += 1
         self._tell()
+
+    def _reset_step(self) -> None:
+        """Forgets the backward passes since the optimizer's last step."""
+        self._is_step_open = self._exchanged = False
+        self._passes, self._sketch_of_open_step = 0, None
 
     def _close_round(self, *, updated: bool, in_pass: bool) -> None:
         self._is_round_open = False

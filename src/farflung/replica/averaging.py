@@ -96,7 +96,7 @@ async def relative_spread(
     rows = torch.zeros(runtime.comm.size, _GROUPS + 2, dtype=torch.float64)
     if takes_part:
         norm = torch.stack(
-            [torch.linalg.vector_norm(p.detach()).to("cpu", torch.float64) for p in parameters]
+            [torch.linalg.vector_norm(p.detach(), dtype=torch.float64).cpu() for p in parameters]
         )
         own = (sketch(parameters), torch.ones(1, dtype=torch.float64), norm.square().sum().reshape(1))
         rows[runtime.comm.rank] = torch.cat(own).nan_to_num()
