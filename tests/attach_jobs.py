@@ -433,11 +433,16 @@ def freezes(rank: int, size: int, store: dist.Store, *, codec: str) -> list[str]
     return [parts[0], parts[2], parts[1], parts[3]]
 
 
+MASK = torch.full((32, 32), torch.finfo(torch.float32).min).triu(1)
+
+
 class Adapted(nn.Module):
-    """A frozen base in bytes, one in floats, and what trains."""
+    """A frozen base in bytes, one in floats, a mask, a statistic, and what trains."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("mask", MASK.clone(), persistent=False)
+        self.register_buffer("statistic", torch.zeros(3, dtype=torch.float16))
         self.base = nn.Parameter(torch.full((4096,), 200, dtype=torch.uint8), requires_grad=False)
         self.inner = nn.Linear(12, 1000).requires_grad_(False)
         self.adapter = nn.Linear(12, 5)
@@ -448,19 +453,41 @@ class Adapted(nn.Module):
         return y
 
 
-def trains_an_adapter(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, Any]:
-    """What an evaluation sees of the base, and sends; what a state holds."""
-    torch.manual_seed(0)
+def trains_an_adapter(
+    rank: int, size: int, store: dist.Store, *, how: str, seed_step: int = 0, changed: bool = False
+) -> dict[str, Any]:
+    """What an evaluation sees of the base, and sends; what a state holds.
+
+    Args:
+      rank: of this replica.
+      size: the number of replicas.
+      store: where they meet.
+      how: the recipe.
+      seed_step: between the seeds of two ranks.
+      changed: whether what does not train is changed besides, unlike on each rank.
+    """
+    torch.manual_seed(seed_step * rank)
     model = Adapted()
     optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
     env = LaunchEnv(rank, size, rank, size)
     with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=store) as handle:
+        start = sum(handle.sent.get("start", [0]))
         for x, y in batches(rank, 3):
             one_step(model, optimizer, x, y)
+        if changed:
+            with torch.no_grad():
+                model.get_buffer("statistic").fill_(torch.finfo(torch.float16).max - 2048 * rank)
+                model.inner.bias.fill_(rank)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with handle.averaged():
-            base = model.base.tolist()
+            inside = {
+                name: tensor.detach().clone()
+                for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            }
         return {
-            "base": base,
+            "start": start,
+            "inside": inside,
+            "restored": all(torch.equal(before[name], value) for name, value in model.state_dict().items()),
             "names": {*handle.state_dict()["model"]},
             "evaluation": sum(handle.sent.get("evaluation", [0])),
         }

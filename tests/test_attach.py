@@ -401,11 +401,35 @@ def test_a_gradient_in_two_parts_is_refused(pool: Pool) -> None:
 
 @pytest.mark.parametrize("how", ["local_sgd(4)", "delayed(2)", "synchronous"])
 def test_what_does_not_train_does_not_travel(pool: Pool, how: str) -> None:
-    """As of an adapter on a base in whole numbers."""
+    """As of an adapter on a base in whole numbers, with a mask of the lowest number there is."""
     for end in pool.run(2, "tests.attach_jobs.trains_an_adapter", how=how):
-        assert end["base"] == [200] * 4096
-        assert end["names"] <= {"adapter.weight", "adapter.bias"}
-        assert end["evaluation"] < 4096
+        assert end["inside"]["base"].tolist() == [200] * 4096
+        assert torch.equal(end["inside"]["mask"], attach_jobs.MASK)
+        assert end["names"] <= {"mask", "statistic", "adapter.weight", "adapter.bias"}
+        assert end["start"] < 1024
+        assert end["evaluation"] < 2048
+
+
+@pytest.mark.parametrize("how", ["local_sgd(4)", "synchronous"])
+def test_what_does_not_train_is_averaged_where_it_has_changed(pool: Pool, how: str) -> None:
+    """Its sum over the replicas may be more than its type holds."""
+    ends = pool.run(2, "tests.attach_jobs.trains_an_adapter", how=how, changed=True)
+    for end in ends:
+        assert end["inside"]["statistic"].tolist() == [torch.finfo(torch.float16).max - 1024] * 3
+        assert end["inside"]["inner.bias"].tolist() == [0.5] * 1000
+        assert torch.equal(end["inside"]["mask"], attach_jobs.MASK)
+        assert end["restored"]
+        assert end["evaluation"] < 2 * 4000 + 2048
+    assert all(torch.equal(ends[1]["inside"][name], value) for name, value in ends[0]["inside"].items())
+
+
+def test_the_start_sends_what_differs(pool: Pool) -> None:
+    """Rank 0's weights, and neither the base nor the mask, which are alike."""
+    one, other = pool.run(2, "tests.attach_jobs.trains_an_adapter", how="synchronous", seed_step=1)
+    weights = 4 * (13 * 1000 + 13 * 5)
+    assert weights < one["start"] < weights + 1024
+    assert other["start"] < 1024
+    assert torch.equal(one["inside"]["inner.weight"], other["inside"]["inner.weight"])
 
 
 def test_buffers_of_any_kind(pool: Pool) -> None:
@@ -473,7 +497,7 @@ def test_replicas_that_run_out_answer_the_others(pool: Pool, size: int) -> None:
         sent = end["sent to"]
         assert all(to[rank] == 0 for to in sent.values())
         assert sum(sum(sent.get(kind, ())) for kind in ("gradients", "unused", "moments")) == end["sent"]
-        assert ("start" in sent) == (rank == 0)
+        assert sum(sent["start"]) < 1024  # the seeds are alike
         assert end["waited"] > 0
         for name, value in end["end"].items():
             assert torch.equal(value, ends[0]["end"][name])

@@ -28,7 +28,15 @@ from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
-from farflung.replica.averaging import average, averaged, broadcast, relative_spread, sketch, sum_everywhere
+from farflung.replica.averaging import (
+    average,
+    averaged,
+    broadcast,
+    relative_spread,
+    sketch,
+    sum_everywhere,
+    unlike,
+)
 from farflung.replica.fitness import (
     accumulates,
     check_optimizer,
@@ -405,11 +413,12 @@ class Handle:
         return any(id(parameter) in self._known for parameter in parameters)
 
     def start(self) -> None:
-        """Begins from rank 0's parameters and buffers."""
+        """Begins from rank 0's parameters and buffers; those travel that differ."""
         atexit.register(self._abandon)
         _attached.append(self)
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        self._runtime.drive(broadcast(self._runtime, tensors, 0))
+        indices = self._runtime.drive(unlike(self._runtime, tensors, 0, purpose=Purpose.START))
+        self._runtime.drive(broadcast(self._runtime, [tensors[index] for index in indices], 0))
         self._exchanges.restart()
         self._told_s = self._runtime.now()
         if self._telemetry is not None:
@@ -478,7 +487,7 @@ class Handle:
         stands = self._exchanges.consensus_parameters()
         if stands == {} and self._can_be_apart and self._measure_spread(part=1):
             stands = None  # something has changed them since the last exchange
-        entered = averaged(self._runtime, self._model, self._round_number, stands, self._trained)
+        entered = averaged(self._runtime, self._model, self._round_number, stands)
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model

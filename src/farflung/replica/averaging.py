@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ __all__ = [
     "barrier",
     "broadcast",
     "differing",
+    "fingerprint",
     "present",
     "relative_spread",
     "sketch",
     "sum_everywhere",
+    "unlike",
 ]
 
 _NOTHING = torch.empty(0)
@@ -32,6 +35,15 @@ _MESSAGE_NBYTES = 16 << 20
 """Most bytes in a message of several tensors."""
 _GROUPS = 16
 """Sums in a sketch of a model."""
+_HASHED_NUMEL = 1 << 18
+"""Elements that a fingerprint takes at a time."""
+_HASH_BITS = 52
+"""Of a fingerprint, which float64 holds exactly."""
+_COMPARED = 15
+"""The part of the exchange that compares tensors, beside those that average or score them."""
+_HASH_FACTOR = 0x9E3779B97F4A7C15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
 _SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
 
 
@@ -112,6 +124,39 @@ async def relative_spread(
     return float(distances.max() / squares.mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny))
 
 
+def fingerprint(tensor: Tensor) -> int:
+    """Returns a hash of a tensor's bits, of 52 bits and never 0, alike on all devices."""
+    real = _real(tensor.detach())
+    flat = (real if real.is_contiguous() else real.contiguous()).view(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    weights = _hash_weights().to(flat.device)
+    total = 0
+    for piece in bits.split(_HASHED_NUMEL):
+        total = (total * _HASH_FACTOR + int((piece.long() * weights[: len(piece)]).sum())) % (1 << 64)
+    return total >> (64 - _HASH_BITS) or 1
+
+
+@cache
+def _hash_weights() -> Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (_HASHED_NUMEL,), generator=drawn)
+
+
+async def unlike(runtime: Runtime, tensors: Sequence[Tensor], number: int, *, purpose: Purpose) -> list[int]:
+    """Returns the indices of tensors whose bits are not the same on all replicas; alike on all."""
+    size = runtime.comm.size
+    if size == 1 or not tensors:
+        return []
+    rows = torch.zeros(size, len(tensors), dtype=torch.float64)
+    rows[runtime.comm.rank] = torch.tensor([fingerprint(tensor) for tensor in tensors])
+    _, summed = await sum_everywhere(
+        runtime, _NOTHING, rows.flatten(), number, part=_COMPARED, purpose=purpose
+    )
+    compared = summed.view(rows.shape)
+    compared = compared[compared[:, 0] != 0]  # without those that are lost
+    return [int(index) for index in (compared != compared[0]).any(0).nonzero()]
+
+
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
     """Returns when every replica has come here."""
     await sum_everywhere(runtime, _NOTHING, torch.zeros(1, dtype=torch.float64), number, purpose=purpose)
@@ -177,11 +222,7 @@ def _from_wire(value: Tensor, tensor: Tensor) -> None:
 
 @asynccontextmanager
 async def averaged(
-    runtime: Runtime,
-    model: nn.Module,
-    number: int,
-    stands: Mapping[str, Tensor] | None,
-    trained: Sequence[Tensor] | None = None,
+    runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
 ) -> AsyncIterator[None]:
     """Inside, what differs between replicas is alike on all; afterwards each has its own again.
 
@@ -190,10 +231,11 @@ async def averaged(
       model: the replica's.
       number: of the exchange; alike on all ranks.
       stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
-      trained: parameters that may differ; ``None``: all of them.
     """
-    found, known, values = differing(model, stands, trained)
-    means, places = ([tensor.detach() for tensor in tensors] for tensors in (found, known))
+    found, compared, known, values = differing(model, stands)
+    indices = await unlike(runtime, compared, number, purpose=Purpose.EVALUATION)
+    means = [tensor.detach() for tensor in (*found, *(compared[index] for index in indices))]
+    places = [tensor.detach() for tensor in known]
     own = [tensor.clone() for tensor in (*means, *places)]
     await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
     _load(places, values)
@@ -204,26 +246,32 @@ async def averaged(
 
 
 def differing(
-    model: nn.Module, stands: Mapping[str, Tensor] | None, trained: Sequence[Tensor] | None = None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What may differ between replicas.
+    model: nn.Module, stands: Mapping[str, Tensor] | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Finds what may differ between replicas.
 
     Args:
       model: the replica's.
-      stands: parameters that are known alike on all, by name; ``None``: those of the model differ.
-      trained: parameters that may differ; ``None``: all of them.
+      stands: parameters that are known alike on all, by name; ``None``: those of the model that train differ.
 
     Returns:
-      Running statistics (batch norm), and parameters that differ, whose means are to be taken; parameters that need
-      none, and what stands in their place.
+      Parameters that differ, whose means are to be taken; what nothing trains and is a number, such as running
+      statistics, whose means are taken where it differs; parameters that need none, and what stands in their place.
     """
     parameters = dict(model.named_parameters())
-    means = [
-        *(buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()),
-        *((parameters.values() if trained is None else trained) if stands is None else ()),
-    ]
+    trained: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
+    others = [p for p in parameters.values() if not p.requires_grad]
     known = stands or {}
-    return means, [parameters[name] for name in known], list(known.values())
+    return (
+        trained if stands is None else [],
+        [tensor for tensor in (*model.buffers(), *others) if _has_mean(tensor)],
+        [parameters[name] for name in known],
+        list(known.values()),
+    )
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() and supports_dtype(tensor.dtype)) or tensor.is_complex()
 
 
 async def average(
@@ -242,14 +290,16 @@ async def average(
 async def average_on(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
     """Overwrites tensors of one dtype with their means over the replicas, in one exchange.
 
-    They may be on several devices, since ranks need not place a model alike.
+    They may be on several devices, since ranks need not place a model alike. No sum overflows, since each is divided
+    before it by a power of two, which changes no bit of its mean.
 
     Returns:
       The payload bytes that were sent.
     """
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors])
+    scale = 0.5 ** (runtime.comm.size - 1).bit_length()
+    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors]).mul_(scale)
     (total, count), nbytes = await _sum_on(runtime, flat, torch.ones(1, dtype=torch.float64), number, part)
-    _load(tensors, (total / int(count)).split([tensor.numel() for tensor in tensors]))
+    _load(tensors, (total / (int(count) * scale)).split([tensor.numel() for tensor in tensors]))
     return nbytes
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.replica.averaging import average, broadcast, differing, sum_everywhere
+from farflung.replica.averaging import average, broadcast, differing, sum_everywhere, unlike
 from farflung.replica.placement import batch_on
 from farflung.seeding import RandomState, derive
 from farflung.types import Cost, Dataset, Runtime, Workload
@@ -66,16 +66,26 @@ async def evaluate(
     comm = runtime.comm
     random = RandomState.of(workload, derive(seed, "evaluation", step, comm.rank), device)
 
-    means, known, stood = differing(model, stands)
-    changed = [*means, *known]
-    others = _others(model, changed) if changed and goes_on else []
-    kept = [*changed, *others]
+    means, compared, known, stood = differing(model, stands)
+    kept = [*means, *known]
+    if goes_on and (kept or compared):
+        kept += _others(model, kept)
     values = [tensor.detach().clone() for tensor in kept]
-    for value, stands_here in zip(values[len(means) :], stood, strict=False):
+    standing = values[len(means) : len(means) + len(known)]
+    for value, stands_here in zip(standing, stood, strict=True):
         value.copy_(stands_here)
-    await average(runtime, values[: len(means)], step, Purpose.EVALUATION, first_part=1)
+    averaged = values[: len(means)]
+    at_call = dict(zip(map(id, kept), values, strict=True))
+    found = [at_call.get(id(tensor), tensor) for tensor in compared]
+    for index in await unlike(runtime, found, step, purpose=Purpose.EVALUATION):
+        if not goes_on:
+            kept.append(compared[index])
+            values.append(compared[index].detach().clone())
+            found[index] = values[-1]
+        averaged.append(found[index])
+    await average(runtime, averaged, step, Purpose.EVALUATION, first_part=1)
     if of_rank_0:
-        await broadcast(runtime, values[len(means) :], step, purpose=Purpose.STANDING)
+        await broadcast(runtime, standing, step, purpose=Purpose.STANDING)
 
     def score(share: Tensor) -> Tensor:
         random.install()
