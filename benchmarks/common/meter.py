@@ -11,15 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from typing_extensions import Self
+
 from farflung.comm import ExchangeChannel
 from farflung.types import CodingCost
 
-__all__ = ["MAIN", "ROLES", "Meter"]
+__all__ = ["MAIN", "ROLES", "Memory", "Meter"]
 
 T = TypeVar("T")
 ROLES = (MAIN, COMMUNICATION, OTHERS) = ("main thread", "communication thread", "gloo and others")
 """Threads of a process, by what they do."""
 TASKS = Path("/proc/self/task")
+STATUS = Path("/proc/self/status")
+FORGET = Path("/proc/self/clear_refs")
 SENT = Path("/proc/self/net/dev")
 
 
@@ -81,3 +85,27 @@ def _role(task: int, name: str) -> str:
     if task == os.getpid():
         return MAIN
     return COMMUNICATION if name == "farflung-communication" else OTHERS
+
+
+class Memory:
+    """Measures the memory that what is inside takes, at most and at any time afterwards."""
+
+    most_nbytes = 0
+    """At most, above what was held before."""
+
+    def __enter__(self) -> Self:
+        FORGET.write_text("5")  # the most so far
+        self._before = _resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.most_nbytes = _resident("VmHWM") - self._before
+
+    def grown_nbytes(self) -> int:
+        """Returns what is held now, above what was held before."""
+        return _resident("VmRSS") - self._before
+
+
+def _resident(name: str) -> int:
+    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

@@ -49,12 +49,58 @@ def measure(name: str, quick: bool) -> Mapping[str, Measured]:
     return {name: Measured(result["ratio"], (result["spread"][0], result["spread"][1]), config)}
 
 
+GPT2_ROUNDS = 5
+RECIPES = (
+    "synchronous",
+    "synchronous(codec=int8)",
+    "synchronous(codec=error_feedback(topk(0.01)))",
+    "powersgd",
+    "pipe_sgd",
+    "local_sgd(4)",
+    "diloco(sync_every=4)",
+    "delayed(delay=2)",
+)
+"""With which GPT-2 of 124 million parameters is attached."""
+FIGURES = {
+    "step time over DDP": "ratio",
+    "seconds of attach": "attach_s",
+    "most memory while attaching": "attach_models",
+    "memory held while training": "held_models",
+}
+"""Rows of each of them, and what the worker calls them."""
+
+
+def measure_gpt2(how: str, quick: bool) -> Mapping[str, Measured]:
+    """Rows of one recipe, in two processes; memory is that beside the model, its gradients among it, in models."""
+    if quick and how != RECIPES[0]:
+        return {}
+    what = f"gpt2:{'small:' if quick else ''}{how}"
+    rounds, shorter = (1, 4) if quick else (GPT2_ROUNDS, 1)
+    (result,) = torchrun(2, "benchmarks.overhead.worker", what, str(rounds), str(shorter))
+    config = {"processes": 2, "what": what, "rounds": rounds, "seeds": [0], **result}
+    spreads = {"ratio": (result["spread"][0], result["spread"][1])}
+    return {
+        f"GPT-2 124M, {how}, {figure}": Measured(result[name], spreads.get(name), config)
+        for figure, name in FIGURES.items()
+    }
+
+
 CANARIES = ("preset synchronous", "synchronous")
 BENCHMARK = Benchmark(
     Path(__file__).parent,
     [
         Group((name,), partial(measure, name), "measured", minutes, CANARIES)
         for name, (_, _, minutes) in ROWS.items()
+    ]
+    + [
+        Group(
+            tuple(f"GPT-2 124M, {how}, {figure}" for figure in FIGURES),
+            partial(measure_gpt2, how),
+            "measured",
+            3.0,
+            CANARIES,
+        )
+        for how in RECIPES
     ],
 )
 

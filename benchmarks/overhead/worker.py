@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from benchmarks.common.meter import MAIN, ROLES, Meter
+from benchmarks.common.meter import MAIN, ROLES, Memory, Meter
 from farflung.comm import Endpoint, ExchangeChannel
 from farflung.config import Training
 from farflung.recipes import recipe
@@ -32,6 +32,9 @@ from farflung.wall import WallRuntime
 from farflung.workloads import workload
 
 BATCH = 32
+TOKENS = 64
+WARM_UP = 8
+"""Steps of GPT-2 before what is held is read."""
 PROFILED = 3
 """Blocks of each, behind those that count, that say where the milliseconds go."""
 
@@ -45,10 +48,10 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
     meter = Meter()
     kind, _, detail = what.partition(":")
-    theirs, ours, close, block = {"attach": attach, "train": train, "all_reduce": all_reduce}[kind](
-        detail, rank, size, store
-    )
-    count = max(1, block // shorter)
+    kinds = {"attach": attach, "gpt2": gpt2, "train": train, "all_reduce": all_reduce}
+    sides = kinds[kind](detail, rank, size, store)
+    theirs, ours = sides.theirs, sides.ours
+    count = max(1, sides.block // shorter)
     timed(theirs, count, meter)
     timed(ours, count, meter)
     pairs = []
@@ -62,7 +65,7 @@ def main() -> None:
             pairs.append((other, timed(ours, count, meter)))
     with meter.stopwatch():
         profiled = [(timed(theirs, count, meter), timed(ours, count, meter)) for _ in range(PROFILED)]
-    close()
+    sides.close()
     dist.barrier()
     if rank == 0:
         ratios = [own.wall_s / other.wall_s for other, own in pairs]
@@ -73,6 +76,7 @@ def main() -> None:
             "cpu_ratio": statistics.median(own.processor_ms / other.processor_ms for other, own in pairs),
             "theirs": profile([other for other, _ in profiled]),
             "ours": profile([own for _, own in profiled]),
+            **sides.said,
         }
         print(json.dumps(said), flush=True)
 
@@ -115,8 +119,23 @@ def profile(blocks: Sequence[Timed]) -> dict[str, float]:
     return {name: round(spent, 3) for name, spent in said.items() if spent}
 
 
-Sides = tuple[Callable[[int], object], Callable[[int], object], Callable[[], None], int]
-"""Theirs and ours, each doing what is timed so many times; what ends it all; how many times a block is."""
+@dataclass(frozen=True)
+class Sides:
+    """What is timed in turn.
+
+    Args:
+      theirs: does it so many times.
+      ours: the same.
+      close: ends it all.
+      block: how many times a block is.
+      said: what was measured before.
+    """
+
+    theirs: Callable[[int], object]
+    ours: Callable[[int], object]
+    close: Callable[[], None]
+    block: int
+    said: Mapping[str, float] = field(default_factory=dict)
 
 
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -144,11 +163,54 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     our_model = made()
     our_optimizer = torch.optim.SGD(our_model.parameters(), lr=0.01, momentum=0.9)
     handle = farflung.attach(our_model, our_optimizer, endpoint=Endpoint(encrypt=option == "encrypted"))
-    return (
+    return Sides(
         partial(loop, their_model, their_optimizer),
         partial(loop, our_model, our_optimizer),
         handle.finish,
         60 if name == "mlp" else 8,
+    )
+
+
+def gpt2(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
+    """The same loop around both; ``detail`` is a recipe, with ``small:`` before it for a model of two layers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    how = detail.removeprefix("small:")
+    config = GPT2Config(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    if how != detail:
+        config.update({"n_layer": 2, "n_embd": 96, "vocab_size": 1000})
+    tokens = torch.randint(config.vocab_size, (1, TOKENS))
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    torch.manual_seed(rank)
+    model = GPT2LMHeadModel(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    dist.barrier()
+    with Memory() as attaching:
+        begin = time.perf_counter()
+        handle = farflung.attach(model, optimizer, how, deadline_s=300)
+        seconds = time.perf_counter() - begin
+    ours = partial(loop, model, optimizer)
+    ours(WARM_UP)
+    held_nbytes = attaching.grown_nbytes()
+    their_model = DistributedDataParallel(GPT2LMHeadModel(config))
+    theirs = partial(loop, their_model, torch.optim.SGD(their_model.parameters(), lr=1e-4))
+    return Sides(
+        theirs,
+        ours,
+        handle.finish,
+        4,
+        {
+            "attach_s": seconds,
+            "attach_models": attaching.most_nbytes / nbytes,
+            "held_models": held_nbytes / nbytes,
+        },
     )
 
 
@@ -189,7 +251,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         runtime.close()
         folder.cleanup()
 
-    return theirs, lambda count: runtime.run(steps(count)), close, 8
+    return Sides(theirs, lambda count: runtime.run(steps(count)), close, 8)
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
@@ -216,7 +278,7 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
             runtime.launch(one()).wait()
         tensor.fill_(1)
 
-    return theirs, ours, runtime.close, 100 if int(nbytes) < 1 << 20 else 3
+    return Sides(theirs, ours, runtime.close, 100 if int(nbytes) < 1 << 20 else 3)
 
 
 if __name__ == "__main__":
