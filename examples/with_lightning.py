@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from farflung.integrations.lightning import FarflungStrategy
-from farflung.recipes import recipe
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--codec", default="int8")
+parser.add_argument("--recipe", default="synchronous(codec=int8)")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--folder", default=".", help="for checkpoints")
 parser.add_argument("--resume", help="a checkpoint")
@@ -40,8 +39,8 @@ class Regression(lightning.LightningModule):
         return nn.functional.mse_loss(self.layer(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        """SGD with momentum, of which each replica has its own under local steps."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
 
 
 torch.manual_seed(0)
@@ -51,7 +50,7 @@ loader = DataLoader(
 )
 model = Regression()
 trainer = lightning.Trainer(
-    strategy=FarflungStrategy(recipe("synchronous").but(codec=options.codec)),
+    strategy=FarflungStrategy(options.recipe),
     accelerator="cpu",
     devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     max_steps=options.steps,

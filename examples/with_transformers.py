@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer whose gradients travel compressed; what changes is one callback.
+"""A Hugging Face Trainer that trains by a recipe; what changes is one callback.
 
 torchrun --standalone --nproc-per-node 2 examples/with_transformers.py
 """
@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from farflung.integrations.transformers import FarflungCallback
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--codec", default="error_feedback(topk(0.1))", help="or a reducer")
+parser.add_argument("--recipe", default="synchronous(codec=error_feedback(topk(0.1)))")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--folder", default="trained", help="for what the trainer writes")
 parser.add_argument("--resume", help="a checkpoint, there or elsewhere")
@@ -57,7 +57,6 @@ trainer = Trainer(
         max_steps=options.steps,
         per_device_train_batch_size=8,
         learning_rate=0.1,
-        optim="sgd",
         use_cpu=True,
         report_to="none",
         save_steps=10,
@@ -65,6 +64,5 @@ trainer = Trainer(
     ),
     train_dataset=Sums(),
 )
-callback = FarflungCallback(trainer, options.codec)
-trainer.add_callback(callback)
+trainer.add_callback(FarflungCallback(trainer, options.recipe))
 trainer.train(resume_from_checkpoint=options.resume)

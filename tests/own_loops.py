@@ -338,7 +338,7 @@ def _run(loop: Loop, recipe: farflung.Recipe, env: LaunchEnv, store: dist.Store)
                 model, optimizer, recipe, launch_env=env, store=store, deadline_s=20.0
             ) as handle:
                 loop(model, optimizer, handle, env.rank)
-                with handle.averaged() if not handle._finished else contextlib.nullcontext():
+                with handle.averaged() if not handle.is_finished else contextlib.nullcontext():
                     averaged = [p.detach().clone() for p in model.parameters()]
         except (farflung.errors.FarflungError, RuntimeError) as error:
             return {"error": str(error)}

@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-from typing_extensions import Self
+from typing import Self, TypeVar
 
 from farflung.comm import ExchangeChannel
 from farflung.types import CodingCost

@@ -321,7 +321,8 @@ class Handle:
         self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
         self._syncing, self._accumulating = True, accumulating
         self._weight = 1.0
-        self._finished = False
+        self.is_finished = False
+        """Whether :meth:`finish`, :meth:`leave` or an error has ended what :func:`attach` began."""
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
         """The runs of autograd that make up the backward pass under way, by number; ``None``: it has ended."""
         self._round_number = 0
@@ -384,6 +385,11 @@ class Handle:
         return (
             tuple(range(self._runtime.comm.size)) if elastic is None else elastic.at(self._round_number).ranks
         )
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all replicas take the same steps: on means of gradients, each at the step that they were taken at."""
+        return self._exchanges.is_synchronous
 
     @property
     def communication_cpu_s(self) -> float:
@@ -560,7 +566,7 @@ class Handle:
         replicas have the same parameters. Where something has changed them besides, unlike on each, they become the
         mean, which is warned of.
         """
-        if not self._finished:
+        if not self.is_finished:
             try:
                 self._flush()
             except BaseException as error:
@@ -577,7 +583,7 @@ class Handle:
         Raises:
           RunLost: the run has ended here for another reason, such as members that are no majority.
         """
-        if self._finished:
+        if self.is_finished:
             return
         if self._runtime.elastic is not None:
             try:
@@ -597,7 +603,7 @@ class Handle:
     ) -> None:
         if error is None:
             self.finish()
-        elif not self._finished:
+        elif not self.is_finished:
             self._end(error)
 
     # --- inside autograd --------------------------------------------------------------------------------------
@@ -910,7 +916,7 @@ class Handle:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _end(self, error: BaseException | None) -> None:
-        self._finished = True
+        self.is_finished = True
         atexit.unregister(self._abandon)
         if self in _attached:
             _attached.remove(self)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from farflung.replica import load_tree
 from tests.pool import Pool
 
 
@@ -23,11 +25,11 @@ def ran(pool: Pool, name: str, *args: str) -> list[float]:
 
 def test_lightning_shares_all_samples_out(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    options = ["--codec", "identity", "--folder", str(tmp_path), "--batch-size", "80", "--steps", "5"]
+    options = ["--recipe", "synchronous", "--folder", str(tmp_path), "--batch-size", "80", "--steps", "5"]
     shared = ran(pool, "with_lightning.py", *options)
     torch.manual_seed(0)
     inputs, alone = torch.randn(160, 8), torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.5)
     for _ in range(5):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(alone(inputs), inputs.sum(dim=1, keepdim=True)).backward()
@@ -35,10 +37,19 @@ def test_lightning_shares_all_samples_out(pool: Pool, tmp_path: Path) -> None:
     assert shared == pytest.approx([*alone.weight.flatten().tolist(), alone.bias.item()], abs=1e-6)
 
 
+def test_lightning_goes_on_from_its_checkpoint_with_local_steps(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    options = ["--recipe", "local_sgd(4)", "--folder", str(tmp_path), "--batch-size", "80"]
+    whole = ran(pool, "with_lightning.py", *options)
+    (half,) = tmp_path.glob("*step=10.ckpt")
+    assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) == pytest.approx(whole, abs=1e-6)
+
+
 def test_lightning_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     # A pass is one step with all samples: where in a pass a checkpoint was made is Lightning's affair.
-    options = ["--codec", "error_feedback(topk(0.2))", "--folder", str(tmp_path), "--batch-size", "80"]
+    how = "synchronous(codec=error_feedback(topk(0.2)))"
+    options = ["--recipe", how, "--folder", str(tmp_path), "--batch-size", "80"]
     whole = ran(pool, "with_lightning.py", *options)
     (half,) = tmp_path.glob("*step=10.ckpt")
     assert sorted(path.name for path in tmp_path.glob(f"{half.name}.farflung-*")) == [
@@ -55,20 +66,45 @@ def test_lightning_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> No
     assert left_alone != pytest.approx(whole, abs=1e-6)
 
 
-def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", ["synchronous(codec=error_feedback(topk(0.2)))", "diloco(sync_every=4)", "delayed(delay=2)"]
+)
+def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(
+    pool: Pool, tmp_path: Path, how: str
+) -> None:
     pytest.importorskip("transformers")
-    options = ["--codec", "error_feedback(topk(0.2))", "--folder", str(tmp_path)]
+    options = ["--recipe", how, "--folder", str(tmp_path)]
     whole = ran(pool, "with_transformers.py", *options)
     half = tmp_path / "checkpoint-10"
     assert len(list(half.glob("farflung-*-of-2.safetensors"))) == 2
     assert ran(pool, "with_transformers.py", *options, "--resume", str(half)) == whole
+
+
+def test_a_checkpoint_of_the_trainer_holds_the_averaged_model(pool: Pool, tmp_path: Path) -> None:
+    """Each rank's own file has the parameters that it goes on from."""
+    pytest.importorskip("transformers")
+    ran(pool, "with_transformers.py", "--recipe", "local_sgd(4)", "--folder", str(tmp_path))
+    half = tmp_path / "checkpoint-10"
+    own = [load_tree(half / f"farflung-{rank}-of-2.safetensors")["state"]["handle"] for rank in range(2)]
+    one, other = (state["model"]["layer.weight"] for state in own)
+    assert not torch.equal(one, other)
+    assert torch.equal(load_file(half / "model.safetensors")["layer.weight"], (one + other) / 2)
+
+
+def test_the_trainer_of_transformers_takes_the_files_of_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    how = ["--recipe", "synchronous(codec=error_feedback(topk(0.2)))"]
+    options = [*how, "--folder", str(tmp_path)]
+    whole = ran(pool, "with_transformers.py", *options)
+    half = tmp_path / "checkpoint-10"
     for folder in (
         tmp_path / "other",
         tmp_path / "empty",
     ):  # that of another run at first, whose files are left alone
-        elsewhere = ["--codec", options[1], "--folder", str(folder)]
+        elsewhere = [*how, "--folder", str(folder)]
         if folder.name == "other":
-            ran(pool, "with_transformers.py", "--codec", "error_feedback(topk(0.1))", *elsewhere[2:])
+            another = ["--recipe", "synchronous(codec=error_feedback(topk(0.1)))"]
+            ran(pool, "with_transformers.py", *another, *elsewhere[2:])
         assert ran(pool, "with_transformers.py", *elsewhere, "--resume", str(half)) == whole
     for own in half.glob("farflung-*"):  # of the same step of the run that went on from here
         shutil.copyfile(tmp_path / "other" / "checkpoint-20" / own.name, own)

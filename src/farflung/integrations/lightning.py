@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from typing_extensions import override
 from farflung.errors import RunLost, Unsupported
 from farflung.extras import need
 from farflung.handle import Handle, attach
-from farflung.integrations.own_files import begin_run, restore_own, save_own
+from farflung.integrations.own_files import begin_run, gather_own, load_own, restore_own, save_own
 from farflung.recipes import Recipe
 from farflung.wall import LaunchEnv
 
@@ -107,7 +108,7 @@ class FarflungStrategy(DDPStrategy):
             checkpoint[KEY] = f"{self._run}-{checkpoint['global_step']}"
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self._handle is not None:
-            save_own(self._own(filepath), checkpoint[KEY], self._handle.state_dict())
+            save_own(self._own(filepath), checkpoint[KEY], gather_own(self._handle, self.optimizers[0]))
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -133,7 +134,8 @@ class FarflungStrategy(DDPStrategy):
         if self._handle is None or self._loaded_from is None:
             return
         own = self._own(self._loaded_from)
-        restore_own(own, checkpoint.get(KEY), self._handle.load_state_dict, self.root_device)
+        load = partial(load_own, self._handle, self.optimizers[0])
+        restore_own(own, checkpoint.get(KEY), load, self.root_device)
 
     def _own(self, filepath: str | Path) -> Path:
         return Path(f"{filepath}.farflung-{self.global_rank}-of-{self.world_size}")

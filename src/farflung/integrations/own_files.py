@@ -14,10 +14,25 @@ import torch
 import torch.distributed as dist
 
 from farflung.errors import CheckpointError
+from farflung.handle import Handle
 from farflung.replica import load_tree, save_tree
+from farflung.replica.optimizers import load_optimizer_state, optimizer_state
 from farflung.types import State
 
-__all__ = ["begin_run", "restore_own", "save_own"]
+__all__ = ["begin_run", "gather_own", "load_own", "restore_own", "save_own"]
+
+
+def gather_own(handle: Handle, optimizer: torch.optim.Optimizer) -> State:
+    """Returns what a rank keeps of its own: with local steps its optimizer's state too."""
+    kept: State = {"handle": handle.state_dict()}
+    return kept if handle.is_synchronous else kept | {"optimizer": optimizer_state(optimizer)}
+
+
+def load_own(handle: Handle, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Continues from :func:`gather_own`."""
+    if "optimizer" in state:
+        load_optimizer_state(optimizer, state["optimizer"])
+    handle.load_state_dict(state["handle"])
 
 
 def begin_run(device: torch.device) -> str:

@@ -1,20 +1,24 @@
-"""Hugging Face Transformers: a callback by which the ``Trainer``'s gradients travel compressed."""
+"""Hugging Face Transformers: a callback by which the ``Trainer`` trains by a recipe."""
 
 from __future__ import annotations
 
-import os
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
-from farflung.ddp import HookState, ddp_hook
 from farflung.errors import Unsupported
 from farflung.extras import need
-from farflung.integrations.own_files import begin_run, restore_own, save_own
-from farflung.types import Codec, Reducer
+from farflung.handle import Handle, attach
+from farflung.integrations.own_files import begin_run, gather_own, load_own, restore_own, save_own
+from farflung.recipes import Recipe
+from farflung.types import State
 
 need("farflung.integrations.transformers", "transformers", extra="transformers")
 
@@ -28,79 +32,133 @@ KEY = "farflung"
 
 
 class FarflungCallback(TrainerCallback):
-    """Registers :func:`farflung.ddp_hook` with the ``DistributedDataParallel`` that the trainer wraps its model in.
+    """Ranks, samplers and devices as under the trainer's DDP; :func:`farflung.attach` in place of its wrapper.
 
-    >>> trainer.add_callback(FarflungCallback(trainer, "error_feedback(topk(0.01))"))  # doctest: +SKIP
+    >>> trainer.add_callback(FarflungCallback(trainer, "diloco(sync_every=50)"))  # doctest: +SKIP
 
-    With a single process there is no wrapper, and nothing to do. Each rank keeps what its codec remembers in the
-    trainer's checkpoints, as ``farflung-<rank>-of-<size>.safetensors``, and a training that is resumed from one goes on
-    from there, wherever it lies.
+    With a single process there is nothing to do. Evaluations score, and checkpoints hold, the model of
+    :meth:`farflung.Handle.averaged`. Each rank keeps what is its own in the trainer's checkpoints, as
+    ``farflung-<rank>-of-<size>.safetensors``, and a training that is resumed from one goes on from there, wherever it
+    lies. All ranks end with the same parameters.
 
     Args:
-      trainer: whose ``model_wrapped`` is looked at when training begins; its ``train`` tells the callback which
-        checkpoint is loaded.
-      how: a codec or reducer, or its name with options.
-      options: further ones of :func:`farflung.ddp_hook`.
+      trainer: whose model is left unwrapped. Its ``train`` tells the callback which checkpoint is loaded; its
+        ``evaluate`` and ``save_model`` see the averaged model.
+      how: a recipe or the name of one.
+      options: further ones of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
 
     Raises:
       MissingExtra: on import, without the extra ``transformers``.
     """
 
-    def __init__(self, trainer: Trainer, how: Codec | Reducer | str, **options: Any) -> None:
+    def __init__(self, trainer: Trainer, how: Recipe | str = "synchronous", **options: Any) -> None:
         self._trainer, self._how, self._options = trainer, how, options
         self._resumed_from: str | bool | None = None
         self._run = ""
-        self._train = trainer.train
-        trainer.train = self._note_and_train  # type: ignore[method-assign]  # no event names the checkpoint
-        self._hooked: DistributedDataParallel | None = None
-        self.state: HookState | None = None
-        """What the codec remembers, once training has begun."""
+        self.handle: Handle | None = None
+        """What :func:`farflung.attach` gave, once training has begun."""
+        # There are no events for these, nor a setting that leaves the model unwrapped.
+        self._train, self._evaluate, self._save_model = trainer.train, trainer.evaluate, trainer.save_model
+        trainer.train = self._note_and_train  # type: ignore[method-assign]
+        trainer.evaluate = self._evaluate_averaged  # type: ignore[method-assign]
+        trainer.save_model = self._save_averaged  # type: ignore[method-assign]
+        accelerator = trainer.accelerator
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+
+    @property
+    def _model(self) -> nn.Module:
+        return cast(nn.Module, self._trainer.model)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return cast(torch.optim.Optimizer, self._trainer.optimizer)
 
     def _note_and_train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         self._resumed_from = resume_from_checkpoint
-        return self._train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            if self.handle is not None:
+                self.handle.__exit__(type(error), error, None)
+            raise
+
+    def _evaluate_averaged(self, *args: Any, **kwargs: Any) -> Any:
+        with self._averaged():
+            return self._evaluate(*args, **kwargs)
+
+    def _save_averaged(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # A call of the user's own may be one rank's alone.
+        with self._averaged() if _internal_call else nullcontext():
+            self._save_model(output_dir, _internal_call)
+
+    def _averaged(self) -> Any:
+        is_training = self.handle is not None and not self.handle.is_finished
+        return cast(Handle, self.handle).averaged() if is_training else nullcontext()
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Registers the hook, goes on from a checkpoint's memory, and names the run in the trainer's own state.
+        """Attaches to model and optimizer, goes on from a rank's own file, and names the run in the trainer's state.
 
         Raises:
-          Unsupported: the trainer wraps its model in something else.
+          Unsupported: the trainer shards its model.
           CheckpointError: a rank's file of the checkpoint is damaged, or absent while others have theirs.
         """
         del control, kwargs
-        wrapped = self._trainer.model_wrapped
-        if isinstance(wrapped, DistributedDataParallel):
-            if self.state is None or wrapped is not self._hooked:
-                self.state, hook = ddp_hook(self._how, **self._options)
-                wrapped.register_comm_hook(self.state, hook)
-                self._hooked = wrapped
-            device = next(wrapped.parameters()).device
-            written = cast("dict[str, Any]", state.stateful_callbacks)
-            if state.global_step:
-                own, run = _own_file(self._loaded_folder(args)), written.get(KEY, {}).get("run")
-                restore_own(own, _mark(state, run), self.state.load_state_dict, device)
-            self._run = begin_run(device)
-            written[KEY] = {"run": self._run}
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        kind = self._trainer.accelerator.distributed_type
+        if args.world_size == 1:
+            return
+        if not kind.value.startswith("MULTI_"):
             raise Unsupported(
-                f"FarflungCallback: the trainer wraps its model in {type(wrapped).__name__}; it has to be "
-                "DistributedDataParallel: leave out fsdp and deepspeed"
+                f"FarflungCallback: the trainer shards its model by {kind.value}: leave out fsdp and deepspeed"
             )
+        if self.handle is not None:
+            self.handle.finish()
+        self.handle = attach(
+            self._model,
+            self._optimizer,
+            self._how,
+            store=c10d._get_process_group_store(c10d._get_default_group()),
+            **self._options,
+        )
+        device = next(self._model.parameters()).device
+        written = cast("dict[str, Any]", state.stateful_callbacks)
+        if state.global_step:
+            own, run = _own_file(self._loaded_folder(args)), written.get(KEY, {}).get("run")
+            restore_own(own, _mark(state, run), self._load_own, device)
+        self._run = begin_run(device)
+        written[KEY] = {"run": self._run}
+
+    def _load_own(self, state: State) -> None:
+        load_own(cast(Handle, self.handle), self._optimizer, state)
 
     @override
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         del control, kwargs
-        if self.state is not None:
+        if self.handle is not None and not self.handle.is_finished:
             own = _own_file(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
             own.parent.mkdir(parents=True, exist_ok=True)
-            save_own(own, _mark(state, self._run), self.state.state_dict())
+            save_own(own, _mark(state, self._run), gather_own(self.handle, self._optimizer))
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Applies what is under way; all ranks end with the same parameters, those of the best checkpoint if asked."""
+        del control, kwargs
+        if self.handle is None:
+            return
+        is_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        trained = [p for p in self._model.parameters() if p.requires_grad and is_best]
+        kept = [p.detach().clone() for p in trained]
+        self.handle.finish()
+        for parameter, value in zip(trained, kept, strict=True):
+            parameter.data.copy_(value)
 
     def _loaded_folder(self, args: TrainingArguments) -> Path:
         if isinstance(self._resumed_from, bool):
