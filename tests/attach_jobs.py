@@ -442,6 +442,7 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", MASK.clone(), persistent=False)
+        self.register_buffer("table", torch.ones(1), persistent=False)
         self.register_buffer("statistic", torch.zeros(3, dtype=torch.float16))
         self.base = nn.Parameter(torch.full((4096,), 200, dtype=torch.uint8), requires_grad=False)
         self.inner = nn.Linear(12, 1000).requires_grad_(False)
@@ -478,6 +479,7 @@ def trains_an_adapter(
             with torch.no_grad():
                 model.get_buffer("statistic").fill_(torch.finfo(torch.float16).max - 2048 * rank)
                 model.inner.bias.fill_(rank)
+            model.register_buffer("table", torch.arange(4.0 + rank))
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with handle.averaged():
             inside = {

@@ -405,16 +405,17 @@ def test_what_does_not_train_does_not_travel(pool: Pool, how: str) -> None:
     for end in pool.run(2, "tests.attach_jobs.trains_an_adapter", how=how):
         assert end["inside"]["base"].tolist() == [200] * 4096
         assert torch.equal(end["inside"]["mask"], attach_jobs.MASK)
-        assert end["names"] <= {"mask", "statistic", "adapter.weight", "adapter.bias"}
+        assert end["names"] <= {"statistic", "adapter.weight", "adapter.bias"}
         assert end["start"] < 1024
         assert end["evaluation"] < 2048
 
 
 @pytest.mark.parametrize("how", ["local_sgd(4)", "synchronous"])
 def test_what_does_not_train_is_averaged_where_it_has_changed(pool: Pool, how: str) -> None:
-    """Its sum over the replicas may be more than its type holds."""
+    """Its sum over the replicas may be more than its type holds; a table that has grown on one has no mean."""
     ends = pool.run(2, "tests.attach_jobs.trains_an_adapter", how=how, changed=True)
-    for end in ends:
+    for rank, end in enumerate(ends):
+        assert end["inside"].pop("table").tolist() == [0, 1, 2, 3, 4][: 4 + rank]
         assert end["inside"]["statistic"].tolist() == [torch.finfo(torch.float16).max - 1024] * 3
         assert end["inside"]["inner.bias"].tolist() == [0.5] * 1000
         assert torch.equal(end["inside"]["mask"], attach_jobs.MASK)
@@ -497,7 +498,7 @@ def test_replicas_that_run_out_answer_the_others(pool: Pool, size: int) -> None:
         sent = end["sent to"]
         assert all(to[rank] == 0 for to in sent.values())
         assert sum(sum(sent.get(kind, ())) for kind in ("gradients", "unused", "moments")) == end["sent"]
-        assert sum(sent["start"]) < 1024  # the seeds are alike
+        assert sum(sent["start"]) < 2048  # the seeds are alike
         assert end["waited"] > 0
         for name, value in end["end"].items():
             assert torch.equal(value, ends[0]["end"][name])

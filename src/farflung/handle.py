@@ -511,7 +511,10 @@ class Handle:
         """
         self._end_skipped_step()
         exchanges = self._runtime.drive(self._exchanges.state_dict())
-        own = dict(self._model.named_buffers())
+        persistent = self._model.state_dict().keys()
+        own: dict[str, Tensor] = {
+            name: buffer for name, buffer in self._model.named_buffers() if name in persistent
+        }
         if self._exchanges.diverged:
             trained = {id(p) for p in self._trained}
             own |= {name: p for name, p in self._model.named_parameters() if id(p) in trained}

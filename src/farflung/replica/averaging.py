@@ -143,18 +143,23 @@ def _hash_weights() -> Tensor:
 
 
 async def unlike(runtime: Runtime, tensors: Sequence[Tensor], number: int, *, purpose: Purpose) -> list[int]:
-    """Returns the indices of tensors whose bits are not the same on all replicas; alike on all."""
+    """Returns the indices of tensors whose bits are not the same on all replicas; alike on all.
+
+    Those of unlike sizes, such as tables that grow with the longest sequence so far, have no mean and are left out.
+    """
     size = runtime.comm.size
     if size == 1 or not tensors:
         return []
-    rows = torch.zeros(size, len(tensors), dtype=torch.float64)
-    rows[runtime.comm.rank] = torch.tensor([fingerprint(tensor) for tensor in tensors])
+    rows = torch.zeros(size, 2, len(tensors), dtype=torch.float64)
+    rows[runtime.comm.rank, 0] = torch.tensor([fingerprint(tensor) for tensor in tensors])
+    rows[runtime.comm.rank, 1] = torch.tensor([tensor.numel() for tensor in tensors])
     _, summed = await sum_everywhere(
         runtime, _NOTHING, rows.flatten(), number, part=_COMPARED, purpose=purpose
     )
     compared = summed.view(rows.shape)
-    compared = compared[compared[:, 0] != 0]  # without those that are lost
-    return [int(index) for index in (compared != compared[0]).any(0).nonzero()]
+    compared = compared[compared[:, 0, 0] != 0]  # without those that are lost
+    bits, sizes = (compared == compared[0]).all(0)
+    return [int(index) for index in (~bits & sizes).nonzero()]
 
 
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
