@@ -28,7 +28,9 @@ from typing_extensions import override
 
 import farflung
 import farflung.recipes
+from farflung.config import BUCKET_NBYTES
 from farflung.handle import Handle
+from farflung.replica.unused import Unused
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
 from farflung.wall import LaunchEnv
@@ -594,7 +596,14 @@ def states_of_others(rank: int, size: int, store: dist.Store) -> list[str]:
 
 
 def unused(
-    rank: int, size: int, store: dist.Store, *, how: str = "", optimizer: str = "sgd"
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    how: str = "",
+    codec: str = "identity",
+    bucket_nbytes: int = BUCKET_NBYTES,
+    optimizer: str = "sgd",
 ) -> dict[str, Any]:
     """Branches that some or all ranks leave out, with weight decay and momentum, under DDP where ``how`` is empty."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
@@ -619,13 +628,19 @@ def unused(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if how:
-            with farflung.attach(model, chosen, recipe_of(how), store=store) as handle:
+            recipe = recipe_of(how).but(codec=codec, bucket_nbytes=bucket_nbytes)
+            with (
+                mock.patch.object(Unused, "tell", autospec=True, side_effect=Unused.tell) as told,
+                farflung.attach(model, chosen, recipe, store=store) as handle,
+            ):
                 without = train(model)
             sent = handle._exchanges.sent_nbytes
+            asked = [call.args[2] for call in told.call_args_list]
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             try:
-                without, sent = train(DistributedDataParallel(model, find_unused_parameters=True)), 0
+                without = train(DistributedDataParallel(model, find_unused_parameters=True))
+                sent, asked = 0, []
             finally:
                 leave_group()
     return {
@@ -633,6 +648,7 @@ def unused(
         "never": torch.equal(first["branches.2.weight"], model.state_dict()["branches.2.weight"]),
         "without": without,
         "sent": sent,
+        "asked": asked,
     }
 
 

@@ -363,6 +363,20 @@ def test_unused_parameters_are_left_alone_as_under_ddp(pool: Pool, optimizer: st
         assert one["never"]
 
 
+@pytest.mark.parametrize("how", ["synchronous", "pipelined(2)"])
+@pytest.mark.parametrize("codec", ["identity", "int8", "error_feedback(topk(0.1))"])
+def test_replicas_ask_once_a_step_what_none_has_used(pool: Pool, how: str, codec: str) -> None:
+    """Though each parameter is in a bucket of its own, and what is used changes with each step."""
+    one, other = pool.run(2, "tests.attach_jobs.unused", how=how, codec=codec, bucket_nbytes=1)
+    assert one["end"] == other["end"]
+    assert one["without"] == other["without"]
+    assert one["asked"] == other["asked"]
+    assert len(one["asked"]) == len({*one["asked"]}) > 1
+    if (how, codec) == ("synchronous", "identity"):
+        theirs, _ = pool.run(2, "tests.attach_jobs.unused")
+        assert (one["end"], one["without"]) == (theirs["end"], theirs["without"])
+
+
 @pytest.mark.parametrize(
     "codec", ["identity", "error_feedback(topk(0.1))", "dgc(density=0.1, warmup_steps=0)"]
 )

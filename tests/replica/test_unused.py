@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import farflung
 from farflung.codecs import CODECS
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
+from farflung.replica.unused import Unused, joined_places, places_in
+from farflung.types import Bucket, Placed, TensorSpec
 
 PARTS = [
     *({"codec": codec} for codec in sorted(CODECS)),
@@ -80,3 +83,20 @@ def test_a_spare_layer_stays_as_it_is(parts: dict[str, str]) -> None:
 def test_what_is_lacked_is_told_once() -> None:
     one, two, three = (sent(steps) for steps in (1, 2, 3))
     assert one > two - one == three - two > 0
+
+
+def test_nothing_is_worked_out_anew_where_nothing_has_changed() -> None:
+    """A step costs the same for many unused parameters as for few."""
+    found = Unused({0: Bucket(0, TensorSpec((4,), torch.float32))})
+    assert found.merged(0) == ({}, {})
+    assert found.merged(0) is found.merged(0)
+
+
+def test_places_of_a_part_are_those_of_its_buckets() -> None:
+    parts = Placed((2,), 0), Placed((1,), 2), Placed((3,), 3)
+    first, second = (Bucket(index, replace(TensorSpec((6,), torch.float32), parts=parts)) for index in (4, 7))
+    places = joined_places([(first, (0, 2)), (second, (1,))])
+    assert places == (0, 2, 4)
+    assert places_in((first, second), places) == {4: {0, 2}, 7: {1}}
+    assert places_in((first, second), (3,)) == {7: {0}}
+    assert places_in((first, second), ()) == {}

@@ -39,8 +39,10 @@ class Filling:
     """What parameters have as gradients: the views, as other tensors, since a loop may set their ``data``."""
     restrided: set[int] = field(default_factory=set)
     """Places of parameters whose strides are not those of their views: gradients are copied."""
-    absent: frozenset[int] = frozenset()
-    """Places that had no gradient when the last backward pass was through."""
+    absent: tuple[int, ...] = ()
+    """Places that had no gradient when the last backward pass was through, in ascending order."""
+    gaps: list[Tensor] = field(default_factory=list)
+    """Their elements of the flat tensor, a view for each run of neighbours."""
 
     def __post_init__(self) -> None:
         self.gradients = [view.detach() for view in self.views]
@@ -160,10 +162,10 @@ class GradientBuckets:
     def finish(self) -> None:
         """Autograd is through: parameters that no gradient reached contribute zeros."""
         assert self._ready is not None
-        unused = self.left
+        unused = [] if self._said_unused else self.left
         self._fill(self._ready)
         self._ready = None
-        if unused and not self._said_unused:
+        if unused:
             self._said_unused = True
             warnings.warn(
                 f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
@@ -178,8 +180,8 @@ class GradientBuckets:
         self._fill(ready)
         self._ready = None
 
-    def absent(self, index: int) -> frozenset[int]:
-        """The places in a bucket that had no gradient when the last backward pass was through."""
+    def absent(self, index: int) -> tuple[int, ...]:
+        """The places in a bucket that had no gradient when the last backward pass was through, in ascending order."""
         return self._fillings[index].absent
 
     def load(
@@ -256,9 +258,10 @@ class GradientBuckets:
         """Returns True if a gradient has been taken away or replaced since it was filled in."""
         return any(
             (grad := parameter.grad) is not filling.gradients[place]
-            and place not in filling.absent | filling.restrided
+            and place not in exempt
             and (grad is None or grad.data_ptr() != filling.views[place].data_ptr())
             for filling in self._fillings
+            for exempt in [filling.restrided.union(filling.absent)]
             for place, parameter in enumerate(filling.parameters)
         )
 
@@ -312,7 +315,6 @@ def _gather(filling: Filling) -> None:
     for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
         grad = parameter.grad
         if grad is None:
-            view.zero_()
             absent.append(place)
             continue
         if grad.layout is not torch.strided:
@@ -327,9 +329,24 @@ def _gather(filling: Filling) -> None:
                 filling.give(place)
             else:
                 filling.restrided.add(place)
-    filling.absent = frozenset(absent)
+    if filling.absent != (places := tuple(absent)):
+        filling.absent, filling.gaps = places, _gaps(filling, places)
+    for gap in filling.gaps:
+        gap.zero_()
     if views:
         torch._foreach_copy_(views, grads)
+
+
+def _gaps(filling: Filling, places: Sequence[int]) -> list[Tensor]:
+    """Returns the elements of some places, in ascending order, as few views of the flat tensor."""
+    gaps: list[tuple[int, int]] = []
+    for place in places:
+        first = filling.views[place].storage_offset()
+        last = first + filling.views[place].numel()
+        if gaps and gaps[-1][1] == first:
+            first = gaps.pop()[0]
+        gaps.append((first, last))
+    return [filling.flat[first:last] for first, last in gaps]
 
 
 def fillings(

@@ -24,7 +24,7 @@ from farflung.replica.optimizers import rate_of
 from farflung.replica.placement import state_on
 from farflung.replica.slots import Slots, buckets_of, numbered, spec_of
 from farflung.replica.summary import Times
-from farflung.replica.unused import Places, Unused, joined_places, places_in
+from farflung.replica.unused import Places, Unused, joined_places
 from farflung.replica.votes import Rider, Tally, Vote
 from farflung.types import (
     Decision,
@@ -145,7 +145,7 @@ class Exchanges:
         self._state, self._steps = schedule.init(), steps
         specs = {number: spec_of(part) for number, part in self._parts.items()}
         self._slots = Slots(reducer, specs, seed, runtime.comm.rank, steps=steps)
-        self._unused = Unused({number: len(spec.parts) for number, spec in specs.items()})
+        self._unused = Unused(self._parts)
         self._gain = gain
         measured = () if gain is None else gain.begins(self._unlike(reducer))
         self._learner = gain if measured else None
@@ -442,7 +442,7 @@ class Exchanges:
         So the schedule knows what it knows on replicas that have merged them, and plans the same.
         """
         for _, exchanges in groupby(self._due(gradients=False), key=lambda exchange: exchange.step):
-            arrived = [await self._arrived(exchange) for exchange in exchanges]
+            arrived = await self._arrived(exchanges)
             self._taken.append(arrived)
             await self._tell(*arrived[0])
 
@@ -630,8 +630,10 @@ class Exchanges:
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
-        absent = self._absent(transfer.part) if merger.takes_gradient and not merger.takes_whole else ()
-        asks = self._unused.changes(number, absent)
+        absent, asks = (), False
+        if merger.takes_gradient and not merger.takes_whole:
+            absent = self._absent(transfer.part)
+            asks = self._unused.changes(number, absent)
         weight, rider = self._rider.cast(self._metadata[number], self._runtime.comm.rank, said, asks=asks)
         self._metadata[number] = []
         tensors, kept = [], {}
@@ -661,7 +663,7 @@ class Exchanges:
         """Whether the last step that was due has brought something."""
         merged = not gradients and await self._merge_taken()
         for _, exchanges in groupby(self._due(gradients=gradients), key=lambda exchange: exchange.step):
-            arrived = [await self._arrived(exchange) for exchange in exchanges]
+            arrived = await self._arrived(exchanges)
             merged = await self._put_all(arrived)
             await self._tell(*arrived[0])
         return merged
@@ -696,22 +698,24 @@ class Exchanges:
                 await self._average_moments(exchange)
         return merged
 
-    async def _arrived(self, exchange: InFlight) -> tuple[InFlight, Reduced, Tally]:
-        reduced = await self._arrival(exchange)
-        tally = self._rider.read(reduced.rider)
-        if tally.nonfinite and self._on_nonfinite == "stop":
-            what = "gradient" if self._looks else "loss"
-            raise NonFinite(exchange.step, tally.ranks, tally.nonfinite, what)
-        if tally.asks:
+    async def _arrived(self, exchanges: Iterable[InFlight]) -> list[tuple[InFlight, Reduced, Tally]]:
+        """Waits for the exchanges of one step, and learns what no replica has used in it."""
+        arrived: list[tuple[InFlight, Reduced, Tally]] = []
+        for exchange in exchanges:
+            reduced = await self._arrival(exchange)
+            tally = self._rider.read(reduced.rider)
+            if tally.nonfinite and self._on_nonfinite == "stop":
+                what = "gradient" if self._looks else "loss"
+                raise NonFinite(exchange.step, tally.ranks, tally.nonfinite, what)
+            arrived.append((exchange, reduced, tally))
+        absent = {exchange.number: exchange.absent for exchange, _, tally in arrived if tally.asks}
+        if absent:
             with self._times.waiting():
-                told = self._unused.tell(
-                    self._runtime, exchange.round_number, exchange.number, exchange.absent
-                )
+                told = self._unused.tell(self._runtime, arrived[0][0].round_number, absent)
                 self.sent_nbytes += await told
-        buckets = buckets_of(exchange.transfer.part)
-        unused, never = self._unused.merged(exchange.number)
-        exchange.unused, exchange.never = places_in(buckets, unused), places_in(buckets, never)
-        return exchange, reduced, tally
+        for exchange, _, _ in arrived:
+            exchange.unused, exchange.never = self._unused.merged(exchange.number)
+        return arrived
 
     async def _arrival(self, exchange: InFlight) -> Reduced:
         with self._times.waiting():

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
 from farflung.replica.checkpoint import from_bytes, to_bytes
 from farflung.replica.slots import Slots, buckets_of
-from farflung.replica.unused import Places
+from farflung.replica.unused import Places, PlacesByBucket
 from farflung.tasks import Pending, done
 from farflung.types import (
     Channel,
@@ -80,8 +80,8 @@ class InFlight:
     before: CodecState | None = None
     ended_s: float | None = None
     times: Pending[Decision] | None = None
-    unused: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    never: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    unused: PlacesByBucket = field(default_factory=dict)
+    never: PlacesByBucket = field(default_factory=dict)
 
     @property
     def channel(self) -> ExchangeChannel:
