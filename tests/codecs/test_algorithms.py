@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "qsgd: bucket_size 0 must be at least 1": lambda: QSGD(bucket_size=0),
     "norm 'l3'": lambda: QSGD(norm="l3"),  # type: ignore[arg-type]
     "sign: bucket_size 0": lambda: Sign(0),
+    "int8: bucket_size 0": lambda: Int8(bucket_size=0),
     "rounding 'up'": lambda: Int8("up"),  # type: ignore[arg-type]
     "numel -1": lambda: by_size(numel=-1),
     "demo: decay 1 must be": lambda: DeMo(decay=1),
@@ -169,6 +171,18 @@ def test_bits_are_packed(bits: int, per_number: float) -> None:
 def test_levels_take_the_bits_they_need(levels: int, bits: int) -> None:
     _, payload = there_and_back(QSGD(levels=levels, bucket_size=800), normal(800))
     assert payload.nbytes == 100 * bits + 4
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_eight_bits_are_as_fine_for_a_small_tensor_beside_a_large_one(
+    rounding: Literal["nearest", "stochastic"],
+) -> None:
+    small = 1e-4 * normal(8192)
+    decoded, payload = there_and_back(Int8(rounding), torch.cat((normal(8192), small, normal(10))))
+    assert (decoded[8192:16384] - small).norm() < 0.03 * small.norm()
+    assert payload.nbytes == 16394 + 5 * 4
+    coarse, _ = there_and_back(Int8(rounding, bucket_size=1 << 20), torch.cat((normal(8192), small)))
+    assert (coarse[8192:] - small).norm() > 0.5 * small.norm()
 
 
 def test_the_largest_number_is_never_rounded_beyond_itself() -> None:

@@ -1,4 +1,4 @@
-"""Eight bits for each number, scaled by the largest: Pipe-SGD's stronger compression."""
+"""Eight bits for each number, scaled by the largest nearby: Pipe-SGD's stronger compression."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from farflung.codecs.base import Fixed, floating
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ConfigError
+from farflung.options import whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Int8"]
@@ -20,32 +21,37 @@ LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8(Fixed):
-    r"""Scales by the largest magnitude and rounds to 8 bits: a quarter of the bytes.
+    r"""Scales each bucket by its largest magnitude and rounds to 8 bits: a quarter of the bytes.
 
-    .. math:: s = \max_i |g_i|, \quad q_i = \operatorname{round}(127\, g_i / s), \quad C(g)_i = q_i\, s / 127
+    .. math::
+        s = \max_{i \in \text{bucket}} |g_i|, \quad
+        q_i = \operatorname{round}(127\, g_i / s), \quad C(g)_i = q_i\, s / 127
 
     Rounding to the nearest is biased, and contractive: an error is at most half a step, and never more than the
     number itself. It keeps no state, so it may run on every hop of a collective, as in Pipe-SGD, each segment with
-    a scale of its own. Stochastic rounding is unbiased; its seed makes it a codec with state.
+    scales of its own. Stochastic rounding is unbiased; its seed makes it a codec with state.
 
-    A tensor that holds an infinity or a NaN decodes to nothing finite, since its scale says nothing about the other
+    A bucket that holds an infinity or a NaN decodes to nothing finite, since its scale says nothing about the other
     numbers; the infinity itself stays what it is.
 
     Args:
       rounding: ``"nearest"`` or ``"stochastic"``.
+      bucket_size: numbers that share a scale. With 4,096 scales add a thousandth to the bytes.
 
     Raises:
-      ConfigError: another rounding.
+      ConfigError: another rounding, or a bucket of no numbers.
 
-    References: Li et al. 2018 (Pipe-SGD), scalar quantization; bit width and rounding are our reading. Bytes hold
-    :math:`q_i + 127`, our choice.
+    References: Li et al. 2018 (Pipe-SGD), scalar quantization; bit width, rounding and buckets are our reading. One
+    scale for tensors of unlike size leaves nothing of the smaller ones. Bytes hold :math:`q_i + 127`, our choice.
     """
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    bucket_size: int = 4096
 
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"int8: rounding {self.rounding!r} must be 'nearest' or 'stochastic'")
+        whole_option("int8", "bucket_size", self.bucket_size, 1)
 
     @property
     def unbiased(self) -> bool:
@@ -71,22 +77,21 @@ class Int8(Fixed):
         return CodecState() if self.stateless else CodecState(local={"seed": seeds.own})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """A uint8 tensor of as many elements, and the scale."""
+        """A uint8 tensor of as many elements, and the scale of each bucket."""
         flat = grad.reshape(-1)
         noise = None if self.stateless else generator_on(flat.device, state.local["seed"], step, count)
-        size = max(flat.numel(), 1)
-        scale = bucket_norms(flat, size, "max")
-        return Payload((to_levels(flat, scale, LEVELS, size, noise), scale)), state
+        scales = bucket_norms(flat, self.bucket_size, "max")
+        return Payload((to_levels(flat, scales, LEVELS, self.bucket_size, noise), scales)), state
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Multiples of a 127th of the scale."""
+        """Multiples of a 127th of each bucket's scale."""
         del state, step, count
-        found, scale = payload.tensors()
-        return from_levels(found, scale, LEVELS, max(spec.numel, 1), spec.dtype).view(spec.shape)
+        found, scales = payload.tensors()
+        return from_levels(found, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)
 
     def linear(self, state: CodecState) -> bool:
-        """Never: each replica has a scale of its own."""
+        """Never: each replica has scales of its own."""
         del state
         return False
