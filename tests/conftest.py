@@ -38,6 +38,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 POOLED = (
     "tests/integrations/",
+    "tests/models/",
     "tests/test_attach.py",
     "tests/test_ddp.py",
     "tests/test_importance.py",
