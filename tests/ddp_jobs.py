@@ -90,6 +90,18 @@ class TwoTypes(nn.Module):
         return y
 
 
+class Half(nn.Module):
+    """Has gradients in float16 whose sums over two ranks are out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(300, dtype=torch.float16))
+        self.mask = nn.Buffer(torch.full((3,), -60_000.0, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).float().sum()
+
+
 @contextmanager
 def group(rank: int, size: int, store: dist.Store) -> Iterator[None]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
@@ -166,6 +178,33 @@ def made_before_the_group(rank: int, size: int, store: dist.Store, *, hows: list
             "early": digest(dict(model.named_parameters())),
             "late": hooked(rank, hows[rank])["parameters"],
         }
+
+
+def in_float16(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
+    """Gradients of 40,000 and more by DDP, by its hook and by attach; a buffer inside ``averaged()``."""
+
+    def train(called: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(STEPS):
+            random = torch.Generator().manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            called(40_000 + 20_000 * torch.rand(300, generator=random)).backward()
+            optimizer.step()
+
+    models = {how: Half() for how in ("ddp", "hook", "attach")}
+    optimizers = {how: torch.optim.SGD(model.parameters(), lr=1e-4) for how, model in models.items()}
+    with group(rank, size, dist.PrefixStore("group", store)):
+        train(DistributedDataParallel(models["ddp"]), optimizers["ddp"])
+        ddp = DistributedDataParallel(models["hook"])
+        state, hook = farflung.ddp_hook("identity")
+        ddp.register_comm_hook(state, hook)
+        train(ddp, optimizers["hook"])
+        state.close()
+    with farflung.attach(models["attach"], optimizers["attach"], "synchronous", store=store) as handle:
+        train(models["attach"], optimizers["attach"])
+        with handle.averaged():
+            mask = models["attach"].mask.tolist()
+    ends = {how: digest(dict(model.named_parameters())) for how, model in models.items()}
+    return {**ends, "finite": bool(models["ddp"].weight.isfinite().all()), "mask": mask}
 
 
 def hooked(rank: int, how: str, find_unused: bool = False, **options: Any) -> dict[str, Any]:

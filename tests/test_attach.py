@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import farflung
+from farflung.codecs import TopK, error_feedback
 from farflung.errors import ConfigError
 from farflung.recipes import RECIPES, Recipe
 from farflung.replica import load_tree
 from farflung.telemetry import Event
-from farflung.types import State
+from farflung.types import CodecState, Payload, State
 from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
@@ -111,6 +112,28 @@ def test_one_replica_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     attach_jobs.plain(model, handle._optimizer, handle.no_sync, 0)
     assert handle.step == attach_jobs.STEPS
     handle.finish()
+
+
+def test_nothing_is_encoded_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    steps: list[int] = []
+
+    @dataclass(frozen=True)
+    class Watched(TopK):
+        def encode(
+            self, state: CodecState, grad: Tensor, *, step: int, count: int
+        ) -> tuple[Payload, CodecState]:
+            steps.append(step)
+            return TopK.encode(self, state, grad, step=step, count=count)
+
+    model = attach_jobs.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(codec=error_feedback(Watched(0.1)), collective="auto")
+    with farflung.attach(model, optimizer, recipe) as handle:
+        assert steps == []
+        attach_jobs.plain(model, optimizer, handle.no_sync, 0)
+        assert set(steps) == set(range(attach_jobs.STEPS))
 
 
 @pytest.mark.parametrize("how", ["synchronous", "dga"])

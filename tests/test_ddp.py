@@ -76,6 +76,15 @@ def test_identity_is_ddp(pool: Pool, find_unused: bool) -> None:
         assert result["hook"] == result["ddp"]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_identity_is_ddp_where_sums_do_not_fit_in_float16(pool: Pool, size: int) -> None:
+    for result in pool.run(size, "tests.ddp_jobs.in_float16"):
+        assert result["finite"]
+        assert result["hook"] == result["attach"]
+        assert size > 2 or result["hook"] == result["ddp"]  # gloo adds three in an order of its own
+        assert result["mask"] == [-60_000.0] * 3
+
+
 @pytest.mark.parametrize("model", ddp_jobs.MODELS)
 def test_identity_is_ddp_for_each_way_of_handing_buckets_over(pool: Pool, model: str) -> None:
     """DDP leaves out buckets, even the first and the last; or gives several the same number; or has inner passes."""

@@ -499,9 +499,12 @@ class HookState:
         values, number, size = arrival.buffer.detach().clone(), len(self._launched), self._runtime.comm.size
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
 
+        divides_first = values.dtype == torch.float16  # whose sums may overflow
+
         async def exchange() -> None:
-            total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
-            arrival.buffer.detach().copy_(total.div_(size))
+            given = values.mul_(1 / size) if divides_first else values
+            total, _ = await channel.collective("direct")(channel, given, _NO_RIDER)
+            arrival.buffer.detach().copy_(total if divides_first else total.div_(size))
             self.sent_nbytes += channel.sent_nbytes
 
         self._start(number, values.device, exchange, [arrival])

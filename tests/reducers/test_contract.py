@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from farflung.codecs import DGC, DeMo, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
-from farflung.comm import COLLECTIVES, ExchangeChannel
+from farflung.comm import AUTO, COLLECTIVES, Collective, ExchangeChannel
 from farflung.errors import ConfigError, ProtocolError, UnknownName, Unsupported
 from farflung.reducers import (
     REDUCERS,
@@ -22,22 +23,36 @@ from farflung.reducers import (
     GradiVeQ,
     PowerSGD,
     SharedScaleQSGD,
+    summed_nbytes,
 )
 from farflung.replica import load_tree, save_tree
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import (
+    Channel,
     CodecState,
     Contribution,
+    Placed,
     Reduced,
     Reducer,
     Runtime,
     Seeds,
+    SegmentCoding,
     StateSlot,
     TensorSpec,
 )
 from tests.covering import covering
 from tests.helpers import CODEC_ROWS, NUMEL, Cluster, same_bits, same_tree, tensors_in
-from tests.reducers.replicas import LINK, SPEC, WEIGHTS, Replica, assert_alike, exact_mean, gradient, run
+from tests.reducers.replicas import (
+    LINK,
+    PARTS,
+    SPEC,
+    WEIGHTS,
+    Replica,
+    assert_alike,
+    exact_mean,
+    gradient,
+    run,
+)
 
 
 @dataclass(frozen=True)
@@ -280,6 +295,66 @@ def test_what_was_given_is_not_written_once_it_is_another_s(name: str) -> None:
     assert_alike(replicas)
     for one, two in zip(replicas, plain(name, 3), strict=True):
         assert all(same_bits(a.mean, b.mean) for a, b in zip(one.results, two.results, strict=True))
+
+
+# --- what is summed ---------------------------------------------------------------------------------------------
+
+LATE = 1 << 20
+"""A step at which no method warms up any more."""
+MANY = TensorSpec((NUMEL + 200,), parts=(*PARTS, Placed((10, 10), NUMEL), Placed((10, 10), NUMEL + 100)))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in ROWS
+        for dtype in (torch.float32, torch.float16, torch.float64)
+        if dtype != torch.float64 or name.rpartition(", ")[2] not in ("truncate16", "chain (of three)")
+    ],
+)
+def test_it_says_what_it_sums_before_it_does(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, spec, found = ROWS[name].reducer, replace(MANY, dtype=dtype), list[list[int]]()
+    if isinstance(row, AdaptiveTopK):
+        row = replace(row, threshold=0.0)  # so that it is dense
+
+    async def watched(
+        channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if coding is None:
+            found[channel.rank].append(tensor.nbytes)
+        return await COLLECTIVES["direct"].run(channel, tensor, side, coding=coding)
+
+    monkeypatch.setitem(COLLECTIVES, AUTO, Collective(watched))
+    reducer: Any = replace(row, collective=AUTO)  # type: ignore[type-var]
+    for size in (2, 3):
+        found[:] = [[] for _ in range(size)]
+        world = VirtualWorld(size, LINK)
+        world.run(
+            [
+                Replica(
+                    runtime,
+                    reducer,
+                    spec=spec,
+                    make=lambda rank, step: gradient(rank, step, MANY.numel).to(dtype),
+                ).run(range(LATE, LATE + 1))
+                for runtime in world.runtimes
+            ]
+        )
+        assert all(sorted(each) == sorted(reducer.summed_nbytes(spec, size)) for each in found)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_says_so_without_a_state_or_an_encoding(name: str) -> None:
+    numel = 1 << 50  # more than any memory holds
+    spec = TensorSpec((numel,), torch.float32, (Placed((1 << 25, 1 << 25), 0),))
+    assert max(ROWS[name].reducer.summed_nbytes(spec, 2), default=0) <= 4 * numel
+
+
+def test_a_reducer_that_does_not_say_sums_the_tensor_as_it_is() -> None:
+    assert summed_nbytes(Reducer(), [SPEC, TensorSpec((3,), torch.float16)], 2) == [4 * NUMEL, 6]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ __all__ = [
     "floating",
     "indexable",
     "make_codec",
+    "summed_specs",
 ]
 
 
@@ -82,6 +83,15 @@ def indexable(name: str, spec: TensorSpec) -> None:
     floating(name, spec)
     if spec.numel > torch.iinfo(torch.int32).max:
         raise Unsupported(f"codec {name} names entries by int32: {spec.numel} are too many for one bucket")
+
+
+def summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """Returns the specs of the tensors that the payloads of a linear codec are summed as.
+
+    A codec without a method ``summed_specs`` is not linear, or does not say: the result is empty.
+    """
+    method = getattr(codec, "summed_specs", None)
+    return () if method is None else tuple(method(spec))
 
 
 class Sparse(Fixed):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from farflung.codecs.base import accumulate, codec_option
+from farflung.codecs.base import accumulate, codec_option, summed_specs
 from farflung.codecs.int8 import Int8
 from farflung.codecs.topk import TopK
 from farflung.errors import Unsupported
@@ -107,6 +107,11 @@ class Chain:
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         """The first codec's."""
         return self._with(state, self.first.observe(self._inner(state), aggregate, step=step))
+
+    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Those of what the second makes of each tensor of the first."""
+        parts = [summed_specs(self.second, each) for each in summed_specs(self.first, spec)]
+        return tuple(each for part in parts for each in part) if all(parts) else ()
 
     def linear(self, state: CodecState) -> bool:
         return self.first.linear(self._inner(state)) and self.second.linear(

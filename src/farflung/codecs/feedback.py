@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import accumulate, codec_option, floating, make_codec
+from farflung.codecs.base import accumulate, codec_option, floating, make_codec, summed_specs
 from farflung.errors import ConfigError
 from farflung.options import part_option
 from farflung.trees import shares_memory
@@ -99,6 +99,10 @@ class ErrorFeedback:
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         inner = self.codec.observe(inner_state(state), aggregate, step=step)
         return CodecState(inner.shared, {**state.local, "codec": inner.local})
+
+    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Those of the codec inside."""
+        return summed_specs(self.codec, spec)
 
     def linear(self, state: CodecState) -> bool:
         return self.codec.linear(inner_state(state))

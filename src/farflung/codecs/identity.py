@@ -39,6 +39,10 @@ class Identity(Fixed):
         (grad,) = payload.tensors()
         return grad
 
+    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """The tensor's own."""
+        return (spec,)
+
     def linear(self, state: CodecState) -> bool:
         del state
         return True

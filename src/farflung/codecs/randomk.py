@@ -85,6 +85,10 @@ class RandomK(Sparse):
         indices = self._indices(state, total.numel(), step, values.device)
         total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
+    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """That of the values."""
+        return (TensorSpec((kept(spec.numel, self.density),), spec.dtype),)
+
     def linear(self, state: CodecState) -> bool:
         del state
         return True

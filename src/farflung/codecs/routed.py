@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import codec_option, make_codec
+from farflung.codecs.base import codec_option, make_codec, summed_specs
 from farflung.codecs.identity import Identity
 from farflung.options import whole_option
 from farflung.seeding import derive
@@ -44,6 +44,10 @@ class Routed:
         """The codecs there may be routes to."""
         raise NotImplementedError
 
+    def parts_of(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
+        """Returns the flat tensor of each route that has something to send, and its runs of elements."""
+        raise NotImplementedError
+
     @property
     def unbiased(self) -> bool:
         return all(codec.unbiased for codec in self.codecs.values())
@@ -57,6 +61,16 @@ class Routed:
     def per_hop(self) -> bool:
         """Never: a segment of a collective does not say what it is a part of."""
         return False
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """Which elements go which way, and the state of each codec."""
+        parts = self.parts_of(spec)
+        states = {
+            name: self.codecs[name].init(part, Seeds(derive(seeds.shared, name), derive(seeds.own, name)))
+            for name, (part, _) in parts.items()
+        }
+        shared: State = {name: {"runs": parts[name][1], "codec": own.shared} for name, own in states.items()}
+        return CodecState(shared, {name: states[name].local for name in shared})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """One payload for each route."""
@@ -92,6 +106,11 @@ class Routed:
         }
         return self.with_states(state, states)
 
+    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Those of all routes, if all codecs have some."""
+        found = [summed_specs(self.codecs[name], part) for name, (part, _) in self.parts_of(spec).items()]
+        return tuple(each for specs in found for each in specs) if all(found) else ()
+
     def linear(self, state: CodecState) -> bool:
         """If those that have something to send are."""
         return all(route.codec.linear(route.state) for route in self.routes(state))
@@ -108,17 +127,6 @@ class Routed:
         shared: State = {
             name: {"runs": kept["runs"], "codec": states[name].shared} for name, kept in state.shared.items()
         }
-        return CodecState(shared, {name: states[name].local for name in shared})
-
-    def route_to(
-        self, specs: Mapping[str, TensorSpec], runs: Mapping[str, list[list[int]]], seeds: Seeds
-    ) -> CodecState:
-        """A state with these routes, each codec's own state fresh."""
-        states = {
-            name: self.codecs[name].init(spec, Seeds(derive(seeds.shared, name), derive(seeds.own, name)))
-            for name, spec in specs.items()
-        }
-        shared: State = {name: {"runs": runs[name], "codec": own.shared} for name, own in states.items()}
         return CodecState(shared, {name: states[name].local for name in shared})
 
 
@@ -168,10 +176,10 @@ class BySize(Routed):
     def codecs(self) -> Mapping[str, Codec]:
         return {"small": self.small, "large": self.large}
 
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Which of the two, and its state."""
+    @override
+    def parts_of(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
         size = "large" if spec.numel >= self.numel else "small"
-        return self.route_to({size: spec}, {size: [[0, spec.numel]]}, seeds)
+        return {size: (spec, [[0, spec.numel]])}
 
 
 def by_size(small: Codec | None = None, large: Codec | None = None, numel: int = 10_000) -> BySize:
@@ -212,8 +220,8 @@ class ByRole(Routed):
     def codecs(self) -> Mapping[str, Codec]:
         return {"convolution": self.convolution, "dense": Identity(), "other": self.other}
 
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Which elements are of which role, and the state of each codec."""
+    @override
+    def parts_of(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
         parts: dict[str, list[Placed]] = {}
         runs: dict[str, list[list[int]]] = {}
         for part in spec.parts or (Placed(spec.shape, 0),):
@@ -224,8 +232,7 @@ class ByRole(Routed):
                 mine[-1][1] += part.numel
             else:
                 mine.append([part.start, part.numel])
-        specs = {role: _together(placed, spec) for role, placed in parts.items()}
-        return self.route_to(specs, runs, seeds)
+        return {role: (_together(placed, spec), runs[role]) for role, placed in parts.items()}
 
     def _role(self, part: Placed) -> str:
         if len(part.shape) >= 3:

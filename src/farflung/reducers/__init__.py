@@ -8,11 +8,11 @@ from farflung.types import Reducer
 
 if TYPE_CHECKING:
     from farflung.reducers.adaptive_topk import AdaptiveTopK
+    from farflung.reducers.base import summed_nbytes
     from farflung.reducers.codec import CodecReducer
     from farflung.reducers.gradiveq import GradiVeQ
     from farflung.reducers.powersgd import PowerSGD
     from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
-    from farflung.reducers.sums import summed_nbytes
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -22,7 +22,7 @@ else:
             "gradiveq": "GradiVeQ",
             "powersgd": "PowerSGD",
             "shared_scale_qsgd": "SharedScaleQSGD",
-            "sums": "summed_nbytes",
+            "base": "summed_nbytes",
         },
     )
 

@@ -18,7 +18,15 @@ from farflung.codecs.selection import kept, largest
 from farflung.errors import ConfigError
 from farflung.options import number_option, part_option, whole_option
 from farflung.reducers.aggregation import AggregationPath, Exchange, Gathered, Parcel, Summed
-from farflung.reducers.base import check_rounds, method_of, method_of_rounds, numerator, reduced, side_of
+from farflung.reducers.base import (
+    carried_spec,
+    check_rounds,
+    method_of,
+    method_of_rounds,
+    numerator,
+    reduced,
+    side_of,
+)
 from farflung.types import (
     Channel,
     CodecState,
@@ -139,6 +147,7 @@ class AdaptiveTopK(Reducer):
         Raises:
           Unsupported: the tensor is not floating.
         """
+        spec = carried_spec(spec)
         if self.rule == "released":
             floating("adaptive_topk", spec)
             runs = [[part.start, part.numel] for part in spec.parts] or [[0, spec.numel]]
@@ -147,6 +156,11 @@ class AdaptiveTopK(Reducer):
         inner = self._codec.init(spec, seeds)
         known = {"left_out": None, "compress": False, "seen": [0.0] * _NUMBERS, "compressed": 0, "steps": 0}
         return CodecState({**known, "codec": inner.shared}, inner.local)
+
+    @override
+    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+        """Those of a dense step; numbers that travel before it are summed beside an empty tensor."""
+        return (0, spec.nbytes) if self.rule == "released" or self.decide == "exact" else (spec.nbytes,)
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
@@ -170,9 +184,10 @@ class AdaptiveTopK(Reducer):
             _, sums = await first.sum(tensor.new_empty(0))
             shared = self._with(shared, sums.tolist())
         side = torch.cat((side_of(own), said))
-        path = self._started(Exchange(channel, self.collective, side, step), slot, tensor, shared["compress"])
+        exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
+        path = self._started(exchange, slot, tensor, shared["compress"])
         total, side = await path.finish()
-        result = reduced(channel, total, side)
+        result = reduced(channel, total, side, own.tensor.dtype)
         rider, sums = result.rider.split([len(own.rider), _NUMBERS])
         return replace(
             result,
@@ -241,13 +256,13 @@ class AdaptiveTopK(Reducer):
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
         _, in_favour = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
         compress = float(in_favour) >= channel.size // 2
-        exchange = Exchange(channel, self.collective, side_of(own), step)
+        exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         if compress:
             parcel = Parcel(entries, self.method, CodecState(), fed, Seeds(0, 0))
             path: AggregationPath = Gathered(exchange, parcel)
         else:
             path = Summed(exchange, CodecState(), tensor)
-        result = reduced(channel, *await path.finish())
+        result = reduced(channel, *await path.finish(), own.tensor.dtype)
 
         def learn(now: CodecState) -> CodecState:
             return CodecState(_counted(now.shared, compress), now.local)

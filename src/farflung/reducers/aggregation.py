@@ -18,6 +18,7 @@ from farflung.comm.collectives.coding import Charged
 from farflung.comm.collectives.segments import copied, cut, others, sum_in_order, summed
 from farflung.comm.staging import on_device
 from farflung.errors import Unsupported
+from farflung.reducers.base import limited
 from farflung.trees import only_seeds, rebuilt, unshared
 from farflung.types import Channel, Codec, CodecState, CodingCost, Payload, Seeds, Segment, TensorSpec
 
@@ -62,14 +63,16 @@ class Exchange:
     Args:
       channel: the exchange's.
       collective: a name in :data:`farflung.comm.COLLECTIVES`.
-      side: float64 numbers, summed in rank order beside the tensor.
+      side: float64 numbers, summed in rank order beside the tensor; the first is the weight.
       step: for the codecs.
+      dtype: of the gradient; ``None``: that of the tensors that are summed.
     """
 
     channel: Channel
     collective: str
     side: Tensor
     step: int
+    dtype: torch.dtype | None = None
 
     def encode(self, own: Parcel) -> tuple[Payload, CodecState]:
         """The rank's own tensor, whole."""
@@ -81,6 +84,21 @@ class Exchange:
         """The sums of a flat tensor, given away, and of the side."""
         all_reduce = self.channel.collective(self.collective)
         return await all_reduce(self.channel, tensor, self.side, coding=coding)
+
+    async def sum_dense(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sums of a flat tensor, given away, which travels in the type of the gradient, and of the side.
+
+        In float16 it is divided by the number of replicas before the sum and multiplied after it, so that sums of
+        numbers of which the mean is in range do not overflow. Where all weights are 1, the mean has the bits of
+        DistributedDataParallel's, which divides so too. A residual in it is cut to what a gradient could be.
+        """
+        if self.dtype is None or self.dtype == tensor.dtype:
+            return await self.sum(tensor)
+        size, cost = self.channel.size, CodingCost("copy", "", tensor.numel())
+        limit = max(float(self.side[0]), 1.0) * torch.finfo(self.dtype).max / size
+        narrow = self.channel.compute(cost, lambda: limited(tensor.mul(1 / size), limit).to(self.dtype))
+        total, side = await self.sum(narrow)
+        return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), side
 
 
 class AggregationPath(Protocol):
@@ -138,7 +156,7 @@ class Summed:
         self._exchange, self._tensor = exchange, tensor
 
     async def finish(self) -> tuple[Tensor, Tensor]:
-        return await self._exchange.sum(self._tensor)
+        return await self._exchange.sum_dense(self._tensor)
 
     def learn(self, state: CodecState, average: Tensor) -> CodecState:
         del average

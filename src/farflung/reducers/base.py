@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -15,26 +15,43 @@ from farflung.codecs.routed import Routed
 from farflung.comm import collective_named
 from farflung.errors import Unsupported
 from farflung.spec import Registry, text_of
-from farflung.types import Channel, Codec, CodingCost, Contribution, Reduced
+from farflung.types import Channel, Codec, CodingCost, Contribution, Reduced, Reducer, TensorSpec
 
 __all__ = [
     "Methods",
     "Named",
+    "carried_spec",
     "check_rounds",
     "divisor",
+    "limited",
     "mean_of",
     "method_of",
     "method_of_rounds",
     "methods_of",
     "numerator",
     "reduced",
+    "rounded",
     "side_of",
+    "summed_nbytes",
 ]
 
 
+def carried_spec(spec: TensorSpec) -> TensorSpec:
+    """Returns the spec of the numerator of a tensor: float32 for float16."""
+    return replace(spec, dtype=torch.float32) if spec.dtype == torch.float16 else spec
+
+
 def numerator(channel: Channel, own: Contribution) -> Tensor:
-    """Weight times tensor, in the tensor's own memory."""
-    return own.tensor if own.weight == 1.0 else _scaled(channel, own.tensor.mul_, own.tensor, own.weight)
+    """Returns weight times tensor, in the tensor's own memory; of float16 in float32.
+
+    Sums and residuals of numbers that float16 holds may be larger than it holds. bfloat16 has the range of float32.
+    """
+    tensor = own.tensor
+    if tensor.dtype == torch.float16:
+        return channel.compute(
+            CodingCost("copy", "", tensor.numel()), lambda: tensor.float().mul_(own.weight)
+        )
+    return tensor if own.weight == 1.0 else _scaled(channel, tensor.mul_, tensor, own.weight)
 
 
 def side_of(own: Contribution) -> Tensor:
@@ -53,13 +70,48 @@ def mean_of(channel: Channel, total: Tensor, side: Tensor) -> Tensor:
     return total if by == 1.0 else _scaled(channel, total.div_, total, by)
 
 
-def reduced(channel: Channel, total: Tensor, side: Tensor) -> Reduced:
-    """The mean, in the memory of the summed numerators, and what was summed beside them."""
-    return Reduced(mean_of(channel, total, side), float(side[0]), side[1:])
+def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mean in the type of what was contributed.
+
+    What is finite stays so: codecs with residuals send more at times than float16 holds, which is cut to its largest.
+    """
+    if mean.dtype == dtype:
+        return mean
+    limit = torch.finfo(dtype).max
+    return channel.compute(CodingCost("copy", "", mean.numel()), lambda: limited(mean, limit).to(dtype))
+
+
+def limited(tensor: Tensor, limit: float) -> Tensor:
+    """Returns a tensor of which what is finite is cut to a range; infinities and NaN stay."""
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
+
+
+def reduced(channel: Channel, total: Tensor, side: Tensor, dtype: torch.dtype | None = None) -> Reduced:
+    """Returns the mean, and what was summed beside the numerators.
+
+    Args:
+      channel: of the exchange.
+      total: the summed numerators, in whose memory the mean is.
+      side: what was summed beside them.
+      dtype: of what was contributed, where that is not the type of the numerators.
+    """
+    mean = mean_of(channel, total, side)
+    return Reduced(mean if dtype is None else rounded(channel, mean, dtype), float(side[0]), side[1:])
 
 
 def _scaled(channel: Channel, scale: Callable[[float], Tensor], tensor: Tensor, by: float) -> Tensor:
     return channel.compute(CodingCost("scale", "", tensor.numel()), partial(scale, by))
+
+
+def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:
+    """Returns the bytes of each tensor that a reducer sums in a step; see :meth:`farflung.types.Reducer.summed_nbytes`.
+
+    Args:
+      reducer: of the run.
+      specs: of a step's buckets.
+      size: number of replicas.
+    """
+    return [nbytes for spec in specs for nbytes in reducer.summed_nbytes(spec, size)]
 
 
 def check_rounds(name: str, collective: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs import Identity, Route, Routed
-from farflung.codecs.base import codec_option
+from farflung.codecs.base import codec_option, summed_specs
 from farflung.codecs.routed import join, take
 from farflung.comm import collective_named
 from farflung.errors import ConfigError, Unsupported
@@ -26,7 +28,16 @@ from farflung.reducers.aggregation import (
     TwoPhases,
     check_cut,
 )
-from farflung.reducers.base import Methods, divisor, methods_of, numerator, reduced, side_of
+from farflung.reducers.base import (
+    Methods,
+    carried_spec,
+    divisor,
+    mean_of,
+    methods_of,
+    numerator,
+    rounded,
+    side_of,
+)
 from farflung.seeding import derive
 from farflung.types import (
     Channel,
@@ -107,7 +118,7 @@ class CodecReducer(Reducer):
         Raises:
           Unsupported: the codec cannot be carried like this.
         """
-        state = self.codec.init(spec, seeds)
+        state = self.codec.init(carried_spec(spec), seeds)
         self._check(self.codec, state)
         if not self._cuts:
             return state
@@ -116,19 +127,25 @@ class CodecReducer(Reducer):
         )
 
     @override
+    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+        """Those of what is sent as it is, and of payloads of linear codecs that tell their sizes."""
+        return tuple(_summed_nbytes(self.codec, spec))
+
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        exchange = Exchange(channel, self.collective, side_of(own), step)
+        exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         state, seeds = self._opened(slot.state)
         path = self._start(exchange, self.codec, (), state, numerator(channel, own), seeds)
         slot.state = self._closed(slot.state, path.state)
         total, side = await path.finish()
-        result = reduced(channel, total, side)
+        mean = mean_of(channel, total, side)
+        result = Reduced(rounded(channel, mean, own.tensor.dtype), float(side[0]), side[1:])
         if self.codec.stateless and not self._cuts:
             return result
         of_mean = divisor(side) / channel.size
 
         def learn(now: CodecState) -> CodecState:
-            average = result.mean if of_mean == 1.0 else result.mean * of_mean
+            average = mean if of_mean == 1.0 else mean * of_mean
             return self._closed(now, path.learn(self._opened(now)[0], average))
 
         cost = CodingCost("learn", self._methods[()].whole, total.numel())
@@ -202,6 +219,20 @@ class CodecReducer(Reducer):
         if not self._cuts:
             return inner
         return CodecState({**state.shared, "codec": inner.shared}, {**state.local, "codec": inner.local})
+
+
+def _summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
+    """Yields the bytes of each all-reduce of a tensor's parts."""
+    if isinstance(codec, Routed):
+        for name, (part, _) in codec.parts_of(spec).items():
+            yield from _summed_nbytes(codec.codecs[name], part)
+    elif isinstance(codec, Identity):
+        yield spec.nbytes
+    else:
+        by_dtype: Counter[torch.dtype] = Counter()
+        for each in summed_specs(codec, carried_spec(spec)):
+            by_dtype[each.dtype] += each.nbytes
+        yield from by_dtype.values()
 
 
 class _Split:

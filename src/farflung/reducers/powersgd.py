@@ -17,7 +17,15 @@ from farflung.codecs.blocks import working_dtype
 from farflung.codecs.stochastic import generator_on
 from farflung.options import number_option, whole_option
 from farflung.reducers.aggregation import Exchange
-from farflung.reducers.base import check_rounds, divisor, method_of_rounds, numerator, reduced, side_of
+from farflung.reducers.base import (
+    check_rounds,
+    divisor,
+    method_of_rounds,
+    numerator,
+    reduced,
+    rounded,
+    side_of,
+)
 from farflung.types import (
     Channel,
     CodecState,
@@ -110,14 +118,7 @@ class PowerSGD(Reducer):
           Unsupported: the tensor is not floating.
         """
         floating("powersgd", spec)
-        dense: list[list[int]] = []
-        groups: dict[str, list[int]] = {}
-        for part in spec.parts or (Placed(spec.shape, 0),):
-            rows, columns = (part.shape[0], part.numel // max(part.shape[0], 1)) if part.shape else (1, 1)
-            if self._pays(part, rows, columns):
-                groups.setdefault(f"{rows}x{columns}", []).append(part.start)
-            else:
-                dense.append([part.start, part.numel])
+        dense, groups = self._layout(spec)
         dtype = working_dtype(spec.dtype)
         q = {
             shape: self._random(shape, len(starts), dtype, generator_on(_CPU, seeds.shared, shape))
@@ -127,12 +128,24 @@ class PowerSGD(Reducer):
         return CodecState({"layout": layout, "seed": seeds.shared, "q": q}, {"residual": {}})
 
     @override
+    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+        """P with what is dense, and Q, after the dense steps."""
+        dense, groups = self._layout(spec)
+        first, second = sum(numel for _, numel in dense), 0
+        for shape, starts in groups.items():
+            rows, columns = _sides(shape)
+            first += len(starts) * rows * self._rank(rows, columns)
+            second += len(starts) * columns * self._rank(rows, columns)
+        itemsize = working_dtype(spec.dtype).itemsize
+        return first * itemsize, second * itemsize
+
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """P with what is dense, then Q."""
-        exchange = Exchange(channel, self.collective, side_of(own), step)
+        exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         tensor = numerator(channel, own)
         if step < (self.dense_steps or 0):
-            return reduced(channel, *await exchange.sum(tensor))
+            return reduced(channel, *await exchange.sum_dense(tensor), own.tensor.dtype)
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
         state = slot.state
         dense, matrices, p = channel.compute(cost("encode"), partial(self._projected, state, tensor, step))
@@ -160,7 +173,8 @@ class PowerSGD(Reducer):
         def learned(now: CodecState) -> CodecState:
             return channel.compute(cost("learn"), partial(learn, now))
 
-        return Reduced(tensor, float(side[0]), side[1:], learned, taught=taught)
+        mean = rounded(channel, tensor, own.tensor.dtype)
+        return Reduced(mean, float(side[0]), side[1:], learned, taught=taught)
 
     def _projected(
         self, state: CodecState, tensor: Tensor, step: int
@@ -173,6 +187,18 @@ class PowerSGD(Reducer):
         }
         dense = [tensor[start : start + numel] for start, numel in layout["dense"]]
         return dense, matrices, [matrices[shape] @ q[shape] for shape in matrices]
+
+    def _layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
+        """Start and length of what stays dense; starts of the matrices of each shape."""
+        dense: list[list[int]] = []
+        groups: dict[str, list[int]] = {}
+        for part in spec.parts or (Placed(spec.shape, 0),):
+            rows, columns = (part.shape[0], part.numel // max(part.shape[0], 1)) if part.shape else (1, 1)
+            if self._pays(part, rows, columns):
+                groups.setdefault(f"{rows}x{columns}", []).append(part.start)
+            else:
+                dense.append([part.start, part.numel])
+        return dense, groups
 
     def _pays(self, part: Placed, rows: int, columns: int) -> bool:
         sent = self._rank(rows, columns) * (rows + columns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -93,14 +95,19 @@ class SharedScaleQSGD(Reducer):
         return CodecState(local={"seed": seeds.own})
 
     @override
+    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+        """The words that levels are put in."""
+        return (4 * math.ceil(spec.numel / (32 // self._width(size))),)
+
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
+        width = self._width(channel.size)
         exchange = Exchange(channel, self.collective, side_of(own), step)
         tensor, seed = numerator(channel, own), slot.state.local["seed"]
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
         norms = channel.compute(cost("scales"), lambda: bucket_norms(tensor, self.bucket_size, "max"))
         scales = await _maxima(exchange, norms)
-        width = (2 * levels * channel.size).bit_length()
 
         def encode() -> Tensor:
             noise = generator_on(tensor.device, seed, step)
@@ -112,7 +119,12 @@ class SharedScaleQSGD(Reducer):
             sums = from_fields(words, width, tensor.numel())
             return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
-        return reduced(channel, channel.compute(cost("decode"), decode), side)
+        return reduced(channel, channel.compute(cost("decode"), decode), side, own.tensor.dtype)
+
+    def _width(self, size: int) -> int:
+        """Bits of a field that holds the sum of so many replicas' levels."""
+        _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
+        return (2 * levels * size).bit_length()
 
 
 async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _NOTHING = torch.empty(0)
 _MESSAGE_PARTS = 128
 """Most tensors in a message; there can be no more than 255."""
 _MESSAGE_NBYTES = 16 << 20
-"""Most bytes in a message of several tensors."""
+"""Most bytes in a message, but for one row of a tensor."""
 _GROUPS = 16
 """Sums in a sketch of a model."""
 _HASHED_NUMEL = 1 << 18
@@ -180,7 +180,7 @@ async def broadcast(
 
     They leave in messages of bounded size, one after the other, so that copies of few are held at a time.
     """
-    kept = [tensor.detach() for tensor in tensors]
+    kept = [piece for tensor in tensors for piece in _cut_by_size(tensor.detach())]
     channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
     others = [rank for rank in range(channel.size) if rank != src]
 
@@ -196,6 +196,14 @@ async def broadcast(
                 _from_wire(value, tensor)
 
     await runtime.launch(exchange())
+
+
+def _cut_by_size(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns views of a tensor that is larger than a message, as its shape and type say, or the tensor."""
+    if tensor.nbytes <= _MESSAGE_NBYTES or not tensor.dim():
+        return (tensor,)
+    pieces: Sequence[Tensor] = tensor.split(max(1, len(tensor) * _MESSAGE_NBYTES // tensor.nbytes))
+    return pieces
 
 
 def _group_by_size(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -295,16 +303,16 @@ async def average(
 async def average_on(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
     """Overwrites tensors of one dtype with their means over the replicas, in one exchange.
 
-    They may be on several devices, since ranks need not place a model alike. No sum overflows, since each is divided
-    before it by a power of two, which changes no bit of its mean.
+    They may be on several devices, since ranks need not place a model alike. What is summed is divided by a power of
+    two, at least the number of replicas: sums do not overflow where means are in range, and rounding stays as it is.
 
     Returns:
       The payload bytes that were sent.
     """
-    scale = 0.5 ** (runtime.comm.size - 1).bit_length()
-    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors]).mul_(scale)
+    share = 0.5 ** (runtime.comm.size - 1).bit_length()
+    flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors]).mul_(share)
     (total, count), nbytes = await _sum_on(runtime, flat, torch.ones(1, dtype=torch.float64), number, part)
-    _load(tensors, (total / (int(count) * scale)).split([tensor.numel() for tensor in tensors]))
+    _load(tensors, (total / (int(count) * share)).split([tensor.numel() for tensor in tensors]))
     return nbytes
 
 

@@ -155,6 +155,19 @@ class Reducer:
         """The weighted mean over all replicas of ``channel``."""
         raise NotImplementedError
 
+    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+        """Returns the bytes of each tensor that the collective sums in a step, but for sums with a codec inside.
+
+        The collective ``auto`` is settled by them when a run is made. Tensors of other sizes, as those of a warm-up,
+        are summed in the usual way, to the same bits. A reducer that does not say sums the tensor as it is.
+
+        Args:
+          spec: of the tensor that it carries.
+          size: number of replicas.
+        """
+        del size
+        return (spec.nbytes,)
+
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
         """Refuses a model or run before it begins.
 

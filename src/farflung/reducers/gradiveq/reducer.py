@@ -19,7 +19,16 @@ from farflung.comm import Coding
 from farflung.errors import ConfigError, Unsupported
 from farflung.options import number_option, share_option, whole_option
 from farflung.reducers.aggregation import Exchange
-from farflung.reducers.base import check_rounds, method_of, method_of_rounds, numerator, reduced, side_of
+from farflung.reducers.base import (
+    check_rounds,
+    mean_of,
+    method_of,
+    method_of_rounds,
+    numerator,
+    reduced,
+    rounded,
+    side_of,
+)
 from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Coder, Layout, ring
 from farflung.types import (
@@ -188,15 +197,21 @@ class GradiVeQ(Reducer):
         return CodecState(shared, {"seed": seeds.own, **_NO_VOTE, **_NOTHING_LEFT})
 
     @override
+    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+        """Those of a sample; how much travels of a compressed gradient is learned."""
+        sampled = self.sample_bits is not None and self._layout(spec).layers
+        return () if sampled else (spec.nbytes,)
+
+    @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         """One exchange, as the window's phase asks for it."""
         state, local = slot.state.shared, slot.state.local
         if step < self.warm_up or not state["layout"]["layers"]:
-            exchange = Exchange(channel, self.collective, side_of(own), step)
-            return reduced(channel, *await exchange.sum(numerator(channel, own)))
+            exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
+            return reduced(channel, *await exchange.sum_dense(numerator(channel, own)), own.tensor.dtype)
         said = self._said(channel, slot.state, own.tensor.numel())
         side = torch.cat((side_of(own), torch.tensor(said, dtype=torch.float64)))
-        exchange = Exchange(channel, self.collective, side, step)
+        exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
         tensor, residual = numerator(channel, own), local["residual"].get("all")
         slot.state = CodecState(state, {**local, **_NOTHING_LEFT})
         left = torch.zeros_like(tensor) if self._spread else None
@@ -210,19 +225,21 @@ class GradiVeQ(Reducer):
             coder = Coder(
                 Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, left
             )
-            side = await self._encoded(exchange, coder, tensor)
-            result = Reduced(tensor, float(side[0]), side[1:])
+            mean, side = tensor, await self._encoded(exchange, coder, tensor)
             if not self._spread or state["count"] % self._every == 1:
                 loss = coder.loss
         else:
-            result = reduced(channel, *await exchange.sum(tensor, self._coding(slot.state, step, left)))
+            coding = self._coding(slot.state, step, left)
+            summed = exchange.sum_dense(tensor) if coding is None else exchange.sum(tensor, coding)
+            total, side = await summed
+            mean = mean_of(channel, total, side)
             if phase == "share":
                 received = await window.of_rank_0(channel, window.bases_of(state), tensor.numel())
-        rider, all_said = result.rider.split([len(own.rider), len(said)])
+        weight, rider, all_said = side.split([1, len(own.rider), len(said)])
 
         def learn(now: CodecState) -> CodecState:
             """What the exchange teaches as long as its window's phase lasts, and what it has left out."""
-            teaches = bool(result.weight and result.mean.isfinite().all())
+            teaches = bool(weight and mean.isfinite().all())
             now = _with_left(now, left if teaches else residual)
             if not teaches or any(now.shared[key] != state[key] for key in ("phase", "window")):
                 return now
@@ -239,10 +256,10 @@ class GradiVeQ(Reducer):
                 shared = window.compressed(shared, float(all_said), steps=steps, size=channel.size)
                 local = self._voted(local, loss)
             if shared["window"] == state["window"]:
-                shared = self._learned(channel, shared, result.mean, waited)
+                shared = self._learned(channel, shared, mean, waited)
             return CodecState(shared, local)
 
-        return Reduced(result.mean, result.weight, rider, learn)
+        return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), rider, learn)
 
     async def _encoded(self, exchange: Exchange, coder: Coder, tensor: Tensor) -> Tensor:
         """Writes the mean in the tensor's place; the sum of the sides."""
