@@ -901,6 +901,46 @@ def many_tensors(rank: int, size: int, store: dist.Store, *, how: str) -> dict[s
     return {"start": start, "end": state()}
 
 
+class Typed(nn.Module):
+    """Layers whose parameters are of some types, one after the other."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for dtype in dtypes)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.float()
+
+
+TYPES = {
+    "bfloat16": (torch.bfloat16,),
+    "float16": (torch.float16,),
+    "float64": (torch.float64,),
+    "mixed": (torch.float32, torch.bfloat16, torch.float64),
+}
+
+
+def of_types(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str, str]:
+    """What models of other types than float32 end with; empty where there is a number that is none."""
+    ends = {}
+    for name, dtypes in TYPES.items():
+        torch.manual_seed(rank)
+        model = Typed(dtypes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        env, random = LaunchEnv(rank, size, rank, size), torch.Generator().manual_seed(rank)
+        with farflung.attach(model, optimizer, how, launch_env=env, store=dist.PrefixStore(name, store)):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(4, 8, generator=random)).square().mean().backward()
+                optimizer.step()
+        finite = all(bool(p.isfinite().all()) for p in model.parameters())
+        ends[name] = digest(dict(model.named_parameters())) if finite else ""
+    return ends
+
+
 def alone(rank: int, size: int, store: dist.Store) -> str:
     """Only rank 0 asks for the averaged model."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))

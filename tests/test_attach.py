@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import farflung
 from farflung.codecs import TopK, error_feedback
 from farflung.errors import ConfigError
+from farflung.handle import carries
 from farflung.recipes import RECIPES, Recipe
 from farflung.replica import load_tree
 from farflung.telemetry import Event
@@ -341,6 +342,13 @@ def test_a_model_of_many_tensors_of_any_type(pool: Pool, how: str) -> None:
     one, other = pool.run(2, "tests.attach_jobs.many_tensors", how=how)
     assert one == other
     assert one["start"] != one["end"]
+
+
+@pytest.mark.parametrize("how", [name for name in RECIPES if not carries(RECIPES[name]).startswith("no")])
+def test_presets_carry_parameters_of_any_floating_type(pool: Pool, how: str) -> None:
+    one, other = pool.run(2, "tests.attach_jobs.of_types", how=how)
+    assert one == other
+    assert all(one.values())
 
 
 @pytest.mark.parametrize(

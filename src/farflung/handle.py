@@ -341,6 +341,8 @@ class Handle:
         """Steps in a row that the loop has left out."""
         self._sketch_of_open_step: Tensor | None = None
         """Sums of parameters when a backward pass began whose predecessor's gradients were gone without a step."""
+        self._has_stepped: bool | None = None
+        """Whether the optimizer has stepped since the last gradient arrived; ``None``: no gradient has arrived."""
         self._other_optimizer = ""
         """Class of another optimizer that has stepped on the same parameters since this one."""
         self._passes = 0
@@ -612,6 +614,7 @@ class Handle:
     # --- inside autograd --------------------------------------------------------------------------------------
 
     def _gradient_arrives(self, parameter: nn.Parameter) -> None:
+        self._has_stepped = False
         if not self._syncing or self._accumulating():
             return
         if not self._tasks:
@@ -747,6 +750,8 @@ class Handle:
     def _stepped(self) -> None:
         if self._steps_by_itself or not (self._is_step_open or self._has_gradients()):
             return
+        if self._has_stepped is not None:
+            self._has_stepped = True
         if not self._exchanged:  # else the backward pass has checked
             self._check_all_known()
             if self._exchanges.moves_parameters and not self._exchanges.has_gradient_transfers(self.step):
@@ -763,12 +768,25 @@ class Handle:
         self._end_step(updated=True, in_pass=False)
 
     def _other_stepped(self, other: torch.optim.Optimizer) -> None:
-        """Takes note of the step of any other optimizer in this process."""
+        """Takes note of the step of any other optimizer in this process.
+
+        Raises:
+          Unsupported: it steps inside backward, or moves parameters after what moved them has been exchanged.
+        """
         if other is self._optimizer or not any(id(p) in self._known for p in held_by(other)):
             return
         if graph_task_id() >= 0:
             raise Unsupported(_STEP_IN_BACKWARD)
         self._other_optimizer = kind_of(other)
+        if not (self._has_stepped and self._exchanges.moves_parameters):
+            return
+        others = self._known - {id(p) for p in held_by(self._optimizer)}
+        if any(p.grad is not None and id(p) in others for p in held_by(other)):
+            raise Unsupported(
+                f"{kind_of(other)} steps after {kind_of(self._optimizer)}, which attach() was given, on other "
+                f"parameters of the model: {self._exchanges.schedule_name} exchanges what steps have changed when the "
+                "attached one has stepped. Attach the optimizer that steps last"
+            )
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warnings:

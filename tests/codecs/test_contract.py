@@ -19,7 +19,6 @@ from farflung.codecs import CODECS, ErrorFeedback, Truncate16
 from farflung.codecs.base import accumulate
 from farflung.comm import ExchangeChannel
 from farflung.comm.wire import Kind, encode
-from farflung.errors import Unsupported
 from farflung.replica import load_tree, save_tree
 from farflung.seeding import generator
 from farflung.types import Codec, CodecState, Payload, Placed, Runtime, Seeds, TensorSpec
@@ -380,7 +379,19 @@ def test_a_nan_stays_one_wherever_its_bits_are(word: int) -> None:
     assert there_and_back(Truncate16(), grad)[0].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_truncation_is_for_float32_alone(dtype: torch.dtype) -> None:
-    with pytest.raises(Unsupported, match="truncate16 needs float32 gradients, not torch"):
-        Truncate16().init(TensorSpec((3,), dtype), SEEDS)
+@given(words)
+def test_truncation_keeps_numbers_of_sixteen_bits(bits: list[int]) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        grad = torch.tensor(bits, dtype=torch.int32).view(dtype)
+        decoded, payload, _ = there_and_back(Truncate16(), grad)
+        assert payload.nbytes == grad.nbytes
+        assert torch.equal(decoded.view(torch.int16), grad.view(torch.int16))
+
+
+def test_truncation_cuts_wider_numbers_to_as_many_bits_as_float32() -> None:
+    grad = torch.tensor([1.0, -1 / 3, 1e-30, 0.0, torch.inf, torch.nan], dtype=torch.float64)
+    decoded, payload, _ = there_and_back(Truncate16(), grad)
+    assert (payload.nbytes, decoded.dtype) == (2 * len(grad), torch.float64)
+    assert torch.equal(decoded.isnan(), grad.isnan())
+    narrow, _, _ = there_and_back(Truncate16(), grad.float())
+    assert torch.equal(decoded[:5], narrow[:5].double())

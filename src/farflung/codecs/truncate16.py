@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Fixed
-from farflung.errors import Unsupported
+from farflung.codecs.base import Fixed, floating
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Truncate16"]
@@ -25,7 +24,10 @@ class Truncate16(Fixed):
     in 16 bits again. Infinities stay; a NaN whose mantissa would be cut to zero keeps its quiet bit, so it stays a
     NaN.
 
-    References: Li et al. 2018 (Pipe-SGD), "truncation"; the bit width is our reading.
+    Numbers of 16 bits, float16 and bfloat16, travel as they are. Those of 64 are rounded to 32 before: what is beyond
+    the range of float32 becomes infinite.
+
+    References: Li et al. 2018 (Pipe-SGD), "truncation"; the bit width, and types other than float32, are our reading.
     """
 
     unbiased: ClassVar[bool] = False
@@ -36,17 +38,19 @@ class Truncate16(Fixed):
         """No state.
 
         Raises:
-          Unsupported: the tensor is not float32.
+          Unsupported: the tensor is not of floating-point numbers.
         """
         del seeds
-        if spec.dtype != torch.float32:
-            raise Unsupported(f"codec truncate16 needs float32 gradients, not {spec.dtype}")
+        floating("truncate16", spec)
         return CodecState()
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """An int16 tensor of as many elements."""
         del step, count
         flat = grad.reshape(-1)
+        if _is_narrow(flat.dtype):
+            return Payload((flat.view(torch.int16).clone(memory_format=torch.contiguous_format),)), state
+        flat = flat.float()
         # The second half of each word: farflung runs on little-endian machines, as its messages do.
         # A single one counts as contiguous whatever its stride, so `contiguous` would leave it two apart.
         high = flat.view(torch.int16).view(flat.numel(), 2)[:, 1].clone(memory_format=torch.contiguous_format)
@@ -58,11 +62,16 @@ class Truncate16(Fixed):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Zeros in the low 16 bits."""
+        """Zeros in the low 16 bits of a float32."""
         del state, step, count
         (high,) = payload.tensors()
-        return high.view(torch.bfloat16).to(torch.float32).view(spec.shape)  # bfloat16 is just these bits
+        sent = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # which is just these bits
+        return high.view(sent).to(spec.dtype, copy=True).view(spec.shape)
 
     def linear(self, state: CodecState) -> bool:
         del state
         return False
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)

@@ -98,6 +98,15 @@ class InFlight:
         """Of what it keeps beside the reducer's own."""
         return sum(tensor.nbytes for kept in self.kept.values() for tensor in kept.values())
 
+    @property
+    def keeps_own(self) -> bool:
+        """Whether what was given is kept until it is merged."""
+        return all("own" in kept for kept in self.kept.values())
+
+    def own(self) -> Tensor:
+        """Returns a copy of what was given, where it is kept."""
+        return joined([self.kept[bucket.index]["own"].clone() for bucket in buckets_of(self.transfer.part)])
+
     async def carry(
         self,
         carrier: Carrier,
@@ -206,18 +215,17 @@ class Launcher:
             exchange.ended_s = runtime.now()
 
         first = [given]
+        # The first attempt may write in what is given; another needs the same numbers.
+        copy = None if runtime.elastic is None or exchange.keeps_own else given.clone()
 
         def carry(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
-            tensor = first.pop() if first else own.clone()
+            tensor = first.pop() if first else exchange.own() if copy is None else copy.clone()
             return exchange.carry(carrier, channel, slot, tensor, before)
 
         def rewind() -> None:
             if exchange.before is not None:
                 slot.state = exchange.before
 
-        own = (
-            given if runtime.elastic is None else given.clone()
-        )  # the first attempt may write in what is given
         number = Purpose.STEP.at(exchange.round_number)
         exchange.started = start(
             runtime, number, exchange.number, carry, _VALUES, rewind=rewind, ends_step=ends_step
@@ -266,8 +274,7 @@ class Launcher:
             exchange.began_s = exchange.ended_s = self._runtime.now()
             self.in_flight.append(exchange)
             return
-        given = joined([kept[bucket.index]["own"].clone() for bucket in buckets_of(part)])
-        self.launch(exchange, given, CodecState(state["before"]["shared"], state["before"]["local"]))
+        self.launch(exchange, exchange.own(), CodecState(state["before"]["shared"], state["before"]["local"]))
 
 
 def _packed(reduced: Reduced) -> tuple[Tensor, ...]:

@@ -63,9 +63,11 @@ class Delayed(Schedule):
     any optimizer and any change of the learning rate will do; the optimizer's state stays local, and a gradient is
     clipped before its local step.
 
-    **Memory**: one copy of the parameters for the anchor, with the pull another for :math:`w_j - u_j`, and one for each
-    block under way, :math:`\lceil \text{delay} / K \rceil` of them, beside what the reducer holds. A swap adds up the
-    blocks; a pull does not, and they are kept for checkpoints and losses that are not finite alone.
+    **Memory**: one copy of the parameters for the anchor, with the pull another for :math:`w_j - u_j`, and two for each
+    block under way: the block, and what is sent, whose place the mean takes. Between two steps
+    :math:`\lceil \text{delay} / K \rceil` blocks are under way, and one more where a block ends, since it starts before
+    the oldest is merged. What the reducer holds comes on top. A swap adds up the blocks; a pull does not, and they are
+    kept for checkpoints and losses that are not finite alone.
 
     A delay hides latency: it costs nothing as long as an exchange takes less than ``delay`` steps. It does not save
     bytes; ``period`` and codecs do. With a lossy codec wrap it in error feedback; the residual is then one of updates.

@@ -31,7 +31,8 @@ class DiLoCo(Schedule):
     :class:`farflung.schedules.StreamingDiLoCo` waits less.
 
     Anchor and outer momentum are alike on all replicas, and are kept once in a checkpoint. They take two copies of the
-    parameters. The optimizer of the run is the inner one, by the paper AdamW.
+    parameters, and what is sent takes one more until it is merged. The optimizer of the run is the inner one, by the
+    paper AdamW.
 
     Between exchanges evaluation sees the mean of the replicas' parameters, and a run ends with it; so let the number of
     steps be a multiple of ``sync_every``. An exchange that no step follows sets the parameters to the plain mean, as
@@ -127,7 +128,7 @@ class StreamingDiLoCo(Schedule):
     small (``bucket_nbytes``), so that there are many times as many as fragments: where there are fewer, some turns
     move nothing. A fragment is one exchange for each dtype.
 
-    Memory: two copies of the parameters, and one of a fragment while it is under way.
+    Memory: two copies of the parameters, and two of a fragment while it is under way.
 
     Args:
       sync_every: H, steps between two exchanges of a fragment; a multiple of ``fragments``.

@@ -48,8 +48,8 @@ class LocalSGD(Schedule):
     Bytes and latency fall by ``sync_every``. What that costs is that the mean of n replicas' ways is not the way of
     one that sees all samples: the longer the blocks and the larger the learning rate, the more is lost.
 
-    Memory: one copy of the parameters. A gradient is clipped before its local step. Between exchanges evaluation sees
-    the mean of the replicas' parameters, and a run ends with it.
+    Memory: one copy of the parameters, and one more while they are exchanged. A gradient is clipped before its local
+    step. Between exchanges evaluation sees the mean of the replicas' parameters, and a run ends with it.
 
     Args:
       sync_every: K, steps between two exchanges.

@@ -40,6 +40,8 @@ class OuterSteps(Merger):
         """Whether there were own steps since a bucket's last exchange began."""
         self._mixed = [False] * len(self._anchors)
         """Whether a bucket's last merge has left a share of the own parameters."""
+        self._stepped = False
+        """Whether the optimizer has just stepped: what is due at once is merged before it steps again."""
 
     @property
     @override
@@ -55,21 +57,25 @@ class OuterSteps(Merger):
     @override
     def updated(self, *, done: bool) -> None:
         self._fresh = [fresh or done for fresh in self._fresh]
+        self._stepped = done
 
     @override
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        del transfer, step
+        """The way since the anchor; no copy of it is made where it is merged before the next step."""
         own = self._buckets.weights(index).sub_(self._anchors[index])
         self._fresh[index] = False
-        return own.clone(), {"own": own}
+        at_once = self._stepped and transfer.due_step == step
+        return (own, {}) if at_once else (own.clone(), {"own": own})
 
     @override
     def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
         """The outer step, and the parameters that follow from it."""
         merge = exchange.transfer.merge
         assert isinstance(merge, Outer)
-        local, since = self._buckets.weights(index), None
-        if self._fresh[index] and (merge.keep or exchange.transfer.due_step == exchange.step):
+        fresh = self._fresh[index] and (merge.keep or exchange.transfer.due_step == exchange.step)
+        local = self._buckets.weights(index) if fresh or merge.mix else self._anchors[index]
+        since = None
+        if fresh:
             since = local.sub(self._anchors[index]).sub_(exchange.kept[index]["own"])
         if mean is not None:
             self._step(index, mean, merge)
