@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -367,3 +368,23 @@ def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest
     run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
         assert [slot.state.shared["steps"] for slot in replica._exchanges._slots] == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.parametrize("schedule", ["diloco(4)", "delayed(2)", "delayed(2, pull='swap')"])
+def test_a_restart_holds_no_second_copy_of_the_model(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges = Run(schedule, 2, APART, workload=pieces).replicas[0]._exchanges
+    copies: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+    weights = GradientBuckets.weights
+
+    def watched(self: GradientBuckets, index: int) -> Tensor:
+        copy = weights(self, index)
+        copies.append(weakref.ref(copy))
+        held.append(sum(each() is not None for each in copies))
+        return copy
+
+    monkeypatch.setattr(GradientBuckets, "weights", watched)
+    exchanges.restart()
+    kept = held[-1]
+    exchanges.restart()
+    assert max(held) == kept + 1

@@ -79,7 +79,7 @@ class Fetching(Merger):
 
     @override
     def restart(self) -> None:
-        self._fetched = self._weights()
+        self._reset_weights(self._fetched)
 
     @override
     def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:

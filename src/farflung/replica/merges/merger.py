@@ -159,6 +159,11 @@ class Merger:
     def landed(self) -> None:
         """All that was under way at the end of a run is merged."""
 
+    def _reset_weights(self, kept: list[Tensor]) -> None:
+        """Replaces copies of all buckets' parameters by new ones, one bucket after the other."""
+        for index in range(len(kept)):
+            kept[index] = self._buckets.weights(index)
+
     def restart(self) -> None:
         """All replicas have come to the same parameters, and nothing is under way."""
 

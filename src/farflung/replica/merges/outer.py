@@ -104,7 +104,7 @@ class OuterSteps(Merger):
     @override
     def restart(self) -> None:
         """The parameters are the anchor; the outer momentum goes on."""
-        self._anchors = self._weights()
+        self._reset_weights(self._anchors)
         self._fresh = [False] * len(self._anchors)
         self._mixed = [False] * len(self._anchors)
 

@@ -120,7 +120,8 @@ class Pulling(Merger):
 
     @override
     def restart(self) -> None:
-        self._anchors, self._given = self._weights(), self._weights()
+        self._reset_weights(self._anchors)
+        self._reset_weights(self._given)
         self._fresh = [False] * len(self._anchors)
         self._left = [{} for _ in self._anchors]
         self._leans = [False] * len(self._anchors)

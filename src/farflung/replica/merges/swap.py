@@ -68,7 +68,7 @@ class Swapping(Merger):
 
     @override
     def restart(self) -> None:
-        self._anchors = [self._buckets.weights(index) for index in range(len(self._anchors))]
+        self._reset_weights(self._anchors)
         self._fresh = [0] * len(self._fresh)
 
     @override
