@@ -911,7 +911,7 @@ class Typed(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()
+            x = layer(x.to(next(layer.parameters()).dtype)).tanh()
         return x.float()
 
 

@@ -45,7 +45,7 @@ def count_copies() -> float:
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     stores = {store.data_ptr(): store.nbytes() for store in (each.untyped_storage() for each in found)}
     nbytes = WIDTH * WIDTH * 4
-    return sum(each for each in stores.values() if each >= nbytes) / (LAYERS * nbytes)
+    return float(sum(each for each in stores.values() if each >= nbytes)) / (LAYERS * nbytes)
 
 
 @pytest.mark.parametrize("how", COPIES)

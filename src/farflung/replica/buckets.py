@@ -341,7 +341,7 @@ def _gaps(filling: Filling, places: Sequence[int]) -> list[Tensor]:
     """Returns the elements of some places, in ascending order, as few views of the flat tensor."""
     gaps: list[tuple[int, int]] = []
     for place in places:
-        first = filling.views[place].storage_offset()
+        first = int(filling.views[place].storage_offset())
         last = first + filling.views[place].numel()
         if gaps and gaps[-1][1] == first:
             first = gaps.pop()[0]

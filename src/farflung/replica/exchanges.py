@@ -630,7 +630,8 @@ class Exchanges:
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
-        absent, asks = (), False
+        absent: Places = ()
+        asks = False
         if merger.takes_gradient and not merger.takes_whole:
             absent = self._absent(transfer.part)
             asks = self._unused.changes(number, absent)
