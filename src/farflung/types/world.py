@@ -458,6 +458,8 @@ class Runtime(Protocol):
 
     elastic: Elastic | None
     """Makes exchanges again where replicas are lost; ``None``: the first loss ends the run."""
+    events: int
+    """Counts steps and computations, by which others see that a replica which they wait for is busy."""
 
     def address_of(self, rank: int) -> str | None:
         """How a replica that has come is reached, for others to let it in; ``None`` where the world knows."""
