@@ -30,12 +30,13 @@ class Progress:
 
     Args:
       since: the time from which it counts, in seconds.
+      nbytes: the counter of bytes at that time.
     """
 
-    def __init__(self, since: float = -math.inf) -> None:
+    def __init__(self, since: float = -math.inf, nbytes: int = 0) -> None:
         self.last_s = since
         self._count = 0
-        self._nbytes, self._begin_s = 0, since
+        self._nbytes, self._begin_s = nbytes, since
 
     def update(self, count: int, nbytes: int, now: float, deadline_s: float) -> None:
         """Compares the counters of events and bytes with those of the last call."""

@@ -421,11 +421,20 @@ class View(Meeting):
     def _report_to(self, rank: int, *, asks: bool) -> None:
         """Tells a peer what blocks this rank and how far it is, and may ask the same of it."""
         events = self.events() + self._sent.total() + self._heard.total()
-        nbytes = sum(self.transport.traffic(each).moved_nbytes for each in self.present())
         waiting = self.mailbox.any_wait()
         blocked_on = "data" if self._waits_for_data else None if waiting is None else waiting.src
-        body: dict[str, Json] = {"for": blocked_on, "count": events, "nbytes": nbytes, "asks": asks}
+        body: dict[str, Json] = {
+            "for": blocked_on,
+            "count": events,
+            "nbytes": self.moved_nbytes(),
+            "asks": asks,
+        }
         self._say(Kind.WAITING, rank, body)
+
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        """Returns the bytes of large tensors that have gone to and come from a peer, or all of them, so far."""
+        ranks = self.present() if rank is None else [self._routes.next_hop(rank)]
+        return sum(self.transport.traffic(each).moved_nbytes for each in ranks)
 
     def _traffic(self, rank: int) -> Traffic:
         """Returns what the connections to a peer or its relay carry; a relay's bytes are no signs of life of others."""

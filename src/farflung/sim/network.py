@@ -271,6 +271,11 @@ class VirtualCommunicator(Receiving):
         assert self._network.membership is not None
         return self._network.membership.reconnect(self.rank, rank, relay)
 
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        ranks = range(self.size) if rank is None else (rank,)
+        carried = self._network.carried_nbytes
+        return sum(carried(self.rank, each) + carried(each, self.rank) for each in ranks if each != self.rank)
+
     def relay(self, one: int, other: int) -> None:
         assert self._network.membership is not None
         self._network.membership.serve(self.rank, one, other)

@@ -231,6 +231,10 @@ class Communicator(Protocol):
         """The seconds since bytes of a member have arrived; infinite where that is not known."""
         ...
 
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        """The bytes of large messages, whole and in part, that have come from and gone to a member, or to all."""
+        ...
+
     def relay(self, one: int, other: int) -> None:
         """Passes the messages of two other members on that reconnect through this one."""
         ...
