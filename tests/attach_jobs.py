@@ -947,7 +947,7 @@ def alone(rank: int, size: int, store: dist.Store) -> str:
     model = Net()
     try:
         with farflung.attach(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), store=store, deadline_s=1.0
+            model, torch.optim.SGD(model.parameters(), lr=0.1), store=store, deadline_s=0.5
         ) as handle:
             plain(model, handle._optimizer, handle.no_sync, rank)
             if rank == 0:

@@ -7,13 +7,13 @@ import os
 import secrets
 import select
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from farflung.comm import Listener, Peer
+from farflung.comm import Listener, Peer, Traffic
 from farflung.comm.keys import Keys
 from farflung.comm.wire import Frame, Message, WireError, read_head
 from farflung.errors import PeerLost
@@ -39,6 +39,8 @@ class InMemoryTransport:
         self._peers: dict[int, Peer] = {}
         self._arrived: deque[tuple[bytes, list[bytearray] | None]] = deque()
         """The token of each sender and its frames; ``None``: it has closed."""
+        self._taken: Counter[int] = Counter()
+        """Messages that have arrived, by rank."""
         self._ear, self._bell = os.pipe()
         self._watched: dict[int, Callable[[], None]] = {}
         with _lock:
@@ -62,6 +64,9 @@ class InMemoryTransport:
     def quiet_s(self, rank: int) -> float:
         del rank
         return math.inf
+
+    def traffic(self, rank: int) -> Traffic:
+        return Traffic(self._taken[rank], 0)
 
     def failed_at(self, rank: int) -> bool:
         del rank
@@ -111,6 +116,7 @@ class InMemoryTransport:
             self._arrived.append((token, frames))  # until it is admitted
             return
         assert self._listener is not None
+        self._taken[rank] += 1
         if frames is None:
             self._listener.closed(rank)
             return

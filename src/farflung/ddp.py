@@ -97,7 +97,8 @@ def ddp_hook(
       bucket_nbytes: of the hook's own buckets; a bucket is closed once it holds as many.
       fall_back: leaves gradients to DDP's own all-reduce unless the hook is clearly faster.
       seed: equal on all ranks; what codecs draw from.
-      deadline_s: seconds that any message may take before its sender counts as lost.
+      deadline_s: seconds for which a replica that is waited for may be silent before it counts as lost. One that
+        answers may be busy for ten times as long.
       endpoint: how this replica connects to the others.
 
     Returns:
@@ -405,6 +406,7 @@ class HookState:
                 "start again from a checkpoint"
             )
         self.step += 1
+        self._runtime.events += 1
         self._launched = {}
         if self._settings.fall_back:
             self.carries = next(self._turns)

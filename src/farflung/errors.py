@@ -198,13 +198,13 @@ class DeadlinePassed(RunLost):
       rank: the rank that was waited for; ``None``: any rank would have done.
       what: what was waited for.
       waited_s: for how long, in seconds.
-      slow: whether it may only have been slow; then the message says how to wait longer.
+      why: why the rank counts as lost, if that is not the time alone; then the message says how to wait longer.
     """
 
-    def __init__(self, rank: int | None, what: str, waited_s: float, *, slow: bool = False) -> None:
+    def __init__(self, rank: int | None, what: str, waited_s: float, *, why: str = "") -> None:
         self.rank, self.what, self.waited_s = rank, what, waited_s
         peer = "any rank" if rank is None else f"rank {rank}"
-        longer = "; if it is only slow or busy elsewhere, raise deadline_s (--deadline)" if slow else ""
+        longer = f"; {why}: to wait longer, raise deadline_s (--deadline)" if why else ""
         super().__init__(f"lost {peer}: waited {waited_s:.1f} s for {what}{longer}")
 
 

@@ -168,7 +168,8 @@ def attach(
         Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
       how: a recipe or the name of one, with changes in brackets if wished: ``"ring(codec=int8)"``.
       seed: equal on all ranks; what codecs draw from.
-      deadline_s: seconds that any message may take before its sender counts as lost.
+      deadline_s: seconds for which a replica that is waited for may be silent before it counts as lost. One that
+        answers may be busy for ten times as long.
       launch_env: rank and size of this replica; read from the environment when not given.
       store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
       endpoint: how this replica connects to the others.
@@ -828,6 +829,7 @@ class Handle:
             self._close_round(updated=updated, in_pass=in_pass)
         self._reset_step()
         self.step += 1
+        self._runtime.events += 1
         self._tell()
 
     def _reset_step(self) -> None:
@@ -875,6 +877,7 @@ class Handle:
         self._is_round_open = False
         self._round_number += 1
         self.step += 1
+        self._runtime.events += 1
         going_on = settled.out < self.size
         if going_on and applies:
             self._step_by_itself()

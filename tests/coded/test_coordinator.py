@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def test_training_pauses_until_a_lost_partition_comes_back() -> None:
 def test_patience_ends_and_names_what_is_missing() -> None:
     faults = PLAN.crash(1, at_s=0.3).crash(2, at_s=0.3).crash(3, at_s=0.3)
     with pytest.raises(
-        RunLost, match=r"no device joined within 7 s: 3 devices are heard of; lost with their devices: part "
+        RunLost,
+        match=r"or got further with a block for 7 s: 3 devices are heard of; lost with their devices: part ",
     ):
         Run(faults=faults, settings={"redundancy": 0, "patience_s": 7.0})(products_agree(20))
 
@@ -157,9 +159,27 @@ def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
     assert [event["partition"] for event in run.notes.of("lost")] == ["part 1"]
 
 
+def test_rows_that_are_under_way_are_waited_for() -> None:
+    """A megabyte takes 50 s from a device to another, longer than either is waited for in silence."""
+
+    async def only_encode(coordinator: Coordinator) -> None:
+        del coordinator
+
+    plan = FaultPlan()
+    for rank in range(1, 4):
+        plan = plan.throttle(rank, bandwidth_bps=1.6e5, at_s=0.0)
+    settings = {"patience_s": 35.0, "redundancy": 1}
+    seen = Run(2, 3, faults=plan, data=partial(part, rows=20_000), settings=settings)(only_encode)
+    assert seen.ended_s > 100
+    assert seen.notes.of("failed") == []
+
+
 def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends() -> None:
     run = Run(holdings={2: _Withheld("part 1", *part(1))}, settings={"patience_s": 20.0, "least_s": 0.5})
-    with pytest.raises(RunLost, match="no device joined within 20 s: 6 devices are heard of; column blocks"):
+    with pytest.raises(
+        RunLost,
+        match="or got further with a block for 20 s: 6 devices are heard of; column blocks",
+    ):
         run(products_agree())
     failed = [event for event in run.notes.of("failed") if event["rank"] != 2]
     assert {(event["blamed"], event["why"]) for event in failed} == {(2, "it has no such block")}

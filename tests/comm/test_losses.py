@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import Peer
+from farflung.comm import Peer, Traffic
 from farflung.comm.wire import Kind, encode
 from farflung.errors import (
     ConfigError,
@@ -252,37 +252,59 @@ def test_what_is_refused_through_a_relay_is_its_sources(group: Callable[..., Gro
 
 # --- silence ----------------------------------------------------------------------------------------------------
 
-SLOW = "; if it is only slow or busy elsewhere, raise deadline_s (--deadline)"
 DEADLINE_S = 10.0
+LONGER = ": to wait longer, raise deadline_s (--deadline)"
 
 
-def at(members: Group, clock: float) -> list[float | None]:
-    """Everybody looks at the clock; when each wants to look again."""
+def at(members: Group, clock: float, *, without: Collection[int] = ()) -> list[float | None]:
+    """All look at the clock, but those that stand still, and hear each other; when each looks again."""
     members.clock = clock
-    return [comm.view.check_deadline(DEADLINE_S) for comm in members.comms]
+    awake = [comm for comm in members.comms if comm.rank not in without]
+    for comm in awake:
+        comm.view.check_deadline(DEADLINE_S)
+    for _ in range(8):  # on loopback what is sent is there at once
+        for comm in awake:
+            comm.view.transport.poll(0.0)
+    return [comm.view.check_deadline(DEADLINE_S) for comm in awake]
 
 
-def test_a_deadline_names_rank_and_exchange(group: Callable[..., Group]) -> None:
+def pass_time(members: Group, begin: float, end: float, *, without: Collection[int] = ()) -> None:
+    """Looks at the clock in every quarter of the deadline."""
+    steps = round((end - begin) / DEADLINE_S * 4)
+    for step in range(1, steps + 1):
+        at(members, begin + step * DEADLINE_S / 4, without=without)
+
+
+def losses(members: Group) -> list[int | None]:
+    """The rank that each member's view ended with; -1 where it goes on."""
+    ends = [comm.view.lost for comm in members.comms]
+    return [-1 if lost is None else lost.rank for lost in ends]  # type: ignore[attr-defined]
+
+
+def test_a_silent_rank_is_lost_after_a_deadline_and_named(group: Callable[..., Group]) -> None:
     members = group()
     assert at(members, 99.0) == [None, None]
     members.clock = 100.0
     waiting = members.comms[0].recv(1, tag(7, 2, 1))
-    assert at(members, 100.0) == [105.0, None]
-    assert at(members, 104.9) == [105.0, None]
-    assert at(members, 105.0) == [110.0, None]
-    assert at(members, 109.9) == [110.0, None]
+    assert at(members, 100.0, without=[1]) == [102.5]
+    assert at(members, 102.5, without=[1]) == [105.0]
+    pass_time(members, 102.5, 107.5, without=[1])
+    assert at(members, 109.9, without=[1]) == [110.0]
     assert not waiting.done
-    assert at(members, 110.5) == [None, None]
+    assert at(members, 110.0, without=[1]) == [None]
     assert isinstance(waiting.error, DeadlinePassed)
-    assert (waiting.error.rank, waiting.error.waited_s) == (1, 10.5)
-    assert str(waiting.error) == "lost rank 1: waited 10.5 s for the exchange at step 7, part 2, hop 1" + SLOW
+    assert (waiting.error.rank, waiting.error.waited_s) == (1, 10.0)
+    assert str(waiting.error) == (
+        "lost rank 1: waited 10.0 s for the exchange at step 7, part 2, hop 1; nothing has arrived for 10.0 s"
+        + LONGER
+    )
     assert members.comms[0].view.lost is waiting.error
 
 
 def test_what_arrives_in_time_is_no_loss(group: Callable[..., Group]) -> None:
     members = group()
     members.comms[0].recv(1, tag(1))
-    at(members, 9.9)
+    pass_time(members, 0.0, 7.5, without=[1])
     members.exchange(2)
     members.comms[1].send(numbered(1), 0, tag(1))
     members.exchange(3)
@@ -290,121 +312,172 @@ def test_what_arrives_in_time_is_no_loss(group: Callable[..., Group]) -> None:
     assert members.comms[0].view.lost is None
 
 
-def test_a_wait_for_anybody_names_nobody(group: Callable[..., Group]) -> None:
+def test_a_rank_that_answers_is_waited_for_while_it_makes_steps(group: Callable[..., Group]) -> None:
     members = group()
-    waiting = members.comms[0].recv_any(tag(3))
-    at(members, 10.0)
-    assert (
-        str(waiting.error) == "lost any rank: waited 10.0 s for the exchange at step 3, part 0, hop 0" + SLOW
+    waiting = members.comms[0].recv(1, tag(7))
+    pass_time(members, 0.0, 90.0)
+    members.views[1].events = lambda: 1
+    pass_time(members, 90.0, 190.0)
+    assert not waiting.done
+    at(members, 192.5)
+    assert isinstance(waiting.error, DeadlinePassed)
+    assert str(waiting.error) == (
+        "lost rank 1: waited 192.5 s for the exchange at step 7, part 0, hop 0; it answers, but has made no progress "
+        "for 100.0 s" + LONGER
     )
 
 
-def waits(members: Group, on: dict[int, int]) -> None:
-    """Who waits for whom; half the deadline passes, and all have heard of it."""
-    for rank, src in on.items():
-        members.comms[rank].recv(src, tag(1))
-    at(members, 5.0)
-    members.until(
-        lambda: all(
-            on.keys() - {comm.rank} == comm.view._failure_detector.blocked_on.keys() for comm in members.comms
-        )
-    )
-
-
-def test_the_blame_follows_the_chain_of_waits(group: Callable[..., Group]) -> None:
+def test_the_silence_of_the_root_counts_and_no_age(group: Callable[..., Group]) -> None:
     members = group(4)
-    waits(members, {0: 1, 1: 2, 2: 3})
-    at(members, 10.0)
-    for comm in members.comms[:3]:
-        assert isinstance(comm.view.lost, DeadlinePassed)
-        assert comm.view.lost.rank == 3
+    for rank in (0, 1, 2):
+        members.comms[rank].recv(rank + 1, tag(1))
+    pass_time(members, 0.0, 50.0)
+    assert losses(members) == [-1, -1, -1, -1]
+    pass_time(members, 50.0, 60.0, without=[3])
+    assert losses(members) == [-1, -1, 3, -1]
+    members.leave(2, members.views[2].lost)
+    at(members, 60.0, without=[2, 3])
+    assert losses(members) == [3, 3, 3, -1]
 
 
-def test_who_moves_again_is_not_taken_to_be_held_up(group: Callable[..., Group]) -> None:
+def test_the_root_of_a_chain_is_named_where_it_answers_and_stands_still(group: Callable[..., Group]) -> None:
     members = group(3)
-    waits(members, {0: 1, 1: 2})
-    members.exchange(2, 0, 1)
-    at(members, 10.0)
-    assert isinstance(members.comms[0].view.lost, DeadlinePassed)
-    assert members.comms[0].view.lost.rank == 1
+    members.comms[0].recv(1, tag(1))
+    members.comms[1].recv(2, tag(1))
+    pass_time(members, 0.0, 102.5)
+    assert losses(members)[:2] == [2, 2]
 
 
-def test_a_circle_of_waits_names_somebody_else(group: Callable[..., Group]) -> None:
+def test_a_circle_of_waits_is_given_up_and_names_somebody_else(group: Callable[..., Group]) -> None:
     members = group(3)
-    waits(members, {0: 1, 1: 2, 2: 0})
-    at(members, 10.0)
-    for comm in members.comms:
-        assert isinstance(comm.view.lost, DeadlinePassed)
-        assert comm.view.lost.rank != comm.rank
+    for rank in range(3):
+        members.comms[rank].recv((rank + 1) % 3, tag(1))
+    pass_time(members, 0.0, 97.5)
+    assert losses(members) == [-1, -1, -1]
+    pass_time(members, 97.5, 102.5)
+    assert losses(members) == [1, 2, 0]
+
+
+def test_a_wait_for_anybody_names_who_does_not_wait_for_this_rank(group: Callable[..., Group]) -> None:
+    members = group(3)
+    members.comms[0].recv_any(tag(3))
+    members.comms[1].recv(0, tag(4))
+    pass_time(members, 0.0, 20.0)
+    assert losses(members) == [-1, -1, -1]
+    pass_time(members, 20.0, 30.0, without=[2])
+    assert losses(members)[0] == 2
+
+
+def test_a_rank_that_stood_still_itself_suspects_nobody(group: Callable[..., Group]) -> None:
+    members = group()
+    waiting = members.comms[0].recv(1, tag(1))
+    at(members, 0.0)
+    at(members, 500.0)
+    pass_time(members, 500.0, 520.0)
+    assert not waiting.done
+
+
+# --- bytes under way --------------------------------------------------------------------------------------------
+
+
+def large(nbytes: int) -> Payload:
+    return Payload((torch.zeros(nbytes, dtype=torch.uint8),))
+
+
+class Slow:
+    """Has a member's connections carry so many bytes of large tensors in each quarter of a deadline."""
+
+    def __init__(self, members: Group, rank: int, peer: int, nbytes: int) -> None:
+        self.carried, self.nbytes = 0, nbytes
+        transport = members.transports[rank]
+        found = transport.traffic
+
+        def traffic(other: int) -> Traffic:
+            self.carried += self.nbytes if other == peer else 0
+            return Traffic(self.carried, self.carried) if other == peer else found(other)
+
+        transport.traffic = traffic  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("nbytes", [1 << 14, 1 << 12])
+def test_bytes_of_what_is_waited_for_are_progress(nbytes: int, group: Callable[..., Group]) -> None:
+    """As many within a deadline as are carried by any network that is of use."""
+    members = group()
+    waiting = members.comms[0].recv(1, tag(1))
+    Slow(members, 0, 1, nbytes)
+    pass_time(members, 0.0, 500.0)
+    assert not waiting.done
+
+
+def test_a_rank_that_drips_is_given_up(group: Callable[..., Group]) -> None:
+    members = group()
+    waiting = members.comms[0].recv(1, tag(1))
+    Slow(members, 0, 1, 100)
+    pass_time(members, 0.0, 97.5)
+    assert not waiting.done
+    pass_time(members, 97.5, 102.5)
+    assert "has made no progress for 100.0 s" in str(waiting.error)
+
+
+def test_a_rank_that_receives_what_it_waits_for_holds_nobody_up(group: Callable[..., Group]) -> None:
+    members = group(3)
+    waits = [members.comms[0].recv(1, tag(1)), members.comms[1].recv(2, tag(1))]
+    Slow(members, 1, 2, 1 << 14)
+    pass_time(members, 0.0, 500.0)
+    assert not any(waiting.done for waiting in waits)
+
+
+def test_what_large_messages_carry_is_counted_at_both_ends(group: Callable[..., Group]) -> None:
+    members = group()
+    before = [members.transports[rank].traffic(1 - rank) for rank in (0, 1)]
+    members.comms[0].send(large(1 << 20), 1, tag(1))
+    arrived = members.comms[1].recv(0, tag(1))
+    members.until(lambda: arrived.done)
+    after = [members.transports[rank].traffic(1 - rank) for rank in (0, 1)]
+    assert [b.moved_nbytes - a.moved_nbytes for a, b in zip(before, after, strict=True)] == [1 << 20, 1 << 20]
+    assert after[1].heard_nbytes - before[1].heard_nbytes > 1 << 20
 
 
 # --- waiting for data -------------------------------------------------------------------------------------------
 
 
-def told(members: Group, clock: float, *tellers: int) -> None:
-    """All look at the clock; what they ask is heard by ``tellers``, whose answers are heard by all."""
-    at(members, clock)
-    for number, teller in enumerate(tellers):
-        for rank in set(range(len(members.comms))) - {teller}:
-            members.exchange(100 + number, rank, teller)
-        members.comms[teller].view.check_deadline(DEADLINE_S)
-        for rank in set(range(len(members.comms))) - {teller}:
-            members.exchange(200 + number, teller, rank)
-
-
 def test_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
     members = group()
     waiting = members.comms[0].recv(1, tag(7))
-    members.clock = 1.0
-    members.comms[1].view.waits_for_data(Pending())
-    for clock in (5.0, 10.0, 15.0, 20.0):
-        told(members, clock, 1)
-    members.clock = 24.0
-    members.comms[1].view.has_data()
-    told(members, 24.0, 1)
-    assert at(members, 28.9) == [29.0, None]
-    assert at(members, 33.9) == [34.0, None]
+    members.views[1].waits_for_data(Pending())
+    pass_time(members, 0.0, 500.0)
+    members.views[1].has_data()
+    pass_time(members, 500.0, 597.5)
     assert not waiting.done
-    at(members, 34.0)
-    assert str(waiting.error) == "lost rank 1: waited 34.0 s for the exchange at step 7, part 0, hop 0" + SLOW
+    pass_time(members, 597.5, 602.5)
+    assert "it answers, but has made no progress for 100.0 s" in str(waiting.error)
 
 
 def test_who_falls_silent_while_it_waits_for_data_is_put_out(group: Callable[..., Group]) -> None:
     members = group()
     waiting = members.comms[0].recv(1, tag(7))
-    members.comms[1].view.waits_for_data(Pending())
-    told(members, 5.0, 1)
-    assert members.comms[0].view.check_deadline(DEADLINE_S) == 10.0
-    members.clock = 14.9
-    members.comms[0].view.check_deadline(DEADLINE_S)
+    members.views[1].waits_for_data(Pending())
+    pass_time(members, 0.0, 5.0)
+    pass_time(members, 5.0, 12.5, without=[1])
     assert not waiting.done
-    members.clock = 15.0
-    members.comms[0].view.check_deadline(DEADLINE_S)
+    pass_time(members, 12.5, 17.5, without=[1])
     assert isinstance(waiting.error, DeadlinePassed)
     assert waiting.error.rank == 1
 
 
 def test_whoever_is_held_up_by_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
     members = group(3)
-    first = members.comms[0].recv(1, tag(7))
-    members.comms[2].view.waits_for_data(Pending())
-    told(members, 5.0, 1, 2)
-    # It comes to its own wait later, and tells at once who asked before.
-    members.clock = 9.0
-    members.comms[1].recv(2, tag(7))
-    told(members, 9.0, 1)
-    assert not first.done
-    told(members, 14.0, 1, 2)
-    assert at(members, 23.9)[0] == 24.0
-    assert not first.done
+    waits = [members.comms[0].recv(1, tag(7)), members.comms[1].recv(2, tag(7))]
+    members.views[2].waits_for_data(Pending())
+    pass_time(members, 0.0, 500.0)
+    assert not any(waiting.done for waiting in waits)
 
 
 def test_who_is_silent_is_put_out_although_another_waits_for_data(group: Callable[..., Group]) -> None:
     members = group(3)
     waiting = members.comms[0].recv(1, tag(7))
-    members.comms[2].view.waits_for_data(Pending())
-    told(members, 5.0, 2)
-    at(members, 10.0)
+    members.views[2].waits_for_data(Pending())
+    pass_time(members, 0.0, 10.0, without=[1])
     assert isinstance(waiting.error, DeadlinePassed)
     assert waiting.error.rank == 1
 

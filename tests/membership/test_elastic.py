@@ -450,6 +450,19 @@ def test_one_that_is_busy_is_waited_for() -> None:
     assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.models[0].items())
 
 
+def test_one_that_makes_steps_is_waited_for_however_long_the_block() -> None:
+    """Its block of local steps takes 20 times the patience, and each step less than 10 times."""
+    slow = FaultPlan().slow(1, factor=100.0, at_step=4, for_s=3.0)
+    how = {**LONG, "recipe": "synchronous(schedule='local_sgd(sync_every=8)')"}
+    ended, plain = run(3, slow, **how), run(3, FaultPlan(), **how)
+    times = sorted(
+        float(str(one["t"])) for one in ended.events if one["event"] == "step" and one["rank"] == 1
+    )
+    assert times[7] - times[3] > 1.5
+    assert views_of(ended) == []
+    assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.models[0].items())
+
+
 def test_one_that_is_busy_for_too_long_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
     ended = run(3, FaultPlan().slow(1, factor=400.0, at_step=5, for_s=0.1), **{**LONG, "steps": 200})
     check(ended)

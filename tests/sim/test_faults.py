@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from farflung.config import Training
 from farflung.errors import DeadlinePassed, PeerLost, Unsupported
@@ -15,7 +16,7 @@ from farflung.replica import Replica, Summary
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Cost, Runtime
+from farflung.types import Cost, Payload, Runtime
 from farflung.workloads import workload
 from tests.helpers import number_in, numbered, tag
 
@@ -161,6 +162,58 @@ def test_slow_holds_until_it_is_restored() -> None:
         assert driven(2, plan, body, 0.5) == [[2.0, 4.0, 6.0], [2.0, 8.0, 10.0]]
 
 
+# --- silence ------------------------------------------------------------------------------------------------------
+
+WATCHED = FaultPlan().slow(0, factor=1.0, at_s=0.0)
+"""Changes nothing, but deadlines are watched."""
+SLOW_LINK = LinkModel(latency_s=0.01, bandwidth_bps=1e6)
+
+
+def relayed(plan: FaultPlan, *, seconds: float = 0.0, nbytes: int = 4 << 20) -> VirtualWorld:
+    """Rank 0 computes and sends to 1, which sends that on to 2, over links where it takes half a minute each time."""
+    world = VirtualWorld(3, SLOW_LINK, 1.0, faults=plan, deadline_s=2.0)
+
+    async def body(runtime: Runtime) -> float:
+        rank, large = runtime.comm.rank, Payload((torch.zeros(nbytes, dtype=torch.uint8),))
+        for _ in range(round(seconds)):
+            if rank == 0:
+                await runtime.compute(Cost("forward", 1), lambda: None)
+        if rank > 0:
+            await runtime.comm.recv(rank - 1, tag(1))
+        if rank < 2:
+            await runtime.comm.send(large, rank + 1, tag(1))
+        return runtime.now()
+
+    world.run([body(runtime) for runtime in world.runtimes])
+    return world
+
+
+def test_what_is_under_way_is_waited_for_and_what_waits_for_it() -> None:
+    assert 67 < relayed(WATCHED).clock.now() < 70
+
+
+def test_a_rank_that_computes_is_waited_for() -> None:
+    assert 97 < relayed(WATCHED, seconds=30.0).clock.now() < 100
+
+
+def test_a_rank_that_computes_one_thing_for_long_is_given_up() -> None:
+    with pytest.raises(DeadlinePassed, match=r"lost rank 0: .* it answers, but has made no progress for 20"):
+        relayed(WATCHED.slow(0, factor=25.0, at_s=0.0), seconds=2.0)
+    assert relayed(WATCHED.slow(0, factor=15.0, at_s=0.0), seconds=2.0).clock.now() > 80
+
+
+@pytest.mark.parametrize(("cut", "lost"), [((0, 1), 0), ((1, 2), 1)])
+def test_what_a_cut_holds_up_is_silent(cut: tuple[int, int], lost: int) -> None:
+    plan = WATCHED.cut(*cut, at_s=50.0 if lost else 20.0)
+    with pytest.raises(DeadlinePassed, match=rf"lost rank {lost}: .* nothing has arrived for 2"):
+        relayed(plan)
+
+
+def test_what_drips_is_given_up() -> None:
+    with pytest.raises(DeadlinePassed, match=r"lost rank 0: .* has made no progress for 2"):
+        relayed(WATCHED.throttle(0, 1, bandwidth_bps=1e3, at_s=10.0))
+
+
 # --- whole replicas ---------------------------------------------------------------------------------------------
 
 
@@ -192,7 +245,7 @@ def test_a_crash_is_seen_as_a_closed_connection(plan: FaultPlan) -> None:
 
 
 def test_a_single_replica_that_crashes_is_lost_too() -> None:
-    with pytest.raises(PeerLost, match="lost rank 0"):
+    with pytest.raises(PeerLost, match=r"lost rank 0"):
         trained(FaultPlan().crash(0, at_step=2), size=1)
 
 

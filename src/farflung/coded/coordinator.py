@@ -41,6 +41,7 @@ from farflung.coded.placement import Placement
 from farflung.coded.record import Record
 from farflung.coded.registry import Block, Kind, Member, Partition, Placed, Registry
 from farflung.coded.rounds import Deadline, Round
+from farflung.comm.failure_detector import Progress
 from farflung.errors import BadSamples, ConfigError, RunLost, WaitEnded
 from farflung.files import deciding
 from farflung.spec import build
@@ -189,6 +190,8 @@ class Coordinator:
         self._rounds = dict[int, Round]()
         """Under way, by number."""
         self._plans = Plans[int](_PLANS)
+        self._progress: dict[int, Progress] = {}
+        """Of the devices, as they have answered probes."""
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
@@ -442,7 +445,9 @@ class Coordinator:
             elif event == alarm:
                 left_s = since + patience_s - self._runtime.now()
                 if left_s <= 0:
-                    raise RunLost(f"no device joined within {patience_s:g} s: {missing()}")
+                    raise RunLost(
+                        f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
+                    )
                 alarm = self._alarm_at(self._runtime.now() + left_s)
             elif event == self._look:
                 self._look_after()
@@ -495,7 +500,9 @@ class Coordinator:
             if round is None:
                 report = unpacked(payload, _REPORTS)
                 self._report(rank, report)
-                return not isinstance(report, (Probe, Failed))
+                if isinstance(report, Probe):
+                    return self._gets_further(rank, report.nbytes)
+                return not isinstance(report, Failed)
             if round not in self._rounds:
                 self.counters.late += 1
                 return False
@@ -505,6 +512,17 @@ class Coordinator:
             return False
         self._heard(rank)
         return True
+
+    def _gets_further(self, rank: int, nbytes: int) -> bool:
+        """Tells whether a device that makes a block has exchanged rows since it was probed before.
+
+        One whose last block has failed may fail for ever.
+        """
+        now = self._runtime.now()
+        progress = self._progress.setdefault(rank, Progress())
+        progress.update(0, nbytes, now, self._settings.patience_s)
+        makes = any(block.holder == rank for block in self.registry.making())
+        return makes and not self.registry.members[rank].failures and progress.last_s == now
 
     def _refuse(self, rank: int, why: str) -> None:
         """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""

@@ -40,7 +40,9 @@ from farflung.coded.messages import (
     sent,
     unpacked,
 )
-from farflung.errors import ConfigError, DeadlinePassed, FarflungError, PeerLost
+from farflung.comm.failure_detector import Progress
+from farflung.comm.mailbox import QUESTIONS
+from farflung.errors import ConfigError, FarflungError, PeerLost
 from farflung.tasks import Pending, done
 from farflung.types import Cost, Payload, Runtime, Tag
 
@@ -175,7 +177,7 @@ class Device:
       holding: its own data, and the blocks that it makes.
       admit: admits another device, where that has to be asked for; see :func:`farflung.coded.meeting.admitted`.
       patience_s: the time for which the coordinator may be silent, in seconds.
-      fetch_s: the time in which another device gives a few rows, in seconds.
+      fetch_s: the time for which another device that is to give rows may be silent, in seconds.
       room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
     """
 
@@ -328,7 +330,7 @@ class Device:
             for block in message.blocks:
                 self._holding.drop(block)
         elif isinstance(message, Probe):
-            self._report(Probe())
+            self._report(Probe(self._comm.moved_nbytes()))
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
@@ -411,22 +413,35 @@ class Device:
             raise PeerLost(rank, "this device has ended")
         self._requests += 1
         number = self._requests
-        answer = self._comm.recv(rank, messages.reply(number), deadline_s=self._fetch_s)
+        answer = self._comm.recv(rank, messages.reply(number), deadline_s=math.inf)
         self._open.add(number)
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
         return share, number, answer
 
+    async def _arrives(self, rank: int, answer: Pending[Payload]) -> None:
+        """Waits for an answer for as long as anything comes from its source or goes there.
+
+        Raises:
+          PeerLost: the source is silent.
+        """
+        progress = Progress(self._runtime.now(), self._comm.moved_nbytes(rank))
+        while not answer.done:
+            now = self._runtime.now()
+            progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
+            if now >= progress.last_s + self._fetch_s:
+                raise PeerLost(rank, f"silent for {self._fetch_s:g} s")
+            await self._runtime.first_of(answer, self._runtime.sleep_until(now + self._fetch_s / QUESTIONS))
+
     async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
         try:
-            given = list((await answer).tensors())
+            await self._arrives(share.source.rank, answer)
+            given = list(answer.result().tensors())
             if len(given) != 1 or given[0].dtype != torch.float64:
                 raise Malformed("it has no such block")
             if not bool(torch.isfinite(given[0]).all()):
                 raise Malformed("numbers that are not finite")
             share.add(given[0])
             return given[0].nbytes
-        except DeadlinePassed:
-            raise PeerLost(share.source.rank, f"silent for {self._fetch_s:g} s") from None
         except (FarflungError, Malformed) as error:
             raise PeerLost(share.source.rank, str(error)) from None
         finally:

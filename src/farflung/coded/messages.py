@@ -233,7 +233,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Asks for a sign of life; a device answers with the same message."""
+    """Asks for a sign of life; a device answers with the same message.
+
+    Args:
+      nbytes: of a device, the bytes that it has exchanged with all others so far.
+    """
+
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

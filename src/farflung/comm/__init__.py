@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from farflung.comm.mailbox import Mailbox, Waiting
     from farflung.comm.peer import Peer
     from farflung.comm.tcp import TcpTransport
-    from farflung.comm.transport import Listener, Transport
+    from farflung.comm.transport import Listener, Traffic, Transport
     from farflung.comm.view import View
 else:
     __getattr__, __dir__ = lazy(
@@ -27,7 +27,7 @@ else:
             "mailbox": "Mailbox Waiting",
             "peer": "Peer",
             "tcp": "TcpTransport",
-            "transport": "Listener Transport",
+            "transport": "Listener Traffic Transport",
             "view": "View",
         },
         moved={
@@ -53,6 +53,7 @@ __all__ = [
     "Purpose",
     "Started",
     "TcpTransport",
+    "Traffic",
     "Transport",
     "Values",
     "View",

@@ -78,6 +78,9 @@ class WallCommunicator(Receiving):
     def quiet_s(self, rank: int) -> float:
         return self.view.transport.quiet_s(rank)
 
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        return self.view.moved_nbytes(rank)
+
     def relay(self, one: int, other: int) -> None:
         self.view.relay.serve(one, other)
 

@@ -100,6 +100,8 @@ class Link:
         self.receiver: Receiver | None = None
         self.read_s = time.monotonic()
         """When bytes have arrived last."""
+        self.read_nbytes = 0
+        """Bytes that have arrived."""
         self.busy_s, self.busy_nbytes = 0.0, 0
         """For how long there was more to send than could be, and what was sent in that time."""
         self._loop, self._owner, self._tls, self._fd = loop, owner, tls, sock.fileno()
@@ -377,7 +379,6 @@ class Link:
                     self._take(nbytes)
             if not nbytes:
                 self.end(None)
-            self.read_s = time.monotonic()
             if self.state is State.GONE:
                 return False
             if self._secure is None and nbytes < _MUCH:
@@ -390,7 +391,7 @@ class Link:
     def _receive(self, room: memoryview) -> int:
         """Reads bytes into ``room``; how many, 0 at the end."""
         if self._secure is None:
-            return self.sock.recv_into(room)
+            return self._count(self.sock.recv_into(room))
         while True:
             try:
                 return self._secure.read(len(room), room)  # type: ignore[return-value]
@@ -401,9 +402,15 @@ class Link:
     def _fill(self) -> bool:
         """Has TLS read what has arrived; whether it is not the end."""
         arrived = self._owner.scratch
-        nbytes = self.sock.recv_into(arrived)
+        nbytes = self._count(self.sock.recv_into(arrived))
         self._unsealed.write(arrived[:nbytes])
         return nbytes > 0
+
+    def _count(self, nbytes: int) -> int:
+        """Counts bytes that have arrived, and returns how many they are."""
+        self.read_nbytes += nbytes
+        self.read_s = time.monotonic()
+        return nbytes
 
     def _hear(self, said: bytes) -> None:
         self._said += said

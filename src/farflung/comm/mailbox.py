@@ -15,13 +15,15 @@ from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
 from farflung.tasks import Pending, done, failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["KEPT_NBYTES", "Cancelled", "Full", "Mailbox", "Waiting", "check_expected"]
+__all__ = ["KEPT_NBYTES", "QUESTIONS", "Cancelled", "Full", "Mailbox", "Waiting", "check_expected"]
 
 
 AHEAD_NBYTES = 1 << 30
 """The most bytes that are kept of messages of newer views."""
 KEPT_NBYTES = 1 << 28
 """The most bytes that are kept of each untrusted sender, see :class:`Mailbox`."""
+QUESTIONS = 4
+"""How many times in a deadline peers are asked for a sign of life, while a wait lasts."""
 _ENTRY_NBYTES = 1 << 10
 """Bytes that a kept message takes beside its tensors."""
 
@@ -202,8 +204,9 @@ class Mailbox:
         return next(iter(self._waits.values()), None)
 
     def any_wait(self) -> Waiting | None:
-        """Returns the oldest wait under the run's deadline, or else one with a deadline of its own."""
-        return next(iter(self._all()), None)
+        """Returns the oldest wait under the run's deadline, or else one with its own, for one rank before any."""
+        timed = (waiting for waiting, _ in self._timed.values())
+        return self.oldest() or min(timed, key=lambda waiting: waiting.src is None, default=None)
 
     def next_due(self) -> float | None:
         """Returns the time of the next deadline of a wait's own, in seconds; ``None``: there is none."""

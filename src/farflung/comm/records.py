@@ -124,6 +124,8 @@ class Sender:
         self._order = self._count = 0
         self._records: list[bytes] = []
         """Records that are taken before all else."""
+        self.taken_nbytes = 0
+        """Bytes of large tensors that connections have taken so far."""
 
     @property
     def nbytes(self) -> int:
@@ -181,6 +183,7 @@ class Sender:
             elif self._begun and (room >= _WORTH or not (small or chunk.buffers)):
                 message = self._begun[0][2]
                 header, part = message.piece(room)
+                self.taken_nbytes += len(part)
                 small.append(header)
                 chunk.buffers.extend((b"".join(small), part))
                 chunk.pieces.append(message)
@@ -273,6 +276,8 @@ class Landings:
 
     def __init__(self, memory: Memory, max_nbytes: Callable[[], int]) -> None:
         self._memory, self._max_nbytes = memory, max_nbytes
+        self.nbytes = 0
+        """Bytes of large tensors that have arrived so far."""
         self._begun: dict[int, _Landing] = {}
         self._withdrawn: dict[int, None] = {}
         """The latest ones; pieces of them may be under way on other connections than the first."""
@@ -325,6 +330,7 @@ class Landings:
     def landed(self, number: int, landing: _Landing, nbytes: int) -> Message | None:
         """Counts bytes that have arrived; the message, once it is whole."""
         landing.missing -= nbytes
+        self.nbytes += nbytes
         if landing.missing or self._begun.pop(number, None) is None:
             return None
         return landing.message()

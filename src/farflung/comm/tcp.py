@@ -44,7 +44,7 @@ from farflung.comm.loop import Loop
 from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR, Peer, connects
 from farflung.comm.pool import Pool
 from farflung.comm.records import CONTROL, FIRST, LAST, Landings, Receiver, Sender
-from farflung.comm.transport import Listener
+from farflung.comm.transport import Listener, Traffic
 from farflung.comm.wire import MAGIC, VERSION, Frame, Head, Message, WireError
 from farflung.errors import ConfigError, PeerLost
 from farflung.network.tcp import LARGEST_WINDOW_BITS, CongestionControl, window_share_bps
@@ -243,6 +243,13 @@ class TcpTransport:
     def quiet_s(self, rank: int) -> float:
         links = self._members[rank].links.values() if rank in self._members else ()
         return min((time.monotonic() - link.read_s for link in links), default=math.inf)
+
+    def traffic(self, rank: int) -> Traffic:
+        member = self._members.get(rank)
+        if member is None:
+            return Traffic(0, 0)
+        heard = sum(link.read_nbytes for link in member.links.values())
+        return Traffic(heard, member.landings.nbytes + member.sender.taken_nbytes)
 
     def failed_at(self, rank: int) -> bool:
         return rank in self._members and self._members[rank].failed

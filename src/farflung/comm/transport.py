@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,19 @@ from farflung.comm.records import FIRST, LAST
 from farflung.comm.wire import Frame, Head, Message
 from farflung.tasks import Pending
 
-__all__ = ["FIRST", "LAST", "Listener", "Transport"]
+__all__ = ["FIRST", "LAST", "Listener", "Traffic", "Transport"]
+
+
+class Traffic(NamedTuple):
+    """The bytes that connections to a member have carried.
+
+    Args:
+      heard_nbytes: bytes of any kind from it.
+      moved_nbytes: bytes of large tensors to and from it.
+    """
+
+    heard_nbytes: int
+    moved_nbytes: int
 
 
 class Listener(Protocol):
@@ -119,6 +131,10 @@ class Transport(Protocol):
 
     def quiet_s(self, rank: int) -> float:
         """The seconds since bytes of a member have arrived; infinite where it is not connected."""
+        ...
+
+    def traffic(self, rank: int) -> Traffic:
+        """The bytes that a member's connections have carried so far."""
         ...
 
     def failed_at(self, rank: int) -> bool:

@@ -6,19 +6,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm.channel import of_no_view
-from farflung.comm.failure_detector import BlockedOn, FailureDetector
-from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
+from farflung.comm.mailbox import KEPT_NBYTES, QUESTIONS, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.records import CONTROL
 from farflung.comm.relay import Relay
-from farflung.comm.transport import FIRST, LAST, Transport
+from farflung.comm.transport import FIRST, LAST, Traffic, Transport
 from farflung.comm.wire import (
     DIRECT,
     Frame,
@@ -34,6 +33,9 @@ from farflung.comm.wire import (
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
 from farflung.tasks import Pending, done, failed
 from farflung.types import Json, Payload, Tag
+
+if TYPE_CHECKING:
+    from farflung.comm.failure_detector import FailureDetector
 
 __all__ = ["View"]
 
@@ -96,7 +98,13 @@ class View(Meeting):
         """The number of messages received from each peer."""
         self._leaving: dict[int, int] = {}
         """Peers that have announced their leave and the number of messages each had sent, until all have arrived."""
-        self._failure_detector = FailureDetector(self.rank)
+        self._failure_detector: FailureDetector | None = None
+        """Made for the first wait that lasts."""
+        self._waits_for_data = False
+        self._deadline_s = math.inf
+        """Of the run, as of the last check."""
+        self.events: Callable[[], int] = lambda: 0
+        """Counts the steps and computations of this rank so far."""
         self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
         """The kind and body of the message that announces this rank's own end."""
@@ -173,6 +181,8 @@ class View(Meeting):
         elif self._routes.relay(source) != rank:
             raise Unauthorized("another rank's message, by a member that does not relay it")
         elif source in self._greeted or message.kind is Kind.HELLO:
+            if self._failure_detector is not None:
+                self._failure_detector.hear(source, self._now())
             self._take(source, message)
         else:
             self._keep(source, message)
@@ -198,7 +208,6 @@ class View(Meeting):
         self._has_greeted(rank)
         if message.kind is Kind.DATA:
             self._heard[rank] += 1
-            self._failure_detector.moves(rank, self._heard[rank])
             try:
                 self.mailbox.deliver(rank, message.tag, message.payload, message.view)
             except Full as error:
@@ -278,7 +287,9 @@ class View(Meeting):
         elif message.kind is Kind.LOST:
             self._hear_lost(rank, body)
         elif message.kind is Kind.WAITING:
-            self._failure_detector.heard(rank, body, self.mailbox.oldest(), self._now())
+            self._detector().hear_report(rank, body, self._now(), self._deadline_s)
+            if body.get("asks") is True:
+                self._report_to(rank, asks=False)
         elif message.kind is Kind.ABORT:
             failed_rank, detail = body.get("rank"), str(body.get("detail"))
             if failed_rank == rank:
@@ -326,6 +337,8 @@ class View(Meeting):
         self.relay.lost(rank)
         self._early.pop(rank, None)
         self._leaving.pop(rank, None)
+        if self._failure_detector is not None:
+            self._failure_detector.forget(rank)
         self._heard[rank] = self._sent[rank] = 0
 
     @override
@@ -354,60 +367,91 @@ class View(Meeting):
     def check_deadline(self, deadline_s: float) -> float | None:
         """Fails waits that have passed their deadline.
 
-        A wait without a deadline of its own that is older than ``deadline_s`` ends the view, or fails alone where the
-        view is not whole. After half of ``deadline_s``, the rank broadcasts which rank it is blocked on, and its peers
-        answer; see :class:`farflung.comm.failure_detector.FailureDetector`, which finds the rank that the error names.
-        Time in which a rank waits for its own samples does not count.
+        A wait without a deadline of its own ends the view, or fails alone where the view is not whole, where what it
+        depends on is silent for ``deadline_s``, or stands still for long; see
+        :class:`farflung.comm.failure_detector.FailureDetector`.
 
         Returns:
           The time of the next check; ``None``: there is no wait.
         """
         now = self._now()
+        self._deadline_s = deadline_s
         self.mailbox.fail_due(now)
         again = [self.mailbox.next_due(), self._check_oldest(now, deadline_s)]
         return min((each for each in again if each is not None), default=None)
 
     def _check_oldest(self, now: float, deadline_s: float) -> float | None:
-        """Checks the oldest wait without a deadline of its own, and broadcasts or answers which rank blocks this one.
+        """Checks the oldest wait without a deadline of its own, and asks the peers for signs of life where it is due.
 
         Returns:
           The time of the next check; ``None``: there is no such wait.
         """
-        waiting, detector = self.mailbox.oldest(), self._failure_detector
-        blocked_on = detector.blocked_by(waiting)
-        for rank in detector.to_tell(blocked_on, now, deadline_s):
-            if rank in self.present():
-                self._say_waits(rank, blocked_on)
+        waiting, asks_at = self.mailbox.oldest(), math.inf
+        if waiting is not None:
+            asks_at = waiting.since + deadline_s / QUESTIONS
+        if self._failure_detector is None and now < asks_at:
+            return None if waiting is None else asks_at
+        detector = self._detector(asks_at)
         if waiting is None:
+            detector.rest()
             return None
-        since = detector.counts_from(waiting)
-        if now - since >= deadline_s:
+        check = detector.check(waiting, self.present(), now, deadline_s)
+        if check.failure is not None:
             what = f"{waiting.what}{self._through(waiting.src)}"
-            passed = DeadlinePassed(detector.root_of(waiting.src), what, now - waiting.since, slow=True)
+            rank, why = check.failure
+            passed = DeadlinePassed(rank, what, now - waiting.since, why=why)
             if not self._whole:
                 self.mailbox.fail(waiting, passed)
                 return self._check_oldest(now, deadline_s)
             self.end(passed)
             return None
-        if now - since >= deadline_s / 2 and detector.asks(waiting):
+        if check.asks:
             for rank in self.present():
-                self._say_waits(rank, blocked_on, asks=True)
-        return since + (deadline_s if detector.asked(waiting) else deadline_s / 2)
+                self._report_to(rank, asks=True)
+        return check.due_s
 
-    def _say_waits(self, rank: int, blocked_on: BlockedOn, *, asks: bool = False) -> None:
-        """Sends what blocks this rank, and the number of messages sent before, which this one overtakes."""
-        self._say(Kind.WAITING, rank, {"for": blocked_on, "asks": asks, "behind": self._sent[rank]})
+    def _detector(self, due_s: float = math.inf) -> FailureDetector:
+        """Returns the failure detector, which is made for the first wait that lasts; its first look was due then."""
+        if self._failure_detector is None:
+            from farflung.comm.failure_detector import FailureDetector
+
+            self._failure_detector = FailureDetector(self.rank, self._traffic, due_s)
+        return self._failure_detector
+
+    def _report_to(self, rank: int, *, asks: bool) -> None:
+        """Tells a peer what blocks this rank and how far it is, and may ask the same of it."""
+        events = self.events() + self._sent.total() + self._heard.total()
+        waiting = self.mailbox.any_wait()
+        blocked_on = "data" if self._waits_for_data else None if waiting is None else waiting.src
+        body: dict[str, Json] = {
+            "for": blocked_on,
+            "count": events,
+            "nbytes": self.moved_nbytes(),
+            "asks": asks,
+        }
+        self._say(Kind.WAITING, rank, body)
+
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        """Returns the bytes of large tensors that have gone to and come from a peer, or all of them, so far."""
+        ranks = self.present() if rank is None else [self._routes.next_hop(rank)]
+        return sum(self.transport.traffic(each).moved_nbytes for each in ranks)
+
+    def _traffic(self, rank: int) -> Traffic:
+        """Returns what the connections to a peer or its relay carry; a relay's bytes are no signs of life of others."""
+        hop = self._routes.next_hop(rank)
+        traffic = self.transport.traffic(hop)
+        return traffic if hop == rank else traffic._replace(heard_nbytes=0)
 
     def waits_for_data(self, ready: Pending[None]) -> None:
         """Marks this rank as waiting for samples; ``ready`` fails when the view ends."""
-        self._failure_detector.waits_for_data = True
+        self._waits_for_data = True
         self._data = ready
         if self.lost is not None:
             ready.fail(self.lost)
 
     def has_data(self) -> None:
         """Ends :meth:`waits_for_data`."""
-        self._failure_detector.waits_for_data = False
+        self._waits_for_data = False
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

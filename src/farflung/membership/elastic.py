@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values
 from farflung.comm.channel import step_of
+from farflung.comm.failure_detector import BUSY, Progress
 from farflung.errors import (
     FarflungError,
     Left,
@@ -42,13 +43,36 @@ T = TypeVar("T")
 _DONE = b"done"
 """Says that its sender has every result of the run."""
 _ANSWER = b"!"
-"""Says that its sender is there; the number of exchanges that it has started follows."""
+"""Says that its sender is there; its :class:`_Counters` follow."""
 _ADMIT = b"again"
 """Asks to be admitted, or admitted again."""
-_BUSY, _STUCK = 10, 100
-"""For how many times the patience members that answer are waited for: one that is busy, and all."""
+_STUCK = 100
+"""For how many times the patience members are waited for that all have come to an exchange, without progress of any."""
 _BACK_OFF_S = 60.0
 """The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
+
+
+class _Counters(NamedTuple):
+    """How far a member is.
+
+    Args:
+      started: the number of exchanges that it has started.
+      events: the number of its steps and computations.
+      nbytes: bytes of messages to and from it.
+    """
+
+    started: int
+    events: int
+    nbytes: int
+
+    def encode(self) -> bytes:
+        return b"%d %d %d" % self
+
+    @staticmethod
+    def decode(text: bytes) -> _Counters | None:
+        """Returns what a member has told of itself; ``None``: it is malformed."""
+        counts = text.split(b" ") if len(text) < 64 else []
+        return _Counters(*map(int, counts)) if len(counts) == 3 and all(map(bytes.isdigit, counts)) else None
 
 
 @dataclass(eq=False, slots=True)
@@ -163,6 +187,8 @@ class Elastic:
         )
         self._answers: dict[str, int] = {}
         """How many exchanges each member had started when it answered last."""
+        self._progress: dict[str, Progress] = {}
+        """Of each member, this one too, as it has answered."""
         self._waits: Pending[None] = Pending()
         """Done once an exchange is waited for."""
         self._suspended: Suspended | None = None
@@ -497,15 +523,18 @@ class Elastic:
             for name in asked
             if (silent_s := min(self._connections.silent_s(name), waits_s)) >= self._patience_s
         }
-        if not why and waits_s >= _BUSY * self._patience_s:
-            least = min((self._answers.get(name, 0) for name in asked), default=oldest.number)
-            if least < oldest.number:
-                late = [name for name in asked if self._answers.get(name, 0) == least]
-                why = dict.fromkeys(late, "it answers, but has not come to that exchange")
-            elif waits_s >= _STUCK * self._patience_s:
-                self.stop(
-                    f"exchange {oldest.number} is not whole after {waits_s:.0f} s, but all members answer"
-                )
+        self._note_progress(self._member.name, self._counters())
+        least = min((self._answers.get(name, 0) for name in asked), default=oldest.number)
+        late = {name for name in asked if self._answers.get(name, 0) == least < oldest.number}
+        idle_s = min(waits_s, self._idle_s(late or {*asked, self._member.name}))
+        if not why and late and idle_s >= BUSY * self._patience_s:
+            reason = f"it answers, but has not come to that exchange, nor made progress for {idle_s:.2f} s"
+            why = dict.fromkeys(late, reason)
+        elif not late and idle_s >= _STUCK * self._patience_s:
+            self.stop(
+                f"exchange {oldest.number} is not whole after {waits_s:.0f} s, and nothing has moved for "
+                f"{idle_s:.0f} s, but all members answer"
+            )
         for name in sorted(why):
             logging.getLogger("farflung").warning(
                 "rank %s counts as lost: %s (exchange %d, step %d, is %.2f s old)",
@@ -516,6 +545,20 @@ class Elastic:
                 waits_s,
             )
         self._connections.are_silent(why)
+
+    def _counters(self) -> _Counters:
+        return _Counters(self._started, self._runtime.events, self._comm.moved_nbytes())
+
+    def _note_progress(self, name: str, counters: _Counters) -> None:
+        """Notes how far a member is."""
+        now = self._runtime.now()
+        progress = self._progress.setdefault(name, Progress(now))
+        progress.update(counters.started + counters.events, counters.nbytes, now, self._patience_s)
+
+    def _idle_s(self, names: Collection[str]) -> float:
+        """Returns for how many seconds none of some members has made progress, as far as is known."""
+        moved_s = (self._progress[name].last_s for name in names if name in self._progress)
+        return self._runtime.now() - max(moved_s, default=-math.inf)
 
     async def _hear_all(self, view: View) -> None:
         """Take members for lost that do not answer while a view ends.
@@ -671,15 +714,17 @@ class Elastic:
         if self._connections.hear(source):
             self._in_background(self._ask(source))
         if text == PROBE:
-            self._comm.send(text_payload(_ANSWER + b"%d" % self._started), int(source), TAG, -1)
+            self._comm.send(text_payload(_ANSWER + self._counters().encode()), int(source), TAG, -1)
         elif text == _ADMIT:
             self._member.guest(source)
-        elif text.startswith(_ANSWER) and len(text) < 20 and text[1:].isdigit():
-            self._answers[source] = int(text[1:])
+        elif text.startswith(_ANSWER):
+            if (counters := _Counters.decode(text[1:])) is not None:
+                self._answers[source] = counters.started
+                self._note_progress(source, counters)
         elif text == _DONE:
             self._ends_without()
             return
-        elif not text.startswith(_ANSWER):
+        else:
             try:
                 message = self._codec.decode(text)
             except Malformed:
@@ -739,7 +784,7 @@ class Elastic:
                 rounds = 0
                 continue
             rounds += 1
-            if self._suspended is None or rounds >= _BUSY or not self._connections.may_be_back():
+            if self._suspended is None or rounds >= BUSY or not self._connections.may_be_back():
                 self._cannot_begin()
                 return
             self._connections.are_silent(view.holders[0])
@@ -781,7 +826,7 @@ class Elastic:
             now = self._runtime.now()
             if ballot != self._member.ballot:
                 ballot, since_s = self._member.ballot, now
-            elif not self._connections.may_be_back() or now >= since_s + _BUSY * self._patience_s:
+            elif not self._connections.may_be_back() or now >= since_s + BUSY * self._patience_s:
                 self._member.give_up()
                 return
             await self._runtime.sleep_until(now + self._patience_s)

@@ -96,8 +96,8 @@ class RunConfig:
         join, up to MAX ranks in all with those that were lost; when not given, the first loss ends the run.
       quorum: majority, or 1: with --elastic, replicas that lose touch with the majority go on alone, so that several
         parts of the run may end with models of their own; majority when not given.
-      deadline: seconds that a message may take before its sender counts as lost, with --elastic seconds of silence; 60
-        when not given.
+      deadline: seconds of silence after which a replica that is waited for counts as lost; one that answers may be busy
+        for ten times as long; 60 when not given.
       encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
       threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
         otherwise torch's default for its cores.

@@ -40,8 +40,7 @@ class SSP(Schedule):
     with a bound above 0 training depends on how often a checkpoint is made.
 
     Evaluation sees the server's parameters as they were when it answered rank 0 at that step. On the wall clock
-    replicas wait for each other to be evaluated, and no longer than the deadline: where some may be that far behind,
-    evaluate at the end alone, or raise the deadline.
+    replicas wait for each other to be evaluated.
 
     No rank waits for losses that are not finite either: to skip a step is to leave out that replica's update, as
     ``exclude`` does.

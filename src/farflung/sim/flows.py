@@ -68,6 +68,8 @@ class _Line:
     flow: Flow | None = None
     """What the network takes of it now."""
     sent: int = 0
+    passed: float = 0.0
+    """Bits of the messages that have left."""
     last_arrival: float = 0.0
 
 
@@ -149,6 +151,16 @@ class Flows:
                 if line.flow is not None:
                     self._fabric.use(line.flow, ceiling)
         self._settle_soon()
+
+    def carried_nbytes(self, src: int, dst: int) -> int:
+        """Returns the bytes that have left one rank for another so far."""
+        line = self._lines.get((src, dst))
+        if line is None:
+            return 0
+        begun = [entry[2] for entry in (*line.queue, *([] if line.sending is None else [line.sending]))]
+        flying = 0.0 if line.flow is None else line.flow.left_at(self._clock.now())
+        bits = line.passed + sum(message.whole - message.bits for message in begun) - flying
+        return int(bits * line.path.connections / 8)
 
     @property
     def idle(self) -> bool:
@@ -232,6 +244,7 @@ class Flows:
         if line.tcp is not None and line.path.loss:
             delay += self._repaired_s(line, message)
         line.sent += 1
+        line.passed += message.whole
         arrives = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
         self._clock.at(arrives, lambda: self._arrive(message))
         message.left.set(None)

@@ -83,6 +83,8 @@ class VirtualNetwork:
         """The links that are cut; ``None`` in a world without faults."""
         self.membership: Membership | None = None
         """The members of a view that is not whole; ``None``: the view is whole."""
+        self.heard_s: dict[tuple[int, int], float] = {}
+        """When a message has arrived last, by sender and receiver, in a world with faults or changes of members."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
@@ -126,6 +128,8 @@ class VirtualNetwork:
         connection = None if members is None else members.connection(src, dst)
 
         def arrived(_: float) -> None:
+            if self.pauses is not None or members is not None:
+                self.heard_s[src, dst] = self._clock.now()
             if members is None or members.connection(src, dst) is connection:
                 mailbox.deliver(src, tag, payload, view)
 
@@ -182,6 +186,10 @@ class VirtualNetwork:
         """
         goodput = self.profile.goodput_bps(self.profile.site_index(src), self.profile.site_index(dst), loss)
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
+
+    def carried_nbytes(self, src: int, dst: int) -> int:
+        """Returns the bytes that have left one rank for another so far; 0 where all arrivals are known before."""
+        return 0 if self._whole is not None else self._flows.carried_nbytes(src, dst)
 
     def now(self) -> float:
         return self._clock.now()
@@ -262,6 +270,11 @@ class VirtualCommunicator(Receiving):
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
         assert self._network.membership is not None
         return self._network.membership.reconnect(self.rank, rank, relay)
+
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        ranks = range(self.size) if rank is None else (rank,)
+        carried = self._network.carried_nbytes
+        return sum(carried(self.rank, each) + carried(each, self.rank) for each in ranks if each != self.rank)
 
     def relay(self, one: int, other: int) -> None:
         assert self._network.membership is not None

@@ -47,7 +47,7 @@ class VirtualWorld:
       closed_form: whether collectives may be computed as a whole; see :class:`farflung.sim.VirtualNetwork`. With
         faults, and where members come and go, they are not.
       faults: what goes wrong; replicas tell :attr:`injector` of their steps.
-      deadline_s: how long any message may take where something goes wrong, in virtual seconds.
+      deadline_s: how long a replica that is waited for may be silent where something goes wrong, in virtual seconds.
       decisions: where decisions are kept; a fresh log when not given.
       count_evaluation: whether evaluations and checkpoints take time; see :attr:`VirtualRuntime.off_clock`.
       whole: whether the view ends with the first replica that is lost, as it has to where every exchange needs all of
@@ -107,6 +107,7 @@ class VirtualWorld:
             for rank, one in enumerate(_devices(size, device, seconds_per_sample))
         ]
         self.stage.leaves = self._leaves
+        self.stage.events = lambda rank: self.runtimes[rank].events
         self.network.charge([runtime.lane for runtime in self.runtimes])
 
     def _leaves(self, rank: int) -> bool:
@@ -250,6 +251,7 @@ class VirtualRuntime:
     def __init__(self, world: VirtualWorld, rank: int, device: DeviceProfile) -> None:
         self.comm: Communicator = world.network.communicator(rank)
         self.elastic: Elastic | None = None
+        self.events = 0
         self.device = device
         self.off_clock: VirtualRuntime | None = None
         if world.off_clock is not None:
@@ -305,6 +307,7 @@ class VirtualRuntime:
         A forward pass is computed at the end of its time instead, just before its backward pass: else the activations
         of all replicas would be there at once.
         """
+        self.events += 1
         finished: Pending[T] = Pending()
         seconds = self._seconds(cost)
         if cost.kind == "forward":
@@ -320,6 +323,7 @@ class VirtualRuntime:
         """Computes now; each bucket is ready when the device has come to it; see
         :meth:`farflung.devices.DeviceProfile.ready_at`.
         """
+        self.events += 1
         order: list[int] = []
         fn(order.append)
         finished: Pending[None] = Pending()
@@ -365,6 +369,7 @@ class _OffClock(VirtualRuntime):
     def __init__(self, world: VirtualWorld, comm: Communicator) -> None:
         self.comm = comm
         self.elastic = None
+        self.events = 0
         self.device = DeviceProfile(forward_s=0.0)
         self.off_clock = None
         self._world = world

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from farflung.comm.failure_detector import FailureDetector
+from farflung.comm.mailbox import QUESTIONS
+from farflung.comm.transport import Traffic
 from farflung.errors import DeadlinePassed, Left, PeerLost, RunLost, Unsupported
 from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
 from farflung.sim.clock import VirtualClock
@@ -14,6 +17,7 @@ from farflung.sim.membership import Membership
 from farflung.sim.network import VirtualNetwork
 from farflung.sim.pauses import Pauses
 from farflung.tasks import Pending, Task
+from farflung.types import Json
 
 __all__ = ["CARRIED", "VirtualStage", "check_plan"]
 
@@ -52,7 +56,7 @@ class VirtualStage:
       clock: virtual time.
       network: of the world.
       plan: what will go wrong.
-      deadline_s: how long any message may take.
+      deadline_s: how long a rank that is waited for may be silent.
       whole: whether the first loss ends the view; otherwise the members go on without ranks that end, leave or crash.
       absent: ranks that are not there at the start, beside those whose first fault is to join.
 
@@ -86,7 +90,11 @@ class VirtualStage:
         self.crashed: set[int] = set()
         """The ranks that have crashed."""
         self._waiting_for_data: set[int] = set()
-        self._excused: dict[int, float] = {}
+        self._detectors = [FailureDetector(rank, partial(self._traffic, rank)) for rank in range(size)]
+        self._carried_nbytes: dict[tuple[int, int], int] = {}
+        """Bytes that have left one rank for another up to the last look or cut."""
+        self.events: Callable[[int], int] = lambda rank: 0
+        """Counts the computations of a replica."""
         self._pauses: Pauses | None = None
         if plan.faults:
             self._pauses = network.pauses = Pauses(clock)
@@ -124,8 +132,6 @@ class VirtualStage:
             for src, dst in fault.ways(len(self._network.mailboxes)):
                 self._reset(src, dst)
             return
-        if fault.kind == "hang":
-            self._excuse(fault.rank)
         self._change(fault, self._standing.begin)
 
     def undo(self, fault: Fault) -> None:
@@ -210,24 +216,10 @@ class VirtualStage:
         )
 
     def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
-        """Marks a rank as waiting for samples until ``arrived``; deadlines of waits for it count from then."""
-        if self._pauses is None:
-            return
-        self._waiting_for_data.add(rank)
-
-        def there(_: object) -> None:
-            self._excuse(rank)
-            self._waiting_for_data.discard(rank)
-
-        arrived.on_done(there)
-
-    def _excuse(self, rank: int) -> None:
-        """Restarts the deadlines of waits whose chain ends at ``rank``, if it waits for samples and is not silent."""
-        if rank in self._waiting_for_data and not self._silent(rank):
-            now = self._clock.now()
-            self._excused.update(
-                {other: now for other in range(len(self._network.mailboxes)) if self._root_of(other) == rank}
-            )
+        """Marks a rank as waiting for samples until ``arrived``."""
+        if self._pauses is not None:
+            self._waiting_for_data.add(rank)
+            arrived.on_done(lambda _: self._waiting_for_data.discard(rank))
 
     def _silent(self, rank: int) -> bool:
         return rank in self.crashed or (self._pauses is not None and self._pauses.stopped(rank))
@@ -303,16 +295,19 @@ class VirtualStage:
                 self.error = next(iter(self.errors.values()), closed)
             return
         for rank in alive:
-            waiting = self._network.mailboxes[rank].oldest()
-            if self._silent(rank) or waiting is None:
+            waiting, detector = self._network.mailboxes[rank].oldest(), self._detectors[rank]
+            if self._silent(rank):
                 continue
-            due = max(waiting.since, self._excused.get(rank, 0.0)) + self._deadline_s
-            if now < due:
-                again = min(again, due)
+            if waiting is None:
+                detector.rest()
                 continue
-            root = self._root_of(rank)
-            if root not in self._waiting_for_data or self._silent(root):
-                passed = DeadlinePassed(root, waiting.what, now - waiting.since)
+            peers = [peer for peer in range(len(self._network.mailboxes)) if peer != rank]
+            for peer in peers:
+                detector.hear(peer, self._network.heard_s.get((peer, rank), -math.inf))
+            check = detector.check(waiting, peers, now, self._deadline_s)
+            if check.failure is not None:
+                failed, why = check.failure
+                passed = DeadlinePassed(failed, waiting.what, now - waiting.since, why=why)
                 if self._members is not None:
                     self._network.mailboxes[rank].fail(waiting, passed)
                     self._watching = True
@@ -320,8 +315,11 @@ class VirtualStage:
                 else:
                     self._network.mailboxes[rank].end(passed)
                 return
+            if check.asks:
+                self._answer(rank, peers)
+            again = min(again, check.due_s)
         if self._clock.due() < math.inf:
-            again = min(again, now + self._deadline_s)
+            again = min(again, now + self._deadline_s / QUESTIONS)
         if again < math.inf:
             self._look_at(again)
 
@@ -329,18 +327,34 @@ class VirtualStage:
         self._watching = True
         self._clock.at(t, self._look)
 
-    def _root_of(self, rank: int) -> int | None:
-        """Follows the wait-for graph from a rank to its root; ``None``: the rank is the root itself.
+    # --- signs of life ------------------------------------------------------------------------------------------
 
-        A rank that is stopped or waits for samples is blocked on no other.
-        """
-        assert self._pauses is not None
-        seen = {rank}
-        root = rank
-        while not self._pauses.stopped(root) and (root == rank or root not in self._waiting_for_data):
-            waiting = self._network.mailboxes[root].oldest()
-            if waiting is None or waiting.src is None or waiting.src in seen:
-                break
-            root = waiting.src
-            seen.add(root)
-        return root if root != rank else None
+    def _answer(self, rank: int, peers: Iterable[int]) -> None:
+        """Has those that a question of a rank reaches, and that reach the rank, answer at once."""
+        now = self._clock.now()
+        for peer in peers:
+            if self._silent(peer) or self._is_cut(rank, peer) or self._is_cut(peer, rank):
+                continue
+            if self._members is not None and not self._members.reaches(rank, peer):
+                continue
+            waiting = self._network.mailboxes[peer].any_wait()
+            blocked_on = None if waiting is None else waiting.src
+            others = [other for other in range(len(self._network.mailboxes)) if other != peer]
+            body: dict[str, Json] = {
+                "for": "data" if peer in self._waiting_for_data else blocked_on,
+                "count": self.events(peer),
+                "nbytes": sum(self._traffic(peer, other).moved_nbytes for other in others),
+            }
+            self._detectors[rank].hear_report(peer, body, now, self._deadline_s)
+            self._detectors[rank].hear(peer, now)
+
+    def _traffic(self, rank: int, peer: int) -> Traffic:
+        """Returns what the links between two ranks have carried; nothing more while they are cut."""
+        for way in ((rank, peer), (peer, rank)):
+            if not self._is_cut(*way):
+                self._carried_nbytes[way] = self._network.carried_nbytes(*way)
+        heard, sent = (self._carried_nbytes.get(way, 0) for way in ((peer, rank), (rank, peer)))
+        return Traffic(heard, heard + sent)
+
+    def _is_cut(self, src: int, dst: int) -> bool:
+        return self._pauses is not None and self._pauses.stopped((src, dst))

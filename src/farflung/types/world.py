@@ -231,6 +231,10 @@ class Communicator(Protocol):
         """The seconds since bytes of a member have arrived; infinite where that is not known."""
         ...
 
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        """The bytes of large messages, whole and in part, that have come from and gone to a member, or to all."""
+        ...
+
     def relay(self, one: int, other: int) -> None:
         """Passes the messages of two other members on that reconnect through this one."""
         ...
@@ -458,6 +462,8 @@ class Runtime(Protocol):
 
     elastic: Elastic | None
     """Makes exchanges again where replicas are lost; ``None``: the first loss ends the run."""
+    events: int
+    """Counts steps and computations, by which others see that a replica which they wait for is busy."""
 
     def address_of(self, rank: int) -> str | None:
         """How a replica that has come is reached, for others to let it in; ``None`` where the world knows."""

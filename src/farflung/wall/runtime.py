@@ -65,7 +65,7 @@ class WallRuntime:
       advice: what rank 0 tells replicas that ask it before they come.
       endpoint: how this replica connects to the others; on loopback when not given.
       settings: what must be equal on all ranks, by name.
-      deadline_s: how long any message may take, in seconds.
+      deadline_s: how long a replica that is waited for may be silent, in seconds.
       join_s: how long the others may take to appear, in seconds.
       native: whether to join a process group for the backend's own collectives.
       decisions: where decisions are kept; they are not when not given.
@@ -113,6 +113,8 @@ class WallRuntime:
         self.off_clock: None = None
         """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
         self.elastic: Elastic | None = None
+        """See :class:`farflung.types.Runtime`."""
+        self.events = 0
         """See :class:`farflung.types.Runtime`."""
         self.pace = pace
         """What makes computations take as long as on another device, where that was asked for."""
@@ -165,6 +167,7 @@ class WallRuntime:
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
         self.view = self._make_view(self._make_transport())
         """The members, as this one sees them."""
+        self.view.events = lambda: self.events
         self.comm = WallCommunicator(
             self.view, native=self._native_sum if self._native else None, stage=self._stage
         )
@@ -215,6 +218,7 @@ class WallRuntime:
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Computes on the calling thread, at the device's pace where there is one."""
+        self.events += 1
         if self.pace is None:
             return done(fn())
         _, ends = self.pace.begin(cost)
@@ -231,6 +235,7 @@ class WallRuntime:
 
         At a device's pace, they start when the device would have come to them.
         """
+        self.events += 1
         if self.pace is None:
             fn(on_ready)
             return done(None)
