@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -80,10 +80,10 @@ class Exchange:
         encode = partial(own.codec.encode, own.state, own.tensor, step=self.step, count=1)
         return self.channel.compute(cost, encode)
 
-    async def sum(self, tensor: Tensor, coding: Coding | None = None) -> tuple[Tensor, Tensor]:
-        """The sums of a flat tensor, given away, and of the side."""
+    def sum(self, tensor: Tensor, coding: Coding | None = None) -> Awaitable[tuple[Tensor, Tensor]]:
+        """Returns the sums of a flat tensor, given away, and of the side."""
         all_reduce = self.channel.collective(self.collective)
-        return await all_reduce(self.channel, tensor, self.side, coding=coding)
+        return all_reduce(self.channel, tensor, self.side, coding=coding)
 
     async def sum_dense(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sums of a flat tensor, given away, which travels in the type of the gradient, and of the side.
