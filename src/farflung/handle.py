@@ -751,8 +751,7 @@ class Handle:
     def _stepped(self) -> None:
         if self._steps_by_itself or not (self._is_step_open or self._has_gradients()):
             return
-        if self._has_stepped is not None:
-            self._has_stepped = True
+        self._has_stepped = None if self._has_stepped is None else True
         if not self._exchanged:  # else the backward pass has checked
             self._check_all_known()
             if self._exchanges.moves_parameters and not self._exchanges.has_gradient_transfers(self.step):

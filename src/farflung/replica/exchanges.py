@@ -630,11 +630,9 @@ class Exchanges:
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
-        absent: Places = ()
-        asks = False
-        if merger.takes_gradient and not merger.takes_whole:
-            absent = self._absent(transfer.part)
-            asks = self._unused.changes(number, absent)
+        can_lack = merger.takes_gradient and not merger.takes_whole
+        absent = self._absent(transfer.part) if can_lack else ()
+        asks = can_lack and self._unused.changes(number, absent)
         weight, rider = self._rider.cast(self._metadata[number], self._runtime.comm.rank, said, asks=asks)
         self._metadata[number] = []
         tensors, kept = [], {}

@@ -98,11 +98,6 @@ class InFlight:
         """Of what it keeps beside the reducer's own."""
         return sum(tensor.nbytes for kept in self.kept.values() for tensor in kept.values())
 
-    @property
-    def keeps_own(self) -> bool:
-        """Whether what was given is kept until it is merged."""
-        return all("own" in kept for kept in self.kept.values())
-
     def own(self) -> Tensor:
         """Returns a copy of what was given, where it is kept."""
         return joined([self.kept[bucket.index]["own"].clone() for bucket in buckets_of(self.transfer.part)])
@@ -216,7 +211,8 @@ class Launcher:
 
         first = [given]
         # The first attempt may write in what is given; another needs the same numbers.
-        copy = None if runtime.elastic is None or exchange.keeps_own else given.clone()
+        keeps_own = all("own" in kept for kept in exchange.kept.values())
+        copy = None if runtime.elastic is None or keeps_own else given.clone()
 
         def carry(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
             tensor = first.pop() if first else exchange.own() if copy is None else copy.clone()

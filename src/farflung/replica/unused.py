@@ -117,8 +117,7 @@ def places_in(buckets: Iterable[Bucket], places: Places) -> PlacesByBucket:
     first = 0
     for bucket in buckets if places else ():
         last = first + len(bucket.spec.parts)
-        here = places[bisect_left(places, first) : bisect_left(places, last)]
-        if here:
+        if here := places[bisect_left(places, first) : bisect_left(places, last)]:
             found[bucket.index] = frozenset(place - first for place in here)
         first = last
     return found

@@ -74,9 +74,7 @@ class OuterSteps(Merger):
         assert isinstance(merge, Outer)
         fresh = self._fresh[index] and (merge.keep or exchange.transfer.due_step == exchange.step)
         local = self._buckets.weights(index) if fresh or merge.mix else self._anchors[index]
-        since = None
-        if fresh:
-            since = local.sub(self._anchors[index]).sub_(exchange.kept[index]["own"])
+        since = local.sub(self._anchors[index]).sub_(exchange.kept[index]["own"]) if fresh else None
         if mean is not None:
             self._step(index, mean, merge)
         weights = self._anchors[index] if since is None else since.add_(self._anchors[index])
