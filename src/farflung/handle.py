@@ -30,7 +30,6 @@ from farflung.reducers import summed_nbytes
 from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
 from farflung.replica.averaging import (
     average,
-    averaged,
     broadcast,
     relative_spread,
     sketch,
@@ -492,6 +491,8 @@ class Handle:
         Raises:
           RunLost: after :meth:`finish`.
         """
+        from farflung.replica.evaluation import averaged
+
         self._end_skipped_step()
         stands = self._exchanges.consensus_parameters()
         if stands == {} and self._can_be_apart and self._measure_spread(part=1):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Values, start
 from farflung.comm.wire import supports_dtype
@@ -16,11 +15,10 @@ from farflung.types import Payload, Runtime
 __all__ = [
     "average",
     "average_on",
-    "averaged",
     "barrier",
     "broadcast",
-    "differing",
     "fingerprint",
+    "load",
     "present",
     "relative_spread",
     "sketch",
@@ -233,60 +231,6 @@ def _from_wire(value: Tensor, tensor: Tensor) -> None:
     real.copy_(value.view(real.dtype).view(real.shape))
 
 
-@asynccontextmanager
-async def averaged(
-    runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
-) -> AsyncIterator[None]:
-    """Inside, what differs between replicas is alike on all; afterwards each has its own again.
-
-    Args:
-      runtime: the world.
-      model: the replica's.
-      number: of the exchange; alike on all ranks.
-      stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
-    """
-    found, compared, known, values = differing(model, stands)
-    indices = await unlike(runtime, compared, number, purpose=Purpose.EVALUATION)
-    means = [tensor.detach() for tensor in (*found, *(compared[index] for index in indices))]
-    places = [tensor.detach() for tensor in known]
-    own = [tensor.clone() for tensor in (*means, *places)]
-    await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
-    _load(places, values)
-    try:
-        yield
-    finally:
-        _load([*means, *places], own)
-
-
-def differing(
-    model: nn.Module, stands: Mapping[str, Tensor] | None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Finds what may differ between replicas.
-
-    Args:
-      model: the replica's.
-      stands: parameters that are known alike on all, by name; ``None``: those of the model that train differ.
-
-    Returns:
-      Parameters that differ, whose means are to be taken; what nothing trains and is a number, such as running
-      statistics, whose means are taken where it differs; parameters that need none, and what stands in their place.
-    """
-    parameters = dict(model.named_parameters())
-    trained: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
-    others = [p for p in parameters.values() if not p.requires_grad]
-    known = stands or {}
-    return (
-        trained if stands is None else [],
-        [tensor for tensor in (*model.buffers(), *others) if _has_mean(tensor)],
-        [parameters[name] for name in known],
-        list(known.values()),
-    )
-
-
-def _has_mean(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() and supports_dtype(tensor.dtype)) or tensor.is_complex()
-
-
 async def average(
     runtime: Runtime, tensors: Sequence[Tensor], number: int, purpose: Purpose, *, first_part: int = 0
 ) -> None:
@@ -312,7 +256,7 @@ async def average_on(runtime: Runtime, tensors: Sequence[Tensor], number: int, p
     share = 0.5 ** (runtime.comm.size - 1).bit_length()
     flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors]).mul_(share)
     (total, count), nbytes = await _sum_on(runtime, flat, torch.ones(1, dtype=torch.float64), number, part)
-    _load(tensors, (total / (int(count) * share)).split([tensor.numel() for tensor in tensors]))
+    load(tensors, (total / (int(count) * share)).split([tensor.numel() for tensor in tensors]))
     return nbytes
 
 
@@ -321,6 +265,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _load(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def load(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Overwrites each tensor with a value of as many elements."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value.reshape(tensor.shape))

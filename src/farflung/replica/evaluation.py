@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_not
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from farflung.comm import Purpose
-from farflung.replica.averaging import average, broadcast, differing, sum_everywhere, unlike
+from farflung.comm.wire import supports_dtype
+from farflung.replica.averaging import average, broadcast, load, sum_everywhere, unlike
 from farflung.replica.placement import batch_on
 from farflung.seeding import RandomState, derive
 from farflung.types import Cost, Dataset, Runtime, Workload
 
-__all__ = ["Score", "evaluate"]
+__all__ = ["Score", "averaged", "evaluate"]
 
 BATCH = 256
 _AGAIN = 16
@@ -31,6 +32,60 @@ class Score:
 
     metric: float
     loss: float
+
+
+@asynccontextmanager
+async def averaged(
+    runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
+) -> AsyncIterator[None]:
+    """Inside, what differs between replicas is alike on all; afterwards each has its own again.
+
+    Args:
+      runtime: the world.
+      model: the replica's.
+      number: of the exchange; alike on all ranks.
+      stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
+    """
+    found, compared, known, values = _differing(model, stands)
+    indices = await unlike(runtime, compared, number, purpose=Purpose.EVALUATION)
+    means = [tensor.detach() for tensor in (*found, *(compared[index] for index in indices))]
+    places = [tensor.detach() for tensor in known]
+    own = [tensor.clone() for tensor in (*means, *places)]
+    await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
+    load(places, values)
+    try:
+        yield
+    finally:
+        load([*means, *places], own)
+
+
+def _differing(
+    model: nn.Module, stands: Mapping[str, Tensor] | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Finds what may differ between replicas.
+
+    Args:
+      model: the replica's.
+      stands: parameters that are known alike on all, by name; ``None``: those of the model that train differ.
+
+    Returns:
+      Parameters that differ, whose means are to be taken; what nothing trains and is a number, such as running
+      statistics, whose means are taken where it differs; parameters that need none, and what stands in their place.
+    """
+    parameters = dict(model.named_parameters())
+    trained: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
+    others = [p for p in parameters.values() if not p.requires_grad]
+    known = stands or {}
+    return (
+        trained if stands is None else [],
+        [tensor for tensor in (*model.buffers(), *others) if _has_mean(tensor)],
+        [parameters[name] for name in known],
+        list(known.values()),
+    )
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() and supports_dtype(tensor.dtype)) or tensor.is_complex()
 
 
 async def evaluate(
@@ -66,7 +121,7 @@ async def evaluate(
     comm = runtime.comm
     random = RandomState.of(workload, derive(seed, "evaluation", step, comm.rank), device)
 
-    means, compared, known, stood = differing(model, stands)
+    means, compared, known, stood = _differing(model, stands)
     kept = [*means, *known]
     if goes_on and (kept or compared):
         kept += _others(model, kept)

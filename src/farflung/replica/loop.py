@@ -16,11 +16,11 @@ from farflung.config import Training
 from farflung.data import Holding
 from farflung.errors import ConfigError
 from farflung.files import deciding
-from farflung.replica.averaging import averaged, present
+from farflung.replica.averaging import present
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, from_bytes, to_bytes
 from farflung.replica.drawing import Drawing
-from farflung.replica.evaluation import Score, evaluate
+from farflung.replica.evaluation import Score, averaged, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
 from farflung.replica.in_flight import InFlight, joined
 from farflung.replica.keeping import BackgroundTasks, Keeping
