@@ -311,7 +311,6 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
             runtime,
             holding,
             admit=partial(admitted, runtime),
-            patience_s=PATIENCE_S,
             **options,
         )
 

@@ -246,10 +246,10 @@ def test_settled_is_what_the_other_kernel_has() -> None:
         members.meet()
         link = members.transports[0]._members[1].links[0]
         members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
-        assert not link.settled()
+        assert link.unsettled_nbytes()
         arrived = members.comms[1].recv(0, tag(1))
         members.until(lambda: arrived.done)
-        members.until(link.settled)
+        members.until(lambda: not link.unsettled_nbytes())
         assert link.state is State.MEMBER
 
 

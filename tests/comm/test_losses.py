@@ -412,7 +412,7 @@ def test_bytes_of_what_is_waited_for_are_progress(nbytes: int, group: Callable[.
 def test_a_rank_that_drips_is_given_up(group: Callable[..., Group]) -> None:
     members = group()
     waiting = members.comms[0].recv(1, tag(1))
-    Slow(members, 0, 1, 100)
+    Slow(members, 0, 1, 500)
     pass_time(members, 0.0, 97.5)
     assert not waiting.done
     pass_time(members, 97.5, 102.5)

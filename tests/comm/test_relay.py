@@ -397,7 +397,7 @@ def test_farewells_and_failures_go_through_a_relay(whole: bool, group: Callable[
     assert str(waits[1].error) == "rank 3 failed: ValueError: bad batch"
 
 
-@pytest.mark.parametrize("silent", [[], [1]], ids=["answers", "silent"])
+@pytest.mark.parametrize("silent", [[], [1], [2]], ids=["answers", "silent relay", "silent source"])
 def test_signs_of_life_go_through_a_relay(silent: list[int], group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1)
     members.comms[0].recv(2, tag(1))

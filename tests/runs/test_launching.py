@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -46,15 +47,41 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
             signal.raise_signal(signal.SIGINT)
         return parent.poll()
 
-    monkeypatch.setattr(launching, "STOP_S", float("inf"))
     monkeypatch.setattr(launching, "END_S", 1.0)
     monkeypatch.setattr(launching, "parent_of", lambda log, workers: replace(parent, poll=asked))
     run = prepare_training(
-        {"workload": "synthetic/quadratic", "workers": 2}, options=RunOptions(out=tmp_path / "run")
+        {"workload": "synthetic/quadratic", "workers": 2, "deadline": 1e9},
+        options=RunOptions(out=tmp_path / "run"),
     )
     with run.begun(), pytest.raises(KeyboardInterrupt):
         launching.launch(run, lambda event: None)
     assert parent.poll() == -signal.SIGKILL
+
+
+def test_a_requested_stop_is_waited_for_while_steps_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    run = prepare_training(
+        {"workload": "synthetic/quadratic", "workers": 2}, options=RunOptions(out=tmp_path / "run")
+    )
+    parent = sleeper()
+    with run.begun(), socket.socket() as events:
+        watch = launching._Watch(parent, 0, events, lambda event: None, run.files, 60.0)
+        step = b'{"event": "step", "rank": 0, "t": 1.0, "step": 3}'
+        watch._hear(step)
+        assert watch._end_by is None
+        watch._interrupt()
+        assert watch._end_by == 160.0
+        clock = 150.0
+        watch._hear(step)
+        assert watch._end_by == 210.0
+        watch._interrupt()
+        watch._hear(step)
+        assert watch._end_by == 150.0
+    os.killpg(parent.pid, signal.SIGKILL)
+    parent.end()
 
 
 def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: Path) -> None:
@@ -68,7 +95,7 @@ def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: P
                 Telemetry(rank, file).emit("step", t=1.0, words='"refused"')
     parent = sleeper()
     with run.begun(), socket.socket() as events:
-        watch = launching._Watch(parent, 2, events, lambda event: None, run.files)
+        watch = launching._Watch(parent, 2, events, lambda event: None, run.files, 60.0)
         watch._hear(b'{"event": "end", "rank": 0, "t": 1.0, "steps": 3}')
         summary = watch._outcome()
     os.killpg(parent.pid, signal.SIGKILL)

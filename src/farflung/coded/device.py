@@ -176,7 +176,6 @@ class Device:
       runtime: the world; its rank is above 0.
       holding: its own data, and the blocks that it makes.
       admit: admits another device, where that has to be asked for; see :func:`farflung.coded.meeting.admitted`.
-      patience_s: the time for which the coordinator may be silent, in seconds.
       fetch_s: the time for which another device that is to give rows may be silent, in seconds.
       room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
     """
@@ -187,7 +186,6 @@ class Device:
         holding: Holding,
         *,
         admit: Callable[[int, str | None], Pending[None]] = lambda rank, peer: done(None),
-        patience_s: float = 600.0,
         fetch_s: float = 30.0,
         room_nbytes: int | None = None,
     ) -> None:
@@ -201,7 +199,6 @@ class Device:
         """Done once a device of a rank can be asked."""
         self._asked: dict[int, deque[Fetch]] = {}
         """Requests that wait, by the device that is being answered."""
-        self._patience_s = patience_s
         if room_nbytes is None:
             room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
@@ -266,7 +263,7 @@ class Device:
         """Takes in the tasks that come while another one is carried out."""
         try:
             while True:
-                told = self._comm.recv(_COORDINATOR, messages.OPERAND, deadline_s=self._patience_s)
+                told = self._comm.recv(_COORDINATOR, messages.OPERAND)
                 try:
                     task = unpacked(await told, _WORK)
                 except Malformed:

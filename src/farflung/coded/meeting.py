@@ -227,7 +227,6 @@ def take_part(
                     runtime,
                     holding,
                     admit=partial(admitted, runtime, join_s=join_s),
-                    patience_s=patience_s,
                 )
                 met(device, runtime)
                 try:

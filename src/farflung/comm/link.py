@@ -446,15 +446,16 @@ class Link:
         elif self.state is not State.CLOSING:
             self.end(None)
 
-    def settled(self) -> bool:
-        """Whether the other end's kernel has all, so that closing takes nothing back."""
-        if self.state is State.GONE or self._out:
-            return self.state is State.GONE
+    def unsettled_nbytes(self) -> int:
+        """Bytes that the other end's kernel has yet to get; closing before that takes them back."""
+        if self.state is State.GONE:
+            return 0
         with suppress(OSError):
             if sys.platform == "darwin":
-                return not self.sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
-            return not struct.unpack("i", fcntl.ioctl(self.sock.fileno(), _SIOCOUTQ, bytes(4)))[0]
-        return True
+                return self.unsent + self.sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+            unacknowledged: int = struct.unpack("i", fcntl.ioctl(self.sock.fileno(), _SIOCOUTQ, bytes(4)))[0]
+            return self.unsent + unacknowledged
+        return self.unsent
 
     def end(self, error: Exception | None) -> None:
         """Closes at once."""

@@ -64,7 +64,7 @@ QUICK_DIALS, QUICK_S = 200, (0.5, 0.5, 0.5, 1.5)
 """How often a rank that was connected before is dialled soon, and for how many seconds at a time, in turn: the kernel
 asks again after 1 second."""
 LINGER_S = 5.0
-"""How long what was sent may take to leave at the end."""
+"""How long nothing of what was sent may leave at the end; for peers that are no members any more, all of it."""
 OTHERS_S = 1.0
 """How long the other connections to a peer may take to end, once one of them has."""
 MOST_UNASKED = 16
@@ -645,8 +645,10 @@ class TcpTransport:
         if linger:
             for link in links:
                 link.close_soon()
-            until = time.monotonic() + LINGER_S
-            while not all(link.settled() for link in links) and time.monotonic() < until:
+            until, least = time.monotonic() + LINGER_S, math.inf
+            while (left := sum(link.unsettled_nbytes() for link in links)) and time.monotonic() < until:
+                if left < least:
+                    until, least = time.monotonic() + LINGER_S, left
                 self._loop.once(0.01)
         for link in links:
             link.end(None)

@@ -41,8 +41,6 @@ __all__ = ["forked_ahead", "launch"]
 
 GRACE_S = 0.1
 """Time for workers to end by themselves once one has reported an error."""
-STOP_S = 30.0
-"""Time for a requested stop."""
 END_S = 5.0
 """Time for the parent of the workers to end them, before it is killed with them."""
 
@@ -160,7 +158,7 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        summary = _Watch(parent, config.workers, events, shown, folder, job.elastic).run()
+        summary = _Watch(parent, config.workers, events, shown, folder, config.deadline, job.elastic).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
@@ -173,6 +171,8 @@ class _Watch:
     events: socket.socket
     show: Sink
     folder: RunFolder
+    deadline_s: float
+    """For how long a requested stop may take without an event of a worker, such as the end of a step."""
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -202,6 +202,8 @@ class _Watch:
     def _hear(self, datagram: bytes) -> None:
         event: Event = json.loads(datagram)
         kind, rank = event["event"], event["rank"]
+        if self._interrupts == 1 and not self._errors and self._end_by is not None:
+            self._end_by = max(self._end_by, time.monotonic() + self.deadline_s)
         if kind == "hello":
             self._pids[int(str(rank))] = int(str(event["pid"]))
         elif kind == "error":
@@ -215,7 +217,7 @@ class _Watch:
     def _interrupt(self) -> None:
         self._interrupts += 1
         at_work = len(self._pids) == self.workers
-        self._end_by = time.monotonic() + (STOP_S if at_work and self._interrupts == 1 else 0.0)
+        self._end_by = time.monotonic() + (self.deadline_s if at_work and self._interrupts == 1 else 0.0)
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
 
@@ -84,7 +85,9 @@ class VirtualNetwork:
         self.membership: Membership | None = None
         """The members of a view that is not whole; ``None``: the view is whole."""
         self.heard_s: dict[tuple[int, int], float] = {}
-        """When a message has arrived last, by sender and receiver, in a world with faults or changes of members."""
+        """When a message has arrived last, by sender and receiver."""
+        self.message_counts: Counter[int] = Counter()
+        """Messages from and to each rank so far, of those that are carried one by one."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
@@ -127,9 +130,11 @@ class VirtualNetwork:
         mailbox, view, members = self.mailboxes[dst], self.mailboxes[src].view, self.membership
         connection = None if members is None else members.connection(src, dst)
 
+        self.message_counts[src] += 1
+
         def arrived(_: float) -> None:
-            if self.pauses is not None or members is not None:
-                self.heard_s[src, dst] = self._clock.now()
+            self.message_counts[dst] += 1
+            self.heard_s[src, dst] = self._clock.now()
             if members is None or members.connection(src, dst) is connection:
                 mailbox.deliver(src, tag, payload, view)
 

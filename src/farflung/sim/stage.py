@@ -342,7 +342,7 @@ class VirtualStage:
             others = [other for other in range(len(self._network.mailboxes)) if other != peer]
             body: dict[str, Json] = {
                 "for": "data" if peer in self._waiting_for_data else blocked_on,
-                "count": self.events(peer),
+                "count": self.events(peer) + self._network.message_counts[peer],
                 "nbytes": sum(self._traffic(peer, other).moved_nbytes for other in others),
             }
             self._detectors[rank].hear_report(peer, body, now, self._deadline_s)
