@@ -19,7 +19,6 @@ __all__ = [
     "broadcast",
     "fingerprint",
     "load",
-    "present",
     "relative_spread",
     "sketch",
     "sum_everywhere",
@@ -35,11 +34,8 @@ _GROUPS = 16
 """Sums in a sketch of a model."""
 _HASHED_NUMEL = 1 << 18
 """Elements that a fingerprint takes at a time."""
-_HASH_BITS = 52
-"""Of a fingerprint, which float64 holds exactly."""
 _COMPARED = 15
 """The part of the exchange that compares tensors, beside those that average or score them."""
-_HASH_FACTOR = 0x9E3779B97F4A7C15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
 _SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
@@ -66,14 +62,6 @@ async def _sum_on(
 
     started = start(runtime, number, part, exchange, _SUMS)
     return await started.bring(), started.channel.sent_nbytes
-
-
-async def present(runtime: Runtime, number: int, purpose: Purpose) -> list[int]:
-    """Returns the ranks of all replicas that come here, alike on all; those that are lost are not among them."""
-    here = torch.zeros(runtime.comm.size, dtype=torch.float64)
-    here[runtime.comm.rank] = 1
-    _, summed = await sum_everywhere(runtime, _NOTHING, here, number, part=1, purpose=purpose)
-    return [int(rank) for rank in summed.nonzero()]
 
 
 def sketch(parameters: Sequence[Tensor]) -> Tensor:
@@ -123,15 +111,13 @@ async def relative_spread(
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Returns a hash of a tensor's bits, of 52 bits and never 0, alike on all devices."""
-    real = _real(tensor.detach())
-    flat = (real if real.is_contiguous() else real.contiguous()).view(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    """Returns a hash of a tensor's bits, alike on all devices: never 0, and of 52 bits, which float64 holds exactly."""
+    flat = _real(tensor.detach()).contiguous().view(-1)
     weights = _hash_weights().to(flat.device)
     total = 0
-    for piece in bits.split(_HASHED_NUMEL):
-        total = (total * _HASH_FACTOR + int((piece.long() * weights[: len(piece)]).sum())) % (1 << 64)
-    return total >> (64 - _HASH_BITS) or 1
+    for piece in flat.view(_INTEGERS[flat.element_size()]).split(_HASHED_NUMEL):
+        total = (total * 0x9E3779B97F4A7C15 + int((piece.long() * weights[: len(piece)]).sum())) % (1 << 64)
+    return total >> 12 or 1
 
 
 @cache
@@ -149,8 +135,9 @@ async def unlike(runtime: Runtime, tensors: Sequence[Tensor], number: int, *, pu
     if size == 1 or not tensors:
         return []
     rows = torch.zeros(size, 2, len(tensors), dtype=torch.float64)
-    rows[runtime.comm.rank, 0] = torch.tensor([fingerprint(tensor) for tensor in tensors])
-    rows[runtime.comm.rank, 1] = torch.tensor([tensor.numel() for tensor in tensors])
+    rows[runtime.comm.rank] = torch.tensor(
+        [[f(tensor) for tensor in tensors] for f in (fingerprint, Tensor.numel)]
+    )
     _, summed = await sum_everywhere(
         runtime, _NOTHING, rows.flatten(), number, part=_COMPARED, purpose=purpose
     )

@@ -16,7 +16,7 @@ from farflung.config import Training
 from farflung.data import Holding
 from farflung.errors import ConfigError
 from farflung.files import deciding
-from farflung.replica.averaging import present
+from farflung.replica.averaging import sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, from_bytes, to_bytes
 from farflung.replica.drawing import Drawing
@@ -623,7 +623,7 @@ class Replica:
         counted: State = {"samples": self._samples, "sent": sent, "time": time}
         checkpoints = self.checkpoints
         if self.runtime.elastic is not None:
-            ranks = await present(self.runtime, self.step_done, Purpose.CHECKPOINT)
+            ranks = await _present(self.runtime, self.step_done)
             checkpoints = checkpoints.among(ranks.index(self.runtime.comm.rank), len(ranks))
         await self._keeping.save(
             checkpoints, self.step_done, exchanges, counted, self._background, self.telemetry
@@ -702,3 +702,12 @@ class Replica:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+async def _present(runtime: Runtime, step: int) -> list[int]:
+    """Returns the ranks of all replicas that come to a checkpoint, alike on all; lost ones are not among them."""
+    here = torch.zeros(runtime.comm.size, dtype=torch.float64)
+    here[runtime.comm.rank] = 1
+    nothing = torch.empty(0)
+    _, summed = await sum_everywhere(runtime, nothing, here, step, part=1, purpose=Purpose.CHECKPOINT)
+    return [int(rank) for rank in summed.nonzero()]
