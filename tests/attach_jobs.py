@@ -736,6 +736,8 @@ def said_once(rank: int, size: int, store: dist.Store, *, kind: str) -> list[str
                 step(Tensor.backward)
                 if kind == "unfrozen":
                     model.inner.requires_grad_(True)
+                elif kind == "replaced":
+                    model.inner = nn.Linear(model.inner.in_features, model.inner.out_features)
                 elif kind.startswith("added"):
                     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
                 for _ in range(2):

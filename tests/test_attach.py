@@ -355,6 +355,7 @@ def test_presets_carry_parameters_of_any_floating_type(pool: Pool, how: str) -> 
     ("kind", "says"),
     [
         ("unfrozen", ["inner.weight, inner.bias; finish() and attach() again after unfreezing"]),
+        ("replaced", ["made after attach(), unlike on each rank: inner.weight, inner.bias; finish() and"]),
         ("added", ["given parameters after attach()"]),
         ("added, no_sync", ["given parameters after attach()"]),
         ("grad", ["followed no exchange since step 1"]),

@@ -493,6 +493,7 @@ class Handle:
         """
         from farflung.replica.evaluation import averaged
 
+        self._check_none_new()
         self._end_skipped_step()
         stands = self._exchanges.consensus_parameters()
         if stands == {} and self._can_be_apart and self._measure_spread(part=1):
@@ -684,6 +685,16 @@ class Handle:
                 raise Unsupported(self._describe_missing_step("takes no step, while parameters change"))
             self._sketch_of_open_step = sums
 
+    def _check_none_new(self) -> None:
+        """Raises ConfigError where parameters that train were made after :func:`attach`."""
+        if new := [
+            name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._known
+        ]:
+            raise ConfigError(
+                f"the model has parameters that were made after attach(), unlike on each rank: {named(new)}; "
+                "finish() and attach() again"
+            )
+
     def _describe_missing_step(self, what: str) -> str:
         other = f"; {self._other_optimizer} did" if self._other_optimizer else ""
         return (
@@ -693,6 +704,8 @@ class Handle:
 
     def _begin_round(self, vote: Vote | None = None) -> None:
         """Plans what leaves in a backward pass or after it; without a vote this replica has data."""
+        if not self._round_number & (self._round_number - 1):
+            self._check_none_new()
         if not self._exchanges.moves_parameters:
             self._compare(has_data=vote is None)
         self._exchanges.begin(self.step, vote or Vote(0.0, self._weight), self._round_number)

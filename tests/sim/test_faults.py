@@ -205,9 +205,7 @@ def test_a_rank_that_computes_one_thing_for_long_is_given_up() -> None:
 @pytest.mark.parametrize(("cut", "lost"), [((0, 1), 0), ((1, 2), 1)])
 def test_what_a_cut_holds_up_is_silent(cut: tuple[int, int], lost: int) -> None:
     at_s = 50.0 if lost else 20.0
-    with pytest.raises(
-        DeadlinePassed, match=rf"lost rank {lost}: .* nothing has arrived for 2"
-    ) as caught:
+    with pytest.raises(DeadlinePassed, match=rf"lost rank {lost}: .* nothing has arrived for 2") as caught:
         relayed(WATCHED.cut(*cut, at_s=at_s))
     assert at_s + 1.4 < caught.value.waited_s < at_s + 2.1
 
