@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from farflung.errors import ConfigError
 from farflung.replica import load_tree
 from tests.pool import Pool
 
@@ -78,6 +79,18 @@ def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(
     half = tmp_path / "checkpoint-10"
     assert len(list(half.glob("farflung-*-of-2.safetensors"))) == 2
     assert ran(pool, "with_transformers.py", *options, "--resume", str(half)) == whole
+
+
+def test_a_callback_that_was_not_added_is_missed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    from farflung.integrations.transformers import FarflungCallback
+
+    trainer = Trainer(torch.nn.Linear(2, 1), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    FarflungCallback(trainer, "synchronous")
+    with pytest.raises(ConfigError, match="add_callback"):
+        trainer.train()
 
 
 def test_a_checkpoint_of_the_trainer_holds_the_averaged_model(pool: Pool, tmp_path: Path) -> None:

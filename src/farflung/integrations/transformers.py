@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
-from farflung.errors import Unsupported
+from farflung.errors import ConfigError, Unsupported
 from farflung.extras import need
 from farflung.handle import Handle, attach
 from farflung.integrations.own_files import begin_run, gather_own, load_own, restore_own, save_own
@@ -76,6 +76,8 @@ class FarflungCallback(TrainerCallback):
     def _note_and_train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
+        if self not in self._trainer.callback_handler.callbacks:
+            raise ConfigError("FarflungCallback: replicas would train apart: trainer.add_callback() it")
         self._resumed_from = resume_from_checkpoint
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
