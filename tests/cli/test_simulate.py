@@ -201,11 +201,20 @@ def test_decisions_by_time_are_made_again_on_another_network(
     assert RunFolder(again).decisions.read_bytes() == log.read_bytes()
 
 
-def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--workers 2",
+        "--workers 1 --schedule diloco(sync_every=1000000)",
+        "--workers 2 --schedule diloco(sync_every=1000000)",
+        "--workers 2 --schedule diloco(sync_every=1000000) --elastic 1",
+    ],
+)
+def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(given: str, tmp_path: Path) -> None:
     real, virtual = tmp_path / "real", tmp_path / "virtual"
     with farflung(
-        "train", "--workload", "synthetic/quadratic", "--workers", "2", "--steps", "1000000",
-        "--batch-size", "4", "--checkpoint-every", "20", "--evaluate-every", "0", "--out", str(real),
+        "train", "--workload", "synthetic/quadratic", *given.split(), "--steps", "1000000", "--batch-size", "4",
+        "--checkpoint-every", "20", "--evaluate-every", "0", "--out", str(real),
     ) as process:  # fmt: skip
         assert any("checkpoint" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
