@@ -115,6 +115,11 @@ class DecisionLog:
         """Finds a decision of the run that is replayed; ``None`` where it made none."""
         return None if self._replay is None else self._replay.get((name, step, rank))
 
+    def first_replayed(self, name: str, step: int) -> int | None:
+        """Finds the first step from ``step`` on at which the run that is replayed made such a decision for all."""
+        steps = [at for one, at, rank in self._replay or () if (one, rank) == (name, None) and at >= step]
+        return min(steps, default=None)
+
     def decide(
         self, name: str, step: int, local: Callable[[], Json], rank: int | None = None, *, timing: bool = True
     ) -> Decision:

@@ -13,6 +13,7 @@ from farflung.comm import ExchangeChannel, Purpose, communicator, staging
 from farflung.gradient_coding import gradient_code
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.replica.decoder import ByDecoder
+from farflung.replica.stopping import StopAgreement
 from farflung.replica.votes import OF_VOTES
 from farflung.types import CodecState, Contribution, Decode, Payload, Reducer, Runtime, StateSlot
 from tests.helpers import Cluster, joined, number_in, numbered, parted, same_bits
@@ -97,7 +98,8 @@ def test_a_coded_sum_that_is_still_being_copied_holds_its_replica_up(monkeypatch
     runtimes = joined(3)
 
     async def step(runtime: Runtime) -> None:
-        carrier = ByDecoder(runtime, code, {0: torch.zeros(5)}, len(OF_VOTES), 1, Decode(0, "auto"))
+        flats, stop = {0: torch.zeros(5)}, StopAgreement(runtime)
+        carrier = ByDecoder(runtime, code, flats, len(OF_VOTES), 1, Decode(0, "auto"), stop)
         carrier.open(0)
         own = Contribution(torch.ones(5), 1.0, torch.zeros(len(OF_VOTES), dtype=torch.float64))
         channel = ExchangeChannel(runtime.comm, Purpose.STEP.at(0), 0)

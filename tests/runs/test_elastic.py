@@ -175,6 +175,41 @@ def test_one_that_has_joined_leaves_where_it_is_interrupted(tmp_path: Path) -> N
     assert int(str(run.summary["steps"])) < 100_000
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_that_has_joined_goes_on_where_all_workers_of_the_command_die(
+    workers: int, tmp_path: Path
+) -> None:
+    folder, joined, pids = tmp_path / "run", list[subprocess.Popen[str]](), dict[object, int]()
+    done, begins = 0, 0
+
+    def show(event: Event) -> None:
+        nonlocal done, begins
+        if event["event"] == "hello":
+            pids[event["rank"]] = int(str(event["pid"]))
+        elif event["event"] == "step" and not joined and int(str(event["step"])) >= AT:
+            command = [sys.executable, "-m", "farflung", "join", str(folder), "--quiet"]
+            joined.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        elif event["event"] == "view" and event["joined"]:
+            begins = int(str(event["step"]))
+        elif event["event"] == "step" and begins and int(str(event["step"])) >= begins + AT:
+            done += 1
+            if done == 1:  # the other takes part
+                for pid in pids.values():
+                    os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(RunLost, match="was ended by SIGKILL"):
+        farflung.train(
+            "synthetic/quadratic", show=show, out=folder, workers=workers, elastic="1:4", steps=10_000_000,
+            deadline=5.0, evaluate_every=0,
+        )  # fmt: skip
+    joined[0].send_signal(signal.SIGINT)
+    _, said = joined[0].communicate(timeout=60)
+    assert joined[0].returncode == 0, said
+    telemetry = read_events(folder / "telemetry" / f"rank-{workers}.jsonl")
+    lost = [event["lost"] for event in telemetry if event["event"] == "view"][1:]
+    assert {rank for ranks in lost for rank in ranks} == {*range(workers)}  # type: ignore[union-attr]
+
+
 class Joins:
     """Has a replica join a run, and the most senior one killed once it is in; then the others are asked to stop."""
 

@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ import torch
 from farflung.comm import View
 from farflung.runs import Run, RunOptions, joining, launching, prepare_training, train, training
 from farflung.runs.events import Buffered
+from farflung.runs.folder import RunFolder
 from farflung.runs.launching import Parent
 from farflung.telemetry import Event, JsonLines, Telemetry
 from tests.forks import parent_of
@@ -50,7 +51,7 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
     monkeypatch.setattr(launching, "END_S", 1.0)
     monkeypatch.setattr(launching, "parent_of", lambda log, workers: replace(parent, poll=asked))
     run = prepare_training(
-        {"workload": "synthetic/quadratic", "workers": 2, "deadline": 1e9},
+        {"workload": "synthetic/quadratic", "workers": 2, "deadline": 1e6},
         options=RunOptions(out=tmp_path / "run"),
     )
     with run.begun(), pytest.raises(KeyboardInterrupt):
@@ -58,30 +59,24 @@ def test_an_interrupt_while_workers_start_waits_for_nobody(
     assert parent.poll() == -signal.SIGKILL
 
 
-def test_a_requested_stop_is_waited_for_while_steps_end(
+def test_a_stop_is_given_up_once_no_step_ends_for_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
-    run = prepare_training(
-        {"workload": "synthetic/quadratic", "workers": 2}, options=RunOptions(out=tmp_path / "run")
-    )
-    parent = sleeper()
-    with run.begun(), socket.socket() as events:
-        watch = launching._Watch(parent, 0, events, lambda event: None, run.files, 60.0)
-        step = b'{"event": "step", "rank": 0, "t": 1.0, "step": 3}'
-        watch._hear(step)
-        assert watch._end_by is None
+    now = [100.0]
+    monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("farflung.runs.launching.os.kill", lambda pid, number: None)
+    parent = Parent(0, 0, lambda: None, lambda _: None)
+    with socket.socket() as events:
+        watch = launching._Watch(parent, 1, events, lambda event: None, RunFolder(tmp_path), 60.0)
+        watch._hear(b'{"event": "hello", "rank": 0, "pid": 1}')
         watch._interrupt()
-        assert watch._end_by == 160.0
-        clock = 150.0
-        watch._hear(step)
-        assert watch._end_by == 210.0
+        assert watch._stop_by == 160.0
+        for now[0], duration_s, by in ((150.0, 50.0, 250.0), (200.0, 1.0, 300.0), (1000.0, 800.0, 2600.0)):
+            watch._hear(json.dumps({"event": "step", "rank": 0, "duration_s": duration_s}).encode())
+            assert watch._stop_by == by, "twice the longest step, which is more than the deadline"
         watch._interrupt()
-        watch._hear(step)
-        assert watch._end_by == 150.0
-    os.killpg(parent.pid, signal.SIGKILL)
-    parent.end()
+        watch._hear(b'{"event": "step", "rank": 0, "duration_s": 1.0}')
+        assert watch._end_by == now[0], "at once"
 
 
 def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def test_at_a_checkpoint_all_are_alike(tmp_path: Path) -> None:
 def test_who_is_asked_to_stop_stops_all_at_one_step_and_a_replay_too(bound: int | None) -> None:
     run = uneven(bound, steps=24)
     slow = run.replicas[1]
-    slow.stop_asked = lambda: slow.step_done == 3
+    slow._stop._is_wanted = lambda: slow.step_done == 3
     run.whole()
     again = uneven(
         bound, steps=24, around={"decisions": DecisionLog(replay=run.world.decisions.entries)}

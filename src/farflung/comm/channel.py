@@ -56,6 +56,7 @@ class Purpose(IntEnum):
     LEAVING = 19
     STATE = 20
     COMPARISON = 21
+    STOP = 22
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
@@ -86,6 +87,7 @@ _WORDS = {
     Purpose.LEAVING: "the end of the run",
     Purpose.STATE: "the state of the run",
     Purpose.COMPARISON: "comparing the replicas' parameters",
+    Purpose.STOP: "the agreement on the last step",
 }
 
 KINDS = {
@@ -111,6 +113,7 @@ KINDS = {
     Purpose.LEAVING: "leaving",
     Purpose.STATE: "state",
     Purpose.COMPARISON: "comparison",
+    Purpose.STOP: "stop",
 }
 """What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 RELAYED = "relayed"

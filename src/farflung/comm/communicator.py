@@ -29,6 +29,7 @@ class WallCommunicator(Receiving):
     """
 
     lane: None = None
+    has_priorities = True
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from farflung.lab.stage import LabStage
 
 __all__ = ["JobResult", "run_job"]
 
-STOP_S = 30.0
-"""How long a stop that was asked for may take before workers are killed."""
+STOP_S = 60.0
+"""For how long no worker may tell of anything, once a stop was asked for, before workers are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ def run_job(
             child.wait(0.0)
         if told is not None and told in ready:
             stage.hear(json.loads(told.recv(1 << 20)))
+            kill_at = time.monotonic() + STOP_S if stops else math.inf
         if bell is not None and bell in ready:
             os.read(bell, 1)
             stops += 1

@@ -191,6 +191,9 @@ class Elastic:
         """Of each member, this one too, as it has answered."""
         self._waits: Pending[None] = Pending()
         """Done once an exchange is waited for."""
+        self.interrupted = Pending[None]()
+        """Fails once this member has left, the run has ended here, or it goes on without this member; another one then
+        stands for the next membership."""
         self._suspended: Suspended | None = None
         """Why exchanges fail, until this member is admitted again."""
         self._suspensions: list[float] = []
@@ -223,6 +226,16 @@ class Elastic:
     def view(self) -> View:
         """The newest view that is installed."""
         return self._view
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the newest view, by seniority."""
+        return tuple(map(int, self._view.members))
+
+    @property
+    def view_number(self) -> int:
+        """The number of the newest view."""
+        return self._view.number
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
@@ -560,6 +573,14 @@ class Elastic:
         moved_s = (self._progress[name].last_s for name in names if name in self._progress)
         return self._runtime.now() - max(moved_s, default=-math.inf)
 
+    async def probe(self) -> None:
+        """Leave out the members of the newest view that give no sign of life for all of the patience."""
+        view = self._view
+        asked = await self._connections.asked(self._patience_s)
+        if view is self._view and not self._frozen and not self._over:
+            silent_s = self._connections.silent_s
+            self._connections.are_silent(name for name in asked if silent_s(name) >= self._patience_s)
+
     async def _hear_all(self, view: View) -> None:
         """Take members for lost that do not answer while a view ends.
 
@@ -587,6 +608,8 @@ class Elastic:
         self._admitted, self._state, self._offer = Pending(), Pending(), None
         for logged in self._log.values():
             logged.result.fail(self._suspended)
+        interrupted, self.interrupted = self.interrupted, Pending()
+        interrupted.fail(self._suspended)
         self._log.clear()
         self.taken.clear()
         self._suspensions.append(self._runtime.now())
@@ -665,8 +688,8 @@ class Elastic:
         self._ended = Left(reason) if self._member.left else RunLost(reason)
         if self._leaves is not None:
             self._leaves.set(None) if self._member.left else self._leaves.fail(self._ended)
-        self._admitted.fail(self._ended)
-        self._state.fail(self._ended)
+        for waited in (self._admitted, self._state, self.interrupted):
+            waited.fail(self._ended)
         for logged in self._log.values():
             logged.result.fail(self._ended)
 

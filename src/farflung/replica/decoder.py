@@ -17,7 +17,8 @@ from farflung.errors import DeadlinePassed
 from farflung.files import deciding
 from farflung.gradient_coding import GradientCode
 from farflung.replica.server import Inside
-from farflung.replica.votes import asks_to_stop, decoded
+from farflung.replica.stopping import StopAgreement
+from farflung.replica.votes import decoded
 from farflung.tasks import Pending, done
 from farflung.types import (
     Channel,
@@ -57,6 +58,7 @@ class Decoder:
       begin: the steps that all have done.
       steps: the steps after which the run ends.
       merge: how long late sums are waited for, and for how long they are of use.
+      stop: agrees on the last step where the run is asked to stop.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Decoder:
         begin: int,
         steps: int,
         merge: Decode,
+        stop: StopAgreement,
     ) -> None:
         self._runtime, self._code, self._flats, self._numbers = runtime, code, flats, numbers
-        self._step, self._merge = begin, merge
+        self._step, self._merge, self._stop = begin, merge, stop
         self._late: dict[int, dict[tuple[int, int], Pending[Payload]]] = {number: {} for number in flats}
         """Sums that were late, of each part, by step and rank; without a code, which needs the sums of one step."""
         self._inside = Inside()
@@ -92,17 +95,19 @@ class Decoder:
         while self._step < steps:
             exchange = Purpose.STEP.at(self._step)
             parts = [self._runtime.launch(self._decode(number)) for number in self._flats]
-            stops = [await part for part in parts]
+            for part in parts:
+                await part
             self._step += 1
             if not self._merge.late_steps:
                 comm.forget(exchange)
                 for number in self._flats:
                     self._inside.forget(Tag(exchange, number, PUSH))
-            if stops[0]:  # the first part's votes are those that count
+            # A rank that sends a sum of the last step has reported before, so the request is known.
+            if self._stop.is_asked and self._step > await self._stop.agreed:
                 return
 
-    async def _decode(self, number: int) -> bool:
-        """Decodes one part of the step; returns whether a rank among the decoded ones was asked to stop."""
+    async def _decode(self, number: int) -> None:
+        """Decodes one part of the step."""
         own, flat = self._runtime.comm.rank, self._flats[number]
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self._step), number)
         spec = TensorSpec.of(flat), TensorSpec((self._numbers,), torch.float64)
@@ -136,7 +141,6 @@ class Decoder:
             if rank != own:
                 channel.send(answer, rank, ANSWER)
         self._inside.send(answer, channel.tag(ANSWER))
-        return asks_to_stop(rider)
 
     def _coefficients(self, chosen: Sequence[int], weights: Sequence[float]) -> Tensor:
         """What sums are weighed with, times the number of replicas: as their code says, or as their batches weigh."""
@@ -231,6 +235,7 @@ class ByDecoder:
       rider: how many numbers ride beside a gradient.
       steps: see :class:`Decoder`.
       merge: see :class:`Decoder`.
+      stop: see :class:`Decoder`.
     """
 
     def __init__(
@@ -241,8 +246,9 @@ class ByDecoder:
         rider: int,
         steps: int,
         merge: Decode,
+        stop: StopAgreement,
     ) -> None:
-        self._runtime, self._code, self._flats = runtime, code, flats
+        self._runtime, self._code, self._flats, self._stop = runtime, code, flats, stop
         self._numbers, self._steps, self._merge = 1 + rider, steps, merge
         self._decoder: Decoder | None = None
         self._left_out = -1
@@ -259,7 +265,14 @@ class ByDecoder:
         """Before a step; at the first one rank 0 becomes the decoder."""
         if self._decoder is None and self._runtime.comm.rank == 0:
             self._decoder = Decoder(
-                self._runtime, self._code, self._flats, self._numbers, step, self._steps, self._merge
+                self._runtime,
+                self._code,
+                self._flats,
+                self._numbers,
+                step,
+                self._steps,
+                self._merge,
+                self._stop,
             )
 
     def ahead(self, step: int) -> bool:

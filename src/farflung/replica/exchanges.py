@@ -43,6 +43,7 @@ from farflung.types import (
 )
 
 if TYPE_CHECKING:
+    from farflung.replica.stopping import StopAgreement
     from farflung.sampling import Gain
 
 __all__ = ["Exchanges", "Settled"]
@@ -56,8 +57,6 @@ class Settled:
     """How many replicas had a non-finite loss; they contributed nothing."""
     stats: SharedStats | None = None
     """Of the last step whose exchange was due; ``None`` where none was."""
-    stop: bool = False
-    """Whether any replica asked to stop."""
     out: int = 0
     """How many replicas had run out of data at the last step whose exchange was due."""
     sums: dict[str, float] = field(default_factory=dict)
@@ -113,6 +112,7 @@ class Exchanges:
       gain: of a sampler, which learns how gradients differ; what it chooses is a decision of the run.
       steps: of the run, where that is known.
       meets: whether all replicas have to be alike after so many steps, as for a checkpoint.
+      stop: agrees on the last step where the run is asked to stop; ``None``: it never is.
 
     Raises:
       Unsupported: a merge that nothing carries out, a bucket that nothing moves, or a fragment on several devices.
@@ -133,6 +133,7 @@ class Exchanges:
         looks: bool = False,
         steps: int | None = None,
         meets: Callable[[int], bool] = lambda steps: False,
+        stop: StopAgreement | None = None,
     ) -> None:
         self._on_nonfinite, self._on_arrival, self._looks = on_nonfinite, on_arrival, looks
         self._runtime, self._buckets, self._schedule = runtime, buckets, schedule
@@ -152,7 +153,7 @@ class Exchanges:
         """The gain, where gradients say what it is."""
         self._rider = Rider((*rides, *measured))
         carriers: dict[type[Merge], Carrier] = {
-            kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets) or reducer
+            kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets, stop) or reducer
             for kind, merger in self._mergers.items()
         }
         self._launcher = Launcher(runtime, carriers, self._slots, self._parts)
@@ -535,10 +536,8 @@ class Exchanges:
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state, self._behind = shared["schedule"], shared.get("behind", False)
         self._times.go_on_from(own.get("elapsed_s", 0.0))
-        # Requests to stop of the earlier run do not apply to this one.
         self._metadata = {
-            number: [replace(Vote(*vote), stop=False) for vote in own["votes"].get(str(number), ())]
-            for number in self._parts
+            number: [Vote(*vote) for vote in own["votes"].get(str(number), ())] for number in self._parts
         }
         self._said = dict(own["said"])
         self._unused.load_state_dict(shared["unused"], own["absent"])
@@ -587,7 +586,7 @@ class Exchanges:
                 "sent_nbytes": self.sent_nbytes,
                 "most_nbytes": self.most_nbytes,
                 "votes": {
-                    str(number): [[vote.loss, vote.weight, vote.stop] for vote in steps]
+                    str(number): [[vote.loss, vote.weight] for vote in steps]
                     for number, steps in self._metadata.items()
                 },
                 "said": dict(self._said),
@@ -738,7 +737,6 @@ class Exchanges:
         """Reports one step's exchanges to the schedule and to the observers of the step."""
         settled = self._step.settled
         settled.nonfinite += tally.nonfinite
-        settled.stop |= tally.stop and not exchange.again
         settled.out = tally.out
         loss = tally.loss / reduced.weight if reduced.weight else 0.0
         sums = tally.sums if exchange.leads else {}

@@ -30,6 +30,7 @@ from farflung.replica.optimizers import set_rate
 from farflung.replica.ownership import Ownership, Unmoved, ownership
 from farflung.replica.placement import HOST, batch_on, wait_for
 from farflung.replica.scoring import Filled, Scoring, scores_of, still
+from farflung.replica.stopping import STOP, StopAgreement
 from farflung.replica.summary import Leg, Summary, TimeSplit
 from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Replica"]
 
-STOP = "stop"
-"""The name of the decision to end a run; its step is the one of the request."""
 SHARES = "shares"
 """The name of the decisions on how many samples each rank takes; in force from the step after."""
 
@@ -114,6 +113,7 @@ class Replica:
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
     _exchanges: Exchanges = field(init=False)
+    _stop: StopAgreement = field(init=False)
     _rates: RateSchedule = field(init=False)
     _rate: float | None = field(init=False, default=None)
     """The learning rate of this step, where it changes."""
@@ -180,6 +180,7 @@ class Replica:
         self._rates = self.training.make_rates()
         self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
         self._buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
+        self._stop = StopAgreement(self.runtime, self.stop_asked)
         self._exchanges = Exchanges(
             self.runtime,
             self._buckets,
@@ -192,6 +193,7 @@ class Replica:
             gain=self._gain,
             steps=self.training.steps,
             meets=self._meets,
+            stop=self._stop,
         )
         self._exchanges.goes_with(self.optimizer)
         if isinstance(parts.sampler, Scores):
@@ -246,6 +248,10 @@ class Replica:
         """What the sampler's draws are worth, where it draws by scores."""
         return getattr(self.parts.sampler, "gain", None)
 
+    def ask_to_stop(self) -> None:
+        """Asks all replicas to stop, without waiting for the end of a step; callable from any thread."""
+        self._stop.ask()
+
     @property
     def bucket_specs(self) -> list[TensorSpec]:
         """Of the gradients in each bucket."""
@@ -272,15 +278,23 @@ class Replica:
 
     async def _run(self) -> Summary:
         if self.runtime.elastic is not None and self.runtime.elastic.joins:
+            self._stop.listen(-1)
             await self._join()
+        last = self.runtime.decisions.first_replayed(STOP, self.step_done)
+        if last is not None:
+            self._stop.replay(last)
+        self._stop.listen(self.step_done)
         begin = self._begin = self.runtime.now()
         self._from_step = self.step_done
         stopped, scored = False, None
         placed = {} if self.device == HOST else {"device": str(self.device)}
         self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **placed)
         while self.step_done < self.training.steps and not stopped:
-            stopped = (await self.step()).stop
+            await self.step()
             finished = self.step_done == self.training.steps
+            stopped = not finished and await self._stop.is_last(self.step_done - 1)
+            if stopped and self.runtime.comm.rank == 0:
+                self.runtime.decisions.record(Decision(STOP, self.step_done - 1, True, timing=False))
             if stopped or self._meets(self.step_done):
                 await self.save()
             if finished:
@@ -329,7 +343,8 @@ class Replica:
 
     def _meets(self, steps: int) -> bool:
         """Whether there is a checkpoint after so many steps."""
-        return steps == self.training.steps or _is_due(steps, self.training.checkpoint_every)
+        last = min(self.training.steps, self._stop.last_step + 1)
+        return steps == last or _is_due(steps, self.training.checkpoint_every)
 
     def _leg(self) -> Leg:
         """What this leg of the run has taken so far.
@@ -367,8 +382,6 @@ class Replica:
         self._buckets.clear()
         updated = now()
         settled = await self._exchanges.finish(updated=apply)
-        if settled.stop and settled.stats is not None and self.runtime.comm.rank == 0:
-            self.runtime.decisions.record(Decision(STOP, settled.stats.step, True, timing=False))
         told = self._drawing.commit(self.step_done)
         if self._shares_out is not None:
             self._shares_out.computed(samples, computed - fetched)
@@ -427,7 +440,7 @@ class Replica:
     async def _leave_out(self) -> tuple[Vote, int, float]:
         """As :meth:`_compute`, where the others' gradients have been enough: the step's samples are used up."""
         samples = await self._drawing.drawn(self.step_done)
-        vote = Vote(math.nan, 0.0, self._asks_to_stop(), self._numbers(0))
+        vote = Vote(math.nan, 0.0, self._numbers(0))
         self._exchanges.begin(self.step_done, vote)
         self._buckets.without_data(self._exchanges.ready)
         return vote, self._drawing.own(samples), self.runtime.now()
@@ -543,7 +556,7 @@ class Replica:
 
     def vote(self, loss: float, samples: int) -> Vote:
         """What to tell the others about a step on so many samples."""
-        return Vote(loss, self._drawing.weight(samples), self._asks_to_stop(), self._numbers(samples))
+        return Vote(loss, self._drawing.weight(samples), self._numbers(samples))
 
     def _numbers(self, samples: int) -> dict[str, float]:
         """What rides beside this replica's gradient, besides its vote."""
@@ -551,9 +564,6 @@ class Replica:
         for part in self._tellers:
             told.update(part.tell())
         return told
-
-    def _asks_to_stop(self) -> bool:
-        return self.stop_asked() or self.runtime.decisions.replayed(STOP, self.step_done) is not None
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Autograd, telling of each bucket as it fills."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.comm.staging import moved
 from farflung.files import deciding
-from farflung.replica.votes import asks_to_stop, with_stop
+from farflung.replica.stopping import StopAgreement
 from farflung.tasks import Pending, done, failed
 from farflung.types import (
     Channel,
@@ -113,6 +113,7 @@ class Server:
       begin: the steps that all have done.
       steps: the steps after which the run ends.
       meets: whether all wait for all after so many steps.
+      stop: agrees on the last step where the run is asked to stop; nothing is answered before it has.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Server:
         begin: int,
         steps: int,
         meets: Callable[[int], bool],
+        stop: StopAgreement,
     ) -> None:
         self._runtime, self._bound, self._meets = runtime, bound, meets
         self._parameters = dict(parameters)
@@ -135,13 +137,19 @@ class Server:
         """What has come beside updates since a replica was answered, summed in their order."""
         self._visits: dict[int, _Visit] = {}
         """By rank, in the order in which they arrived."""
-        self._until, self._stopping = steps, False
+        self._steps, self._stop = steps, stop
         self._inside = Inside()
         self._sent: Counts = np.zeros(size, dtype=np.int64)
         """Bytes to each of answers that count as no exchange's of rank 0 yet."""
         self._counts: Channel | None = None
         for rank in range(size):
             runtime.launch(self._serve(rank)).on_done(self._ended)
+        stop.agreed.on_done(lambda _: self._answer(others_moved=False))
+
+    @property
+    def _until(self) -> float:
+        """The steps after which the run ends, as far as is known."""
+        return min(self._steps, self._stop.last_step + 1)
 
     def post_of_own(self, channel: Channel) -> _Post:
         """How rank 0 reaches the server in it; what is sent until it is answered counts as this exchange's."""
@@ -197,16 +205,8 @@ class Server:
             )
             for news in self._news:
                 news[part] += side
-            self._stopping |= asks_to_stop(side[1:])
         self._clocks[rank] += 1
-        if self._stopping:
-            self._until = min(self._until, max(map(self._reaches, range(len(self._clocks)))))
         self._answer(others_moved=min(self._clocks) > lowest)
-
-    def _reaches(self, rank: int) -> int:
-        """The steps that a replica has done when it is answered next."""
-        visit = self._visits.get(rank)
-        return self._clocks[rank] + (visit is None or not visit.added)
 
     def _answer(self, *, others_moved: bool) -> None:
         """Answers the ranks that may go on, rank 0 behind the others, whose bytes it counts.
@@ -214,6 +214,9 @@ class Server:
         Others may have to wait until the slowest has made many steps more. Each time it has made one they are given a
         sign of life, so that a wait is never longer than a step of a healthy replica.
         """
+        # A rank that sends an update of the last step has reported before, so the request is known.
+        if self._stop.is_asked and not self._stop.agreed.done:
+            return
         lowest = min(self._clocks)
         for rank in (*range(1, len(self._clocks)), 0):
             visit = self._visits.get(rank)
@@ -232,10 +235,8 @@ class Server:
 
     def _send(self, rank: int, visit: _Visit, *, together: bool) -> None:
         told, self._news[rank] = self._news[rank], self._nothing()
-        stop = self._stopping and self._clocks[rank] == self._until
         for part, channel in visit.channels.items():
-            weight, rider = told[part][:1], with_stop(told[part][1:], stop)
-            side = torch.cat([torch.tensor([together], dtype=torch.float64), weight, rider])
+            side = torch.cat([torch.tensor([together], dtype=torch.float64), told[part]])
             self._post(rank, channel).send(Payload((self._parameters[part], side)), rank, visit.hop)
             self._sent += channel.sent
         if rank == self._runtime.comm.rank and self._counts is not None:
@@ -278,15 +279,22 @@ class ByServer:
       rider: how many numbers ride beside an update.
       steps: see :class:`Server`.
       meets: see :class:`Server`.
+      stop: see :class:`Server`.
     """
 
     def __init__(
-        self, runtime: Runtime, bound: int | None, rider: int, steps: int, meets: Callable[[int], bool]
+        self,
+        runtime: Runtime,
+        bound: int | None,
+        rider: int,
+        steps: int,
+        meets: Callable[[int], bool],
+        stop: StopAgreement,
     ) -> None:
         self.together = True
         """Whether all replicas had come to the step of the last answer, and none was beyond it."""
         self._runtime, self._bound, self._numbers = runtime, bound, 1 + rider
-        self._steps, self._meets = steps, meets
+        self._steps, self._meets, self._stop = steps, meets, stop
         self._server: Server | None = None
 
     def open(self, step: int, parameters: Callable[[], Mapping[int, Tensor]]) -> None:
@@ -298,7 +306,14 @@ class ByServer:
         """
         if self._server is None and self._runtime.comm.rank == 0:
             self._server = Server(
-                self._runtime, self._bound, parameters(), self._numbers, step, self._steps, self._meets
+                self._runtime,
+                self._bound,
+                parameters(),
+                self._numbers,
+                step,
+                self._steps,
+                self._meets,
+                self._stop,
             )
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:

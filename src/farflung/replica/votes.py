@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Rider", "Tally", "Vote", "asks_to_stop", "decoded", "with_stop"]
+__all__ = ["Rider", "Tally", "Vote", "decoded"]
 
 OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
 """What every rider begins with."""
 _LOSS = OF_VOTES.index("loss")
-_ANSWERS = OF_VOTES.index("answers")
 _DIGIT = 1 << 16
 """Yes or no is summed in a digit of its own of ``answers``, in this base: more replicas than there ever are."""
 
@@ -26,14 +25,12 @@ class Vote:
     Args:
       loss: this replica's weighted mean loss.
       weight: its weight in the mean.
-      stop: whether it was asked to stop.
       numbers: what its parts add, by name; summed over replicas and steps.
       out: whether it has run out of data, and only answers the others.
     """
 
     loss: float
     weight: float
-    stop: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
     out: bool = False
 
@@ -51,7 +48,6 @@ class Tally:
       loss: the sum of losses times weights.
       nonfinite: the number of losses that are not finite.
       ranks: the ranks of one or two such losses; empty for more.
-      stop: whether any replica was asked to stop.
       asks: whether any replica uses other parameters than before; see :class:`farflung.replica.unused.Unused`.
       out: the number of replicas that have run out of data.
       sums: the sums of the parts' numbers, by name.
@@ -60,7 +56,6 @@ class Tally:
     loss: float
     nonfinite: int
     ranks: list[int]
-    stop: bool
     asks: bool
     out: int
     sums: Mapping[str, float]
@@ -96,9 +91,8 @@ class Rider:
         Raises:
           ValueError: a number without a place.
         """
-        weight, loss, bad, stop, out = 0.0, 0.0, 0, False, True
+        weight, loss, bad, out = 0.0, 0.0, 0, True
         for vote in steps:
-            stop |= vote.stop
             out &= vote.out
             if vote.finite:
                 weight += vote.weight
@@ -106,7 +100,7 @@ class Rider:
             else:
                 bad += 1
         count = len(steps)
-        answers = stop + _DIGIT * asks + _DIGIT**2 * out
+        answers = asks + _DIGIT * out
         said = [loss / count, bad, bad * rank, bad * rank**2, answers, *[0.0] * len(self._names)]
         for name, value in numbers.items():
             said[len(OF_VOTES) + self._names.index(name)] += value
@@ -115,22 +109,9 @@ class Rider:
     def read(self, summed: Tensor) -> Tally:
         """What the sum of all riders says."""
         loss, bad, ranks, squares, answers, *said = summed.tolist()
-        out, rest = divmod(int(answers), _DIGIT**2)
-        asks, stop = divmod(rest, _DIGIT)
+        out, asks = divmod(int(answers), _DIGIT)
         sums = dict(zip(self._names, said, strict=True))
-        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(stop), bool(asks), out, sums)
-
-
-def asks_to_stop(rider: Tensor) -> bool:
-    """Whether any replica in a sum of metadata was asked to stop."""
-    return int(rider[_ANSWERS]) % _DIGIT > 0
-
-
-def with_stop(rider: Tensor, stop: bool) -> Tensor:
-    """The same rider where one was asked to stop, or none."""
-    other = rider.clone()
-    other[_ANSWERS] += stop - int(rider[_ANSWERS]) % _DIGIT
-    return other
+        return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(asks), out, sums)
 
 
 def decoded(riders: Sequence[Tensor], coefficients: Tensor) -> Tensor:

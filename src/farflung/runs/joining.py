@@ -28,7 +28,7 @@ from farflung.errors import ConfigError, Left
 from farflung.files import read_text, reading, write_json, write_whole
 from farflung.membership import Among, Elastic, Page
 from farflung.network import network_profile
-from farflung.replica import place, save_tree
+from farflung.replica import Replica, place, save_tree
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.folder import RunFolder
 from farflung.runs.preparing import Prepared, run_folder
@@ -88,6 +88,7 @@ def join(
         torch.cuda.set_device(placed)
     asked, leaving = threading.Event(), threading.Event()
     elastic: Elastic | None = None
+    replica: Replica | None = None
     met = env.meeting is not None  # a wait in a file is short, and the command ends its workers
 
     def ask() -> None:
@@ -95,6 +96,9 @@ def join(
             raise KeyboardInterrupt
         if guest is None:
             asked.set()
+            if replica is not None:
+                # Not here: what the signal interrupts may hold locks.
+                threading.Thread(target=replica.ask_to_stop).start()
         elif elastic is None:
             raise KeyboardInterrupt
         else:
@@ -102,7 +106,6 @@ def join(
 
     def leave() -> None:
         if elastic is not None and not leaving.is_set():
-            # Not here: what the signal interrupts may hold locks.
             threading.Thread(target=elastic.leave).start()
         leaving.set()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -158,13 +159,19 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        summary = _Watch(parent, config.workers, events, shown, folder, config.deadline, job.elastic).run()
+        summary = _Watch(
+            parent, config.workers, events, shown, folder, config.deadline, elastic=job.elastic
+        ).run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
 @dataclass
 class _Watch:
-    """Follows the workers to their end."""
+    """Follows the workers to their end.
+
+    Once a stop is asked for, it ends workers that have told nothing for the run's deadline: they have ended no step,
+    and a step may take longer than all before it, but not twice as long as the longest.
+    """
 
     parent: Parent
     workers: int
@@ -172,7 +179,6 @@ class _Watch:
     show: Sink
     folder: RunFolder
     deadline_s: float
-    """For how long a requested stop may take without an event of a worker, such as the end of a step."""
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -181,7 +187,10 @@ class _Watch:
         self._ends: dict[int, Event] = {}
         self._pace: dict[int, Event] = {}
         self._interrupts = 0
-        self._end_by: float | None = None
+        self._end_by = self._stop_by = math.inf
+        """When workers are ended that an error or a second interrupt ends, and those that a stop waits for."""
+        self._longest_s = 0.0
+        """The longest step."""
 
     def run(self) -> Mapping[str, Json]:
         with on_stop(self._interrupt):
@@ -189,7 +198,7 @@ class _Watch:
                 while self.parent.poll() is None:
                     with contextlib.suppress(TimeoutError):
                         self._hear(self.events.recv(1 << 20))
-                    if self._end_by is not None and time.monotonic() > self._end_by:
+                    if time.monotonic() > min(self._end_by, self._stop_by):
                         break
                 with contextlib.suppress(BlockingIOError):
                     self.events.setblocking(False)
@@ -202,22 +211,32 @@ class _Watch:
     def _hear(self, datagram: bytes) -> None:
         event: Event = json.loads(datagram)
         kind, rank = event["event"], event["rank"]
-        if self._interrupts == 1 and not self._errors and self._end_by is not None:
-            self._end_by = max(self._end_by, time.monotonic() + self.deadline_s)
         if kind == "hello":
             self._pids[int(str(rank))] = int(str(event["pid"]))
         elif kind == "error":
             self._errors.append(event)
             if not self.elastic or event["exit_code"] == BadInput.exit_code:
-                self._end_by = self._end_by or time.monotonic() + GRACE_S
+                self._end_by = min(self._end_by, time.monotonic() + GRACE_S)
+        elif kind == "step":
+            self._longest_s = max(self._longest_s, float(str(event["duration_s"])))
+            if self._interrupts:
+                self._stop_by = time.monotonic() + self._patience_s
         elif kind in ("end", "pace"):
             (self._ends if kind == "end" else self._pace)[int(str(rank))] = event
         self.show(event)
 
+    @property
+    def _patience_s(self) -> float:
+        """For how long a stop may go on while no step ends."""
+        return max(self.deadline_s, 2 * self._longest_s)
+
     def _interrupt(self) -> None:
         self._interrupts += 1
         at_work = len(self._pids) == self.workers
-        self._end_by = time.monotonic() + (self.deadline_s if at_work and self._interrupts == 1 else 0.0)
+        if at_work and self._interrupts == 1:
+            self._stop_by = time.monotonic() + self._patience_s
+        else:
+            self._end_by = time.monotonic()
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)

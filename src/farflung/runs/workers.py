@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ from farflung.wall import LaunchEnv
 
 __all__ = ["Job", "serve"]
 
+DELIVERY_LOOK_S = 0.1
+"""How often this process looks, while certificates are delivered, whether the run was given up."""
 REPORT_S = 5.0
 """Time for the surviving workers to report which rank they have lost, before this process does."""
 
@@ -110,6 +113,7 @@ def serve(pipe: int) -> int:
         worker.start()
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     tell, lost, report_at = teller(job.events), list[Event](), 0.0
+    deliveries: list[threading.Thread] = []
     while running:
         ended = wait([*running, pipe], max(0.0, report_at - time.monotonic()) if report_at else None)
         if pipe in ended:
@@ -121,8 +125,8 @@ def serve(pipe: int) -> int:
             rank = running.pop(cast(int, sentinel))
             workers[rank].join()
             code = workers[rank].exitcode or 0
-            if code and running and (page := pages[rank]) is not None:
-                certify(page, code)
+            if code and (page := pages[rank]) is not None:
+                deliveries += certify(page, code)
             if code < 0:
                 what = f"rank {rank} was ended by {signal.Signals(-code).name}"
                 print(what, file=sys.stderr)
@@ -133,6 +137,11 @@ def serve(pipe: int) -> int:
                 report_at = report_at or time.monotonic() + REPORT_S
     for event in lost[:1]:
         tell(event)
+    for delivery in deliveries:  # members may be elsewhere that go on by it
+        while delivery.is_alive():
+            delivery.join(DELIVERY_LOOK_S)
+            if wait([pipe], 0.0):
+                _kill(workers, job)
     return 1 if lost else 0
 
 

@@ -45,7 +45,7 @@ class GradientCoding(Schedule):
 
     A replica's own loss is its coded sum of losses, which may be negative; the mean loss is decoded. Where a loss among
     those decoded is not finite there is no mean, and ``exclude`` skips the step as ``skip`` does. A parameter that no
-    loss reached has a gradient of zeros. A request to stop takes effect at its rank's next step that is not late.
+    loss reached has a gradient of zeros.
 
     With cyclic codes errors of rounding grow by the factor :math:`\max_j \sum_i |a_i B_{ij}|`, over six seeds and the
     worst of 60 sets of replicas: up to 6 at n = 4, s = 1, up to 32 at n = 8, s = 1, up to 900 at n = 8, s = 3. By

@@ -105,6 +105,11 @@ class VirtualNetwork:
                     clock, self.profile, lambda: self._flows.idle, self.communicator, encrypted, self._replay
                 )
 
+    @property
+    def has_priorities(self) -> bool:
+        """Whether messages may overtake others."""
+        return self._whole is None
+
     def charge(self, lanes: Sequence[Lane | None]) -> None:
         """Charges devices for exchanges that begin from now on; where any has a lane, all collectives go hop by hop."""
         self.lanes, self._charged = lanes, any(lanes)
@@ -257,6 +262,10 @@ class VirtualCommunicator(Receiving):
     @property
     def lane(self) -> CodingLane | None:
         return self._network.lanes[self.rank]
+
+    @property
+    def has_priorities(self) -> bool:
+        return self._network.has_priorities
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Sends by reference; the smallest ``priority`` is served first."""

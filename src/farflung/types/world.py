@@ -115,6 +115,11 @@ class Communicator(Protocol):
     :meth:`Channel.count`."""
 
     @property
+    def has_priorities(self) -> bool:
+        """Whether messages may overtake others; not in virtual time where collectives are computed as a whole."""
+        ...
+
+    @property
     def lane(self) -> CodingLane | None:
         """What the arithmetic of exchanges is charged to; ``None`` where it takes the time that it takes, or none."""
         ...
@@ -291,6 +296,10 @@ class Decisions(Protocol):
         """What the run that is replayed decided; ``None`` where it decided nothing, or none is replayed."""
         ...
 
+    def first_replayed(self, name: str, step: int) -> int | None:
+        """The first step from ``step`` on of such a decision for all replicas; ``None``: there is none."""
+        ...
+
     def record(self, decision: Decision) -> None:
         """Keeps one; called on the rank that decided, rank 0 where it decided for all."""
         ...
@@ -401,6 +410,23 @@ class Elastic(Protocol):
     """The last step that has begun here."""
     changes: list[Change]
     """The members that take samples, by the step from which on they do."""
+    interrupted: Pending[None]
+    """Fails once this replica has left, the run has ended here, or it goes on without this replica; another one then
+    stands for the next membership."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the newest view, by seniority."""
+        ...
+
+    @property
+    def view_number(self) -> int:
+        """The number of the newest view."""
+        ...
+
+    async def probe(self) -> None:
+        """Leaves out the members of the newest view that give no sign of life for a whole deadline."""
+        ...
 
     def at(self, step: int) -> Change:
         """The change that is in force at a step."""

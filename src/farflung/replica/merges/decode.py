@@ -14,6 +14,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.decoder import ByDecoder
 from farflung.replica.in_flight import Carrier, InFlight
 from farflung.replica.merges.merger import Merger
+from farflung.replica.stopping import StopAgreement
 from farflung.types import Decode, Runtime, Transfer
 
 __all__ = ["Decoding"]
@@ -43,13 +44,20 @@ class Decoding(Merger):
 
     @override
     def carrier(
-        self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
+        self,
+        runtime: Runtime,
+        rider: int,
+        seed: int,
+        steps: int | None,
+        meets: Callable[[int], bool],
+        stop: StopAgreement | None,
     ) -> Carrier:
         del meets
         assert steps is not None
+        assert stop is not None
         code = gradient_code(self._merge.construction, runtime.comm.size, self._merge.stragglers, seed)
         flats = {bucket.index: self._buckets.flat(bucket.index) for bucket in self._buckets.buckets}
-        self._by_decoder = ByDecoder(runtime, code, flats, rider, steps, self._merge)
+        self._by_decoder = ByDecoder(runtime, code, flats, rider, steps, self._merge, stop)
         return self._by_decoder
 
     @override

@@ -12,6 +12,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.in_flight import Carrier, InFlight
 from farflung.replica.merges.merger import Merger
 from farflung.replica.server import ByServer
+from farflung.replica.stopping import StopAgreement
 from farflung.types import Fetch, Runtime, State, Transfer
 
 __all__ = ["Fetching"]
@@ -44,11 +45,18 @@ class Fetching(Merger):
 
     @override
     def carrier(
-        self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
+        self,
+        runtime: Runtime,
+        rider: int,
+        seed: int,
+        steps: int | None,
+        meets: Callable[[int], bool],
+        stop: StopAgreement | None,
     ) -> Carrier:
         del seed
         assert steps is not None
-        self._by_server = ByServer(runtime, self._bound, rider, steps, meets)
+        assert stop is not None
+        self._by_server = ByServer(runtime, self._bound, rider, steps, meets, stop)
         return self._by_server
 
     @override

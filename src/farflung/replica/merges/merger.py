@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from farflung.comm import ExchangeChannel
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.in_flight import Carrier, InFlight
 from farflung.types import Merge, Runtime, State, Transfer
+
+if TYPE_CHECKING:
+    from farflung.replica.stopping import StopAgreement
 
 __all__ = ["Merger"]
 
@@ -57,7 +60,13 @@ class Merger:
         return ""
 
     def carrier(
-        self, runtime: Runtime, rider: int, seed: int, steps: int | None, meets: Callable[[int], bool]
+        self,
+        runtime: Runtime,
+        rider: int,
+        seed: int,
+        steps: int | None,
+        meets: Callable[[int], bool],
+        stop: StopAgreement | None,
     ) -> Carrier | None:
         """Once before :meth:`opens`: what carries its exchanges where the run's reducer does not.
 
@@ -67,8 +76,9 @@ class Merger:
           seed: of the run.
           steps: of the run, where that is known.
           meets: whether all replicas have to be alike after so many steps.
+          stop: agrees on the last step where the run is asked to stop; ``None``: it never is.
         """
-        del runtime, rider, seed, steps, meets
+        del runtime, rider, seed, steps, meets, stop
         return None
 
     @property
