@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
-from contextlib import closing, suppress
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from farflung.comm import TcpTransport
+from farflung.comm import TcpTransport, tcp
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError
 from tests.crowded import LIMIT, descriptors, hopeless_scenario, late_scenario, resident_nbytes, scenario
 from tests.forks import Fork
 from tests.helpers import Group
-from tests.strangers import CLIENT_HELLO, FRAME, knock, patiently
+from tests.strangers import CLIENT_HELLO, FRAME, Clock, knock, patiently
 
 
 def test_a_crowd_takes_no_descriptors_where_there_may_be_more() -> None:
@@ -37,6 +39,56 @@ def test_a_newcomer_gets_in_among_a_crowd_endless_frames_and_forged_ones() -> No
     with Fork(late_scenario) as process:
         _, err = process.finished()
     assert process.returncode == 0, "\n".join(err)
+
+
+class Knocked:
+    """A rank that waits for another one, with strangers at its door, on a clock set by hand."""
+
+    def __init__(self, count: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock(monkeypatch)
+        self.members = stack.enter_context(closing(Group(2)))
+        self.members.comms[0].view.connect(self.members.peers)
+        self.transport = self.members.transports[0]
+        self.links = [stack.enter_context(knock(self.members.comms[0])) for _ in range(count)]
+        self.turn()
+
+    def turn(self, passed_s: float = 0.0) -> None:
+        """Has it do all that there is to do after so many seconds."""
+        self.clock.now_s += passed_s
+        for _ in range(20):
+            self.transport.poll(0.0)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def test_only_so_many_strangers_are_accepted_at_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Knocked(tcp.CROWD + 20, stack, monkeypatch)
+    assert len(one.transport._early) == tcp.CROWD + 1, "and the member that is due"
+    for link in one.links[:5]:
+        link.shutdown(socket.SHUT_WR)
+    one.turn()
+    assert one.transport.turned_away == 5
+    assert len(one.transport._early) == tcp.CROWD + 1, "the next are accepted in their place"
+
+
+def test_in_a_crowd_strangers_have_less_time(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = tcp.CROWD // 2 + 1
+    one = Knocked(few + 7, stack, monkeypatch)
+    one.turn(tcp.CROWDED_S - 0.1)
+    assert one.transport.turned_away == 0
+    one.turn(0.2)
+    assert one.transport.turned_away == 7, "those that came when more than half were there"
+    one.turn(tcp.HANDSHAKE_S - tcp.CROWDED_S - 0.2)
+    assert one.transport.turned_away == 7
+    one.turn(0.2)
+    assert one.transport.turned_away == few + 7
+    one.members.meet().exchange(1)
 
 
 def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import socket
 import ssl
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
@@ -25,15 +25,18 @@ from farflung.wall import WallRuntime
 from tests.helpers import Group
 from tests.proxy import Proxy
 from tests.strangers import (
+    CLIENT_HELLO,
     FORGED,
     HELLO,
     NOISE,
+    Clock,
     abort,
     exactly,
     forged,
     greeting,
     introduced,
     knock,
+    may_be_closed,
     message,
     patiently,
     sealed,
@@ -57,15 +60,21 @@ class Sealed(Group):
 
 
 @pytest.fixture
-def encrypted() -> Iterator[Sealed]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def encrypted(clock: Clock) -> Iterator[Sealed]:
+    """Their clock stands still: who is refused is so at once."""
     members = Sealed()
     yield members
     members.close()
 
 
 @pytest.fixture(params=[Group, Sealed], ids=["plain", "sealed"])
-def members(request: pytest.FixtureRequest) -> Iterator[Group]:
-    """Rank 0 lets others in already, which have not come yet."""
+def members(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Group]:
+    """Rank 0 lets others in already, which have not come yet; their clock stands still."""
     group = request.param(SIZE)
     group.comms[0].view.connect(group.peers)
     yield group
@@ -149,13 +158,13 @@ def _signed_by_a_member(members: Group) -> bool:
         file.write(key.private_bytes(pem, *form) + leaf.public_bytes(pem) + above.public_bytes(pem))
         file.flush()
         context.load_cert_chain(file.name)
-    with suppress(OSError), context.wrap_socket(knock(members.comms[0])) as link:
+    with may_be_closed(), context.wrap_socket(knock(members.comms[0])) as link:
         return introduced(link, members.peers[1], members.peers[0])
     return False
 
 
 def _self_made(members: Group) -> bool:
-    with suppress(OSError), into(members, 0, Keys.fresh()) as link:
+    with may_be_closed(), into(members, 0, Keys.fresh()) as link:
         return introduced(link, members.peers[1], members.peers[0])
     return False
 
@@ -206,7 +215,7 @@ def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(members: 
     let_in: list[bool] = []
 
     def come() -> None:
-        with suppress(OSError), into(members, 1, keys) as link:
+        with may_be_closed(), into(members, 1, keys) as link:
             let_in.append(introduced(link, members.peers[0], members.peers[1]))
 
     patiently(come, lambda: work(members))
@@ -312,7 +321,7 @@ def test_a_stranger_gets_nothing_in(say: Callable[[socket.socket, Group], None],
 
     def come() -> None:
         keys = members.keys[1] if isinstance(members, Sealed) else None
-        with suppress(OSError), into(members, 0, keys) as link:
+        with may_be_closed(), into(members, 0, keys) as link:
             say(link, members)
 
     patiently(come, lambda: work(members))
@@ -390,22 +399,22 @@ def test_noise_is_cut_off(what: str, members: Group) -> None:
     assert first.view.lost is None
 
 
-@pytest.mark.parametrize("kind", [Group, Sealed])
-def test_a_connection_that_says_nothing_is_cut_off(
-    kind: type[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.3)
-    with closing(kind(SIZE)) as members:
-        first = members.comms[0]
-        first.view.connect(members.peers)
-        links = [knock(first) for _ in range(5)]
+def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock) -> None:
+    first = members.comms[0]
+    with ExitStack() as stack:
+        links = [stack.enter_context(knock(first)) for _ in range(5)]
         for link in links[::2]:
-            link.sendall(bytes(10))
+            link.sendall(CLIENT_HELLO[:5])
+        early = members.transports[0]._early
+        members.until(lambda: sum(link.dialled is None for link in early) == 5)
+        clock.now_s = tcp.HANDSHAKE_S - 0.1
+        work(members)
+        assert first.view.transport.turned_away == 0
+        clock.now_s = tcp.HANDSHAKE_S + 0.1
         members.until(lambda: first.view.transport.turned_away == 5)
         for link in links:
-            with closing(link):
-                until_closed(link)
-        members.meet().exchange(1)
+            until_closed(link)
+    members.meet().exchange(1)
 
 
 def test_the_store_cannot_exchange_two_ranks_of_one_machine() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.comm import records
-from farflung.comm.framing import HEAD_NBYTES, wire_nbytes
+from farflung.comm.framing import HEAD_NBYTES, LOCAL_PIECE_NBYTES, MORE_NBYTES, wire_nbytes
 from farflung.comm.pool import Pool
 from farflung.comm.records import (
     CONTROL,
@@ -243,6 +243,7 @@ def more(number: int, tensor: int, offset: int, body: bytes) -> bytes:
 
 HEAD = record(Record.HEAD, bytes(frames_of(large(1))[0]))
 NBYTES = large(1).nbytes
+WITHDRAWN = HEAD + record(Record.WITHDRAWN, struct.pack("<I", 1))
 REFUSED = {
     "a kind that is none": record(9, b""),
     "a head larger than any": record(Record.HEAD, b"", HEAD_MOST + 1),
@@ -256,6 +257,8 @@ REFUSED = {
     "a piece twice": HEAD + more(1, 0, 0, bytes(8)) + more(1, 0, 4, bytes(8)),
     "a piece of a message that is whole": HEAD + more(1, 0, 0, bytes(NBYTES)) + more(1, 0, 0, bytes(8)),
     "withdrawn, and not begun": record(Record.WITHDRAWN, struct.pack("<I", 1)),
+    "a piece of a withdrawn message larger than any": WITHDRAWN
+    + record(Record.MORE, struct.pack("<IBQ", 1, 0, 0), MORE_NBYTES + LOCAL_PIECE_NBYTES + 1),
     "withdrawn in other words": HEAD + record(Record.WITHDRAWN, b"\1"),
     "a payload larger than any": record(Record.HEAD, bytes(frames_of(Payload((torch.zeros(ROOM),)))[0])),
 }
@@ -267,6 +270,14 @@ def test_each_is_refused(what: str) -> None:
     pipe.ways[0].append(REFUSED[what])
     with pytest.raises(WireError):
         pipe.hear()
+
+
+def test_the_largest_piece_of_a_withdrawn_message_is_passed_over() -> None:
+    pipe = Pipe()
+    pipe.ways[0] += [WITHDRAWN, more(1, 0, 0, bytes(LOCAL_PIECE_NBYTES))]
+    pipe.ways[0] += [record(Record.HEAD, bytes(frames_of(numbered(2))[0]))]
+    pipe.hear()
+    assert [number_in(one.payload) for one in pipe.came] == [2]
 
 
 @pytest.mark.parametrize("said", [HEAD, more(2000, 0, 0, bytes(8)), record(Record.LINKS, b"\2")])

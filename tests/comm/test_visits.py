@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -18,7 +18,16 @@ from farflung.comm.keys import Keys, tls_context
 from farflung.comm.peer import VISITOR
 from farflung.comm.visits import LENGTH, MOST_NBYTES, Access, visit_proof
 from tests.helpers import PATIENCE_S
-from tests.strangers import HELLO, NOISE, PROOF_NBYTES, challenged, exactly, until_closed
+from tests.strangers import (
+    HELLO,
+    NOISE,
+    PROOF_NBYTES,
+    Clock,
+    challenged,
+    exactly,
+    may_be_closed,
+    until_closed,
+)
 
 KEY = bytes(range(32))
 COUNT = 10_000
@@ -67,7 +76,9 @@ class Member:
 
 
 @pytest.fixture
-def member() -> Iterator[Callable[..., Member]]:
+def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
+    """Makes members whose clocks stand still: who is refused is so at once."""
+    Clock(monkeypatch)
     made: list[Member] = []
 
     def make(**options: Any) -> Member:
@@ -131,12 +142,15 @@ def test_what_listens_in_between_is_refused(member: Callable[..., Member]) -> No
             near_side = tls_context(own, [], server=True)
             near_side.verify_mode = ssl.CERT_NONE
             with (
+                may_be_closed(),
                 near_side.wrap_socket(link, server_side=True) as near,
                 outside.wrap_socket(one.knock()) as far,
             ):
-                near.sendall(exactly(far, 20))
-                far.sendall(exactly(near, HELLO.size))
-                until_closed(far)
+                for one_end, other in itertools.cycle([(far, near), (near, far)]):
+                    said = one_end.recv(1 << 16)
+                    if not said:
+                        return
+                    other.sendall(said)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -180,6 +194,15 @@ def test_a_question_is_of_bounded_length(nbytes: int, member: Callable[..., Memb
     assert not one.asked
 
 
+def test_the_longest_question_is_answered(member: Callable[..., Member]) -> None:
+    one = member()
+    with one.knock() as link:
+        introduced(link)
+        link.sendall(LENGTH.pack(MOST_NBYTES) + bytes(MOST_NBYTES))
+        assert exactly(link, LENGTH.size + 9)[LENGTH.size :] == b'{"so": 1}'
+    assert [len(said) for said in one.asked] == [MOST_NBYTES]
+
+
 def test_half_a_question_is_not_answered(member: Callable[..., Member]) -> None:
     one = member()
     with one.knock() as link:
@@ -195,7 +218,7 @@ def test_strangers_are_refused(count: int, member: Callable[..., Member]) -> Non
     """Noise, and introductions with some bits changed: none is let in, and a visitor beside them is answered."""
     one, draw = member(), random.Random(0)
     for number in range(count):
-        with one.knock() as link, suppress(OSError):
+        with one.knock() as link, may_be_closed():
             if draw.random() < 0.3:
                 link.sendall(draw.choice([*NOISE.values(), draw.randbytes(draw.randrange(1, 200))]))
                 link.shutdown(socket.SHUT_WR)
