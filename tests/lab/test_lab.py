@@ -175,6 +175,38 @@ def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: P
     assert (result.lost_packets > 0) == (kind == "cut")
 
 
+STOPPED = """
+import json, os, signal, socket, sys
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGCONT, lambda *_: sys.exit(5))
+    tell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    tell.connect(sys.argv[1])
+    tell.send(json.dumps({"event": "begin", "rank": 1, "step": 0}).encode())
+    while True:
+        signal.pause()
+"""
+"""Rank 0 ends at once; rank 1 tells that it begins, and ends by 5 when it goes on after a stop."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        (FaultPlan().hang(1, at_step=0), 137),
+        (FaultPlan().hang(1, at_step=0).cut(1, at_s=1e6), 137),
+        (FaultPlan().hang(1, at_step=0, for_s=0.3), 5),
+        (FaultPlan().hang(1, at_step=0).restore(1, at_s=0.3), 5),
+    ],
+    ids=["for ever", "beyond other faults", "for a time", "until restored"],
+)
+def test_a_job_ends_without_workers_that_hang_for_ever(
+    lab: Lab, plan: FaultPlan, code: int, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(tmp_path / "told"))
+        command = [sys.executable, "-S", "-c", STOPPED, told.getsockname()]
+        assert run_job(lab, command, dict(os.environ), plan=plan, told=told).exit_codes == (0, code)
+
+
 def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Path) -> None:
     plan = FaultPlan().lose(0, loss=0.3, at_step=2).throttle(0, 1, bandwidth_bps=1e5, at_step=2)
     result = talk(lab, plan.restore(0, at_s=1.0), 60, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -336,6 +337,28 @@ def test_an_exchange_is_made_again_from_the_state_that_its_codec_had() -> None:
         ended = run(3, FaultPlan().reset(0, 1, at_s=0.02 + 0.0012 * moment), recipe)
         assert len(ended.models) == 3
         assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.models[0].items())
+
+
+def test_a_run_goes_on_and_ends_without_a_replica_that_hangs_for_ever() -> None:
+    ended = run(3, FaultPlan().hang(2, at_step=5))
+    assert len(ended.models) == len(ended.survivors) == 2
+    check(ended)
+
+
+@pytest.mark.parametrize(
+    ("plan", "least", "reason"),
+    [
+        (FaultPlan().hang(2, at_step=5), 3, "view 2 has 2 members, and the run needs 3"),
+        (
+            FaultPlan().hang(0, at_step=5).hang(1, at_step=5).hang(2, at_step=5),
+            1,
+            "hang for ever.* rank 0, 1, 2",
+        ),
+    ],
+    ids=["too few are left", "none is left"],
+)
+def test_a_run_that_a_hang_ends_says_why(plan: FaultPlan, least: int, reason: str) -> None:
+    assert re.search(reason, str(run(3, plan, least=least).error))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -89,6 +89,10 @@ class Standing:
         """Whether a replica stands still."""
         return any(fault.kind == "hang" for fault in self._held.get(rank, ()))
 
+    def is_hung_for_good(self, rank: int) -> bool:
+        """Returns True while a fault without an end of its own has a replica stand still."""
+        return any(fault.kind == "hang" and fault.for_s is None for fault in self._held.get(rank, ()))
+
     def _concerned(self, fault: Fault) -> Iterator[Struck]:
         if fault.kind in BETWEEN_TWO:
             yield from fault.ways(self._size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import select
@@ -55,7 +56,7 @@ def run_job(
     told: socket.socket | None = None,
     bell: int | None = None,
 ) -> JobResult:
-    """Runs a command at every node until all have ended.
+    """Runs a command at every node until all have ended; those that a fault has hang for ever are killed at the end.
 
     Args:
       lab: the nodes.
@@ -82,7 +83,9 @@ def run_job(
     while running := [child for child in lab.workers if child is not None and child.exit_code is None]:
         lab.check_line()
         stage.go_on()
-        if stops > 1 or time.monotonic() >= kill_at:
+        if hung := stage.is_hung_for_good():
+            logging.getLogger("farflung").warning("only workers that hang for ever are left: they are killed")
+        if hung or stops > 1 or time.monotonic() >= kill_at:
             for child in running:
                 child.kill()
             break

@@ -110,6 +110,20 @@ class LabStage:
     def is_over(self) -> bool:
         return all(child is None or child.exit_code is not None for child in self._lab.workers)
 
+    def is_hung_for_good(self) -> bool:
+        """Returns True where every worker that still runs hangs, and no fault's end or restore is to come for it."""
+        restored = {
+            fault.rank
+            for fault in self.injector.missed
+            if (fault.kind, fault.peer) == ("restore", None) and fault.at_s is not None
+        }
+        running = [
+            node
+            for node, child in enumerate(self._lab.workers)
+            if child is not None and child.exit_code is None
+        ]
+        return all(self._standing.is_hung_for_good(node) and node not in restored for node in running)
+
     def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
         hung = self._standing.hangs(fault.rank)
         how(fault)

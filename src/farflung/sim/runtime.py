@@ -129,11 +129,12 @@ class VirtualWorld:
           again: makes the coroutine of a rank that is admitted again, from a new runtime; its result counts.
 
         Returns:
-          The results in rank order, without ranks that crashed, left by a fault, or were never admitted.
+          The results in rank order, without ranks that crashed, left by a fault, hang for ever, or were never admitted.
 
         Raises:
           ConfigError: a rank is admitted again, and ``again`` is not given.
-          RunLost: a rank was lost, or all ranks wait and no message is on its way; names what each rank waits for.
+          RunLost: a rank was lost; or all ranks that do not hang wait and no message is on its way; names what each
+            rank waits for.
           BaseException: the error of the first replica that failed.
         """
         first = dict(enumerate(coroutines))
@@ -159,10 +160,14 @@ class VirtualWorld:
                 coroutine.close()
         if self.stage.error is not None:
             raise self.stage.error
-        running, errors = self.stage.running, self.stage.errors
-        if errors and len(errors) == len(self.stage.crashed) == len(running):
+        running, errors, hung = self.stage.running, self.stage.errors, self.stage.find_hung()
+        lost = self.stage.crashed | hung
+        if errors and lost.issuperset(running):
             raise next(iter(errors.values()))
-        left = [rank for rank in sorted(running) if rank not in self.stage.crashed]
+        if hung and lost.issuperset(running):
+            ranks = ", ".join(map(str, sorted(hung)))
+            raise RunLost(f"all replicas that are left hang for ever, as the fault plan says: rank {ranks}")
+        left = [rank for rank in sorted(running) if rank not in lost]
         stuck = [rank for rank in left if not running[rank].done]
         if stuck:
             raise RunLost(self._deadlock(stuck))

@@ -224,6 +224,14 @@ class VirtualStage:
     def _silent(self, rank: int) -> bool:
         return rank in self.crashed or (self._pauses is not None and self._pauses.stopped(rank))
 
+    def find_hung(self) -> set[int]:
+        """Returns the ranks that stand still in the midst of their work."""
+        return {
+            rank
+            for rank, task in self.running.items()
+            if not task.done and rank not in self.crashed and self._standing.hangs(rank)
+        }
+
     def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
         """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
         if self._pauses is None:
