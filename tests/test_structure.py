@@ -63,13 +63,10 @@ ORDER: list[set[str]] = [
     {"integrations"},
     {"report"},
     {"runs"},
-    {"runtime", "timing"},  # names of 0.1, until 0.3
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},
     {"__main__"},
 ]
-EARLIER = {"runtime.py", "timing.py"}
-"""Modules that hold nothing but names of 0.1."""
 LEVEL = {unit: level for level, group in enumerate(ORDER) for unit in group}
 BOTTOM = ORDER[0]  # these may import each other, without cycles
 
@@ -191,7 +188,6 @@ PUBLIC = [  # farflung itself, its packages and its top-level modules
     for path in FILES
     if (path.name == "__init__.py" or not path.name.startswith("_"))
     and (path.parent == PACKAGE or (path.name == "__init__.py" and path.parent.parent == PACKAGE))
-    and not (path.parent == PACKAGE and path.name in EARLIER)
 ]
 
 

@@ -23,7 +23,6 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.lazy import renamed
 from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
@@ -144,7 +143,6 @@ def attach(
     elastic: int = 0,
     quorum: str = "majority",
     show: Sink | None = None,
-    seat: LaunchEnv | None = None,
 ) -> Handle:
     """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
 
@@ -186,7 +184,6 @@ def attach(
         its own.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
         example :class:`farflung.report.RunLog`.
-      seat: the earlier name of ``launch_env``, until 0.3.
 
     Raises:
       UnknownName: no such recipe or network.
@@ -214,7 +211,7 @@ def attach(
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
     check_sole(model)
-    env = launch_env or seat or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+    env = launch_env or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
     check_whole(model, is_alone=size == 1)
     accumulating = partial(accumulates, optimizer)
@@ -222,8 +219,6 @@ def attach(
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
         raise ConfigError("attach: this model is attached already; call finish() on its handle first")
-    if seat is not None:
-        renamed("attach(seat=)", "attach(launch_env=)")
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
         raise ConfigError(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"

@@ -30,11 +30,6 @@ else:
             "transport": "Listener Traffic Transport",
             "view": "View",
         },
-        moved={
-            "LinkModel": "farflung.sim.LinkModel",
-            "VirtualCommunicator": "farflung.sim.VirtualCommunicator",
-            "VirtualNetwork": "farflung.sim.VirtualNetwork",
-        },
     )
 
 __all__ = [

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from farflung.comm.interface import LOOPBACK, check_host, route_to
 from farflung.errors import ConfigError
-from farflung.lazy import renamed
 from farflung.wall.stores import host_of, reached, serving
 
 __all__ = ["LaunchEnv", "interface_to_master"]
@@ -235,12 +234,6 @@ class LaunchEnv:
             f"{self.started_by} has started {self.size} processes, and {' and '.join(missing) or 'MASTER_PORT'} "
             f"{'do' if len(missing) > 1 else 'does'} not say where they meet: {self.how_to_meet}"
         )
-
-    @staticmethod
-    def taken(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
-        """Does what :meth:`read` does, under its name of 0.1; until 0.3."""
-        renamed("Seat.taken()", "LaunchEnv.read()")
-        return LaunchEnv.read(environment)
 
     def _checked(self) -> LaunchEnv:
         if self.rank < self.size and self.local_rank < self.local_size <= self.size:
