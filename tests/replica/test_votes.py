@@ -34,7 +34,3 @@ def test_a_loss_that_is_not_finite_has_no_weight() -> None:
 def test_a_replica_is_out_where_all_of_its_steps_are(outs: tuple[bool, ...], count: int) -> None:
     _, tally = told([Vote(0.0, 0.0, out=out) for out in outs], [Vote(0.0, 1.0)])
     assert tally.out == count
-
-
-def test_a_replica_stops_where_any_of_its_steps_does() -> None:
-    assert told([Vote(0.0, 1.0), Vote(0.0, 1.0, stop=True)], [Vote(0.0, 1.0)])[1].stop
