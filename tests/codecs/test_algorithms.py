@@ -32,7 +32,7 @@ from farflung.errors import ConfigError, Unsupported
 from farflung.seeding import generator
 from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
 from tests.covering import covered
-from tests.helpers import same_payload
+from tests.helpers import raw, same_payload
 
 SEEDS = Seeds(1, 2)
 
@@ -183,6 +183,16 @@ def test_eight_bits_are_as_fine_for_a_small_tensor_beside_a_large_one(
     assert payload.nbytes == 16394 + 5 * 4
     coarse, _ = there_and_back(Int8(rounding, bucket_size=1 << 20), torch.cat((normal(8192), small)))
     assert (coarse[8192:] - small).norm() > 0.5 * small.norm()
+
+
+@pytest.mark.parametrize("codec", [QSGD(), Int8("stochastic")])
+def test_sums_of_one_step_are_rounded_by_noise_of_their_own(codec: Codec) -> None:
+    """A replica may encode its own gradient and a sum that it is part of."""
+    state = codec.init(TensorSpec((800,)), SEEDS)
+    first, again, other = (
+        raw(next(codec.encode(state, normal(800), step=0, count=count)[0].tensors())) for count in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 def test_the_largest_number_is_never_rounded_beyond_itself() -> None:

@@ -717,6 +717,18 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
     check(ended)
 
 
+def test_a_connection_that_breaks_again_and_again_is_not_made_again_directly() -> None:
+    """Five times within a minute it is."""
+    plan = FaultPlan()
+    for number in range(8):
+        plan = plan.reset(1, 2, at_s=0.3 + 0.3 * number)
+    ended = run(3, plan, **{**LONG, "steps": 300, "deadline_s": 2.0})
+    check(ended)
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1, 2]
+    elastic: Any = ended.replicas[1].runtime.elastic
+    assert len(elastic._connections._breaks["2"]) == 6
+
+
 def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ValueError("what nothing expects")

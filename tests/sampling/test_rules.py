@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.sampling import Rule
+from farflung.sampling.importance import included, smoothed
 from farflung.sampling.rules import NEVER
 
 N, M, B, TRIES = 120, 30, 6, 3000
@@ -65,7 +66,19 @@ def test_candidates_of_the_pool_are_all_samples_in_turn() -> None:
     taken = [rule.candidates(NOW, M, at, two=False)[0] for at in range(8)]
     for turn in (taken[:4], taken[4:], taken[2:6]):
         assert sorted(torch.cat(turn).tolist()) == list(range(N))
+    assert rule.state_dict() == {"cursor": 0}
     assert sorted(taken[0].tolist()) != taken[0].tolist()
+
+
+def test_what_a_stream_does_not_draw_is_left_the_rest_of_its_share() -> None:
+    rule, shares = Rule("tried", 0.02, 4), torch.linspace(0.2, 1.5, N, dtype=torch.float64)
+    left = torch.tensor([1.0, 2.0, 5.0, math.inf], dtype=torch.float64).repeat(N // 4)
+    _, _, rest = rule.stream_batch(NOW, shares, left, B, 0)
+    drawn = included(smoothed(NOW.double(), 0.02), B)
+    ever = 1 - (1 - drawn) ** left
+    torch.testing.assert_close(drawn * shares / ever + (1 - drawn) * rest, shares)
+    assert float(rest[left == 1].max()) < 1e-12
+    torch.testing.assert_close(rest[left == math.inf], shares[left == math.inf])
 
 
 def test_weights_have_their_bounds() -> None:
