@@ -12,10 +12,12 @@ from farflung.comm.keys import make_keys
 from farflung.replica.checkpoint import load_tree
 from tests.forks import of_torchrun
 from tests.helpers import same_tree
-from tests.lab.netns import Machine, two_machines
+from tests.lab.netns import Machine, ip, two_machines
 
 TLS_1_3 = bytes.fromhex("002b00020304")
 """How a server answers that this is the version."""
+SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+"""Whether torchrun serves the store; otherwise rank 0 does."""
 STEPS = 4
 LIMIT_S = 150.0
 
@@ -72,3 +74,32 @@ def test_two_machines_end_with_the_same_parameters(
     assert f"tcp://{first.address}:".encode() in heard, "the store's own messages can be read"
     assert TLS_1_3 in heard
     assert b'"settings"' not in heard, "a greeting can be read"
+
+
+def test_machines_without_an_ipv4_address_need_no_loopback_of_it(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    for number, machine in enumerate(machines, start=1):
+        there = "-n", machine.name, "address"
+        ip(*there, "add", f"fd00::{number}/64", "dev", machine.cable, "nodad")
+        ip(*there, "del", f"{machine.address}/24", "dev", machine.cable)
+        ip(*there, "del", "127.0.0.1/8", "dev", "lo")
+    environments = [
+        {**of_torchrun(rank, 2, "fd00::1", 29500, machines=2), SERVED: "False"} for rank in range(2)
+    ]
+    what = ["train", "--workload", "synthetic/quadratic", "--steps", str(STEPS), "--json"]
+    replicas = [
+        machine.start(
+            *what,
+            "--out",
+            f"rank-{rank}",
+            log=tmp_path / f"log-{rank}",
+            environment=environment,
+            cwd=tmp_path,
+        )
+        for rank, (machine, environment) in enumerate(zip(machines, environments, strict=True))
+    ]
+    alone = [*what, "--workers", "2", "--out", "alone"]
+    replicas.append(machines[0].start(*alone, log=tmp_path / "log-alone", environment={}, cwd=tmp_path))
+    codes = [replica.wait(LIMIT_S) for replica in replicas]
+    assert codes == [0] * 3, "\n".join(log.read_text() for log in tmp_path.glob("log-*"))

@@ -226,6 +226,16 @@ def test_who_does_not_confirm_is_named() -> None:
     assert ranks[0].confirm(is_due=lambda rank: rank != 2), "it is known to be lost"
 
 
+def test_who_was_lost_is_named_and_not_who_waits_for_it() -> None:
+    store = dist.HashStore()
+    ranks = [meeting(store, rank, for_s=0.5) for rank in range(3)]
+    exchanged(ranks, "abc")
+    with pytest.raises(
+        DeadlinePassed, match="lost rank 2"
+    ):  # rank 1 does not confirm, since it waits for rank 2
+        ranks[0].confirm(is_due=lambda rank: rank != 2)
+
+
 def test_unlike_numbers_of_ranks_are_told() -> None:
     store = dist.HashStore()
     _, error = in_threads(

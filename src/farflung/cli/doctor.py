@@ -23,7 +23,7 @@ import farflung
 from farflung.cli.output import print_table
 from farflung.cli.probing import Probed, listening, probe, serve
 from farflung.comm.endpoint import ports_in
-from farflung.comm.interface import LOOPBACK, check_host, interface_address, route_to
+from farflung.comm.interface import check_host, interface_address, loopback_address, route_to
 from farflung.errors import ConfigError
 from farflung.lab import why_not
 from farflung.types import Json
@@ -156,7 +156,7 @@ def _machine(hosts: list[str]) -> Iterator[tuple[str, str]]:
     ways = ", ".join(f"{route_to(host)} to {host}" for host in dict.fromkeys(masters))
     yield (
         "messages and gloo use",
-        ways or f"{LOOPBACK}, or under torchrun the address on the way to MASTER_ADDR",
+        ways or f"{loopback_address()}, or under torchrun the address on the way to MASTER_ADDR",
     )
     lab = why_not() if packages["pyroute2"] else "no: pip install 'farflung[lab]'"
     yield "lab", lab or "yes; farflung lab --check measures its links"

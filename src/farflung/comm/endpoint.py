@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflung.comm.interface import LOOPBACK, interface_address, is_loopback, tcp
+from farflung.comm.interface import interface_address, is_loopback, loopback_address, tcp
 from farflung.comm.keys import Keys, load_keys
 from farflung.errors import ConfigError
 
@@ -71,7 +71,7 @@ class Endpoint:
         Raises:
           ConfigError: there is no such interface.
         """
-        return interface_address(self.interface or LOOPBACK)
+        return interface_address(self.interface or loopback_address())
 
     @property
     def is_local(self) -> bool:

@@ -15,6 +15,7 @@ __all__ = [
     "how_to_be_reached",
     "interface_address",
     "is_loopback",
+    "loopback_address",
     "route_to",
     "tcp",
 ]
@@ -36,6 +37,16 @@ def is_loopback(address: str) -> bool:
     if parsed.is_unspecified:
         raise ConfigError(f"interface {address}: name one address, the one that the other machines reach")
     return parsed.is_loopback
+
+
+def loopback_address() -> str:
+    """Returns this machine's loopback address: that of IPv6 where it has none of IPv4."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((LOOPBACK, 0))
+    except OSError:
+        return "::1"
+    return LOOPBACK
 
 
 def interface_address(interface: str) -> str:
@@ -94,7 +105,7 @@ def route_to(host: str) -> str:
             except OSError:
                 continue
             address = str(probe.getsockname()[0])
-            return LOOPBACK if is_loopback(address) else address
+            return loopback_address() if is_loopback(address) else address
     raise ConfigError(f"MASTER_ADDR {host}: no route to it; name this machine's address with --interface")
 
 

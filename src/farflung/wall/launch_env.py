@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from farflung.comm.interface import LOOPBACK, check_host, route_to
+from farflung.comm.interface import check_host, loopback_address, route_to
 from farflung.errors import ConfigError
 from farflung.wall.stores import host_of, reached, serving
 
@@ -186,12 +186,13 @@ class LaunchEnv:
         return _served[port]
 
     def _serving(self, address: str, port: int, patience: timedelta) -> dist.Store:
-        if address in (LOOPBACK, "localhost"):
+        here = loopback_address()
+        if address in (here, "localhost"):
             with suppress(OSError):
-                return serving(LOOPBACK, port)
+                return serving(here, port)
         try:
             return dist.TCPStore(
-                LOOPBACK, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
+                here, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
                 multi_tenant=True,
             )  # fmt: skip
         except RuntimeError as error:
@@ -213,10 +214,10 @@ class LaunchEnv:
           ConfigError: it is not known where they are, or there is no way to them.
         """
         if self.size == 1 or self.meeting is not None:
-            return LOOPBACK
+            return loopback_address()
         if store is None:
             return route_to(self._met_at()[0])
-        return route_to(self.master[0] or host_of(store) or LOOPBACK)
+        return route_to(self.master[0] or host_of(store) or loopback_address())
 
     def _met_at(self) -> tuple[str, str]:
         address, port = self.master
@@ -254,8 +255,8 @@ def interface_to_master(store: dist.Store | None) -> str:
       The address on the way to the host of the store, else to ``MASTER_ADDR``; loopback where neither is known.
     """
     if store is None:
-        return LOOPBACK
-    return route_to(host_of(store) or os.environ.get("MASTER_ADDR") or LOOPBACK)
+        return loopback_address()
+    return route_to(host_of(store) or os.environ.get("MASTER_ADDR") or loopback_address())
 
 
 def _number(environment: Mapping[str, str], name: str, usual: int | None = None) -> int:
@@ -305,7 +306,7 @@ def _by_launcher(environment: Mapping[str, str], launcher: _Launcher) -> LaunchE
         here,
         master=_master(environment),
         started_by=launcher.name,
-        how_to_meet=launcher.how_to_meet.format(LOOPBACK if here == size else "HOST_OF_RANK_0"),
+        how_to_meet=launcher.how_to_meet.format(loopback_address() if here == size else "HOST_OF_RANK_0"),
     )
 
 
@@ -335,7 +336,7 @@ def _by_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if address is None:
         alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
-        address = LOOPBACK if alone else _first_host(nodes)
+        address = loopback_address() if alone else _first_host(nodes)
     if port is None:
         first, count = _SLURM_PORTS
         job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))

@@ -201,8 +201,9 @@ class Rendezvous:
                     return True
         except RuntimeError:  # the store has ended: no member can come again
             return True
+        lost = [rank for rank in self._others if not is_due(rank)]  # the others may wait for one of these
         raise DeadlinePassed(
-            waits_for[0], "its word that it has met all others", time.monotonic() - self._begin
+            (lost or waits_for)[0], "its word that it has met all others", time.monotonic() - self._begin
         )
 
     def _has_come_again(self, rank: int) -> bool:

@@ -29,7 +29,7 @@ from farflung.coded.parts import partitioned, read_samples
 from farflung.coded.record import Folder
 from farflung.coded.run import CodedRun, Learner
 from farflung.coded.solvers import Iterate, solve
-from farflung.comm.interface import LOOPBACK
+from farflung.comm.interface import loopback_address
 from farflung.data import entries
 from farflung.errors import ConfigError, FarflungError
 from farflung.report import coded_picture
@@ -129,7 +129,7 @@ class Demo(OutputOptions):
                 elif not turn % 2 and turn // 2 <= self.join:
                     start(addresses[0])
 
-            found = run.coordinate(Address(LOOPBACK, 0), met=met, told=told, stop_asked=stop.is_set)
+            found = run.coordinate(Address(loopback_address(), 0), met=met, told=told, stop_asked=stop.is_set)
             alone = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
