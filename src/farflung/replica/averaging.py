@@ -28,7 +28,7 @@ __all__ = [
 _NOTHING = torch.empty(0)
 _MESSAGE_PARTS = 128
 """Most tensors in a message; there can be no more than 255."""
-_MESSAGE_NBYTES = 16 << 20
+_MESSAGE_NBYTES = 4 << 20
 """Most bytes in a message, but for one row of a tensor."""
 _GROUPS = 16
 """Sums in a sketch of a model."""
