@@ -197,14 +197,16 @@ class Device:
         self._admit = admit
         self._met: dict[int, Pending[None]] = {}
         """Done once a device of a rank can be asked."""
+        self._watches = False
+        """Whether sources of open requests are watched."""
         self._asked: dict[int, deque[Fetch]] = {}
         """Requests that wait, by the device that is being answered."""
         if room_nbytes is None:
             room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
         self._requests = self._making_nbytes = 0
-        self._open: set[int] = set()
-        """Numbers of requests whose answers are awaited."""
+        self._open: dict[int, tuple[int, Pending[Payload], Progress]] = {}
+        """The source, the answer and the progress of each request that is not answered yet, by its number."""
         self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
         self._since = 0.0
         """The first round that is not over, by the last task."""
@@ -396,7 +398,7 @@ class Device:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self._open.discard(number)
+        self._open.pop(number, None)
         self._comm.forget(messages.reply(number).exchange)
 
     async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
@@ -411,28 +413,28 @@ class Device:
         self._requests += 1
         number = self._requests
         answer = self._comm.recv(rank, messages.reply(number), deadline_s=math.inf)
-        self._open.add(number)
+        progress = Progress(self._runtime.now(), self._comm.moved_nbytes(rank))
+        self._open[number] = rank, answer, progress
+        if not self._watches:
+            self._watches = True
+            self._runtime.launch(self._watch())
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
         return share, number, answer
 
-    async def _arrives(self, rank: int, answer: Pending[Payload]) -> None:
-        """Waits for an answer for as long as anything comes from its source or goes there.
-
-        Raises:
-          PeerLost: the source is silent.
-        """
-        progress = Progress(self._runtime.now(), self._comm.moved_nbytes(rank))
-        while not answer.done:
+    async def _watch(self) -> None:
+        """Fails requests whose source is silent: nothing comes from it, and nothing goes there."""
+        while self._open:
+            await self._runtime.sleep_until(self._runtime.now() + self._fetch_s / QUESTIONS)
             now = self._runtime.now()
-            progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
-            if now >= progress.last_s + self._fetch_s:
-                raise PeerLost(rank, f"silent for {self._fetch_s:g} s")
-            await self._runtime.first_of(answer, self._runtime.sleep_until(now + self._fetch_s / QUESTIONS))
+            for rank, answer, progress in tuple(self._open.values()):
+                progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
+                if now >= progress.last_s + self._fetch_s:
+                    answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
+        self._watches = False
 
     async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
         try:
-            await self._arrives(share.source.rank, answer)
-            given = list(answer.result().tensors())
+            given = list((await answer).tensors())
             if len(given) != 1 or given[0].dtype != torch.float64:
                 raise Malformed("it has no such block")
             if not bool(torch.isfinite(given[0]).all()):
