@@ -77,8 +77,9 @@ def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if mean.dtype == dtype:
         return mean
-    limit = torch.finfo(dtype).max
-    return channel.compute(CodingCost("copy", "", mean.numel()), lambda: limited(mean, limit).to(dtype))
+    return channel.compute(
+        CodingCost("copy", "", mean.numel()), lambda: limited(mean, torch.finfo(dtype).max).to(dtype)
+    )
 
 
 def limited(tensor: Tensor, limit: float) -> Tensor:

@@ -170,8 +170,9 @@ class Merger:
         """All that was under way at the end of a run is merged."""
 
     def _reset_weights(self, kept: list[Tensor]) -> None:
-        """Replaces copies of all buckets' parameters by new ones, one bucket after the other."""
+        """Replaces copies of all buckets' parameters by new ones; each is let go before the next is made."""
         for index in range(len(kept)):
+            kept[index] = kept[index].new_empty(0)
             kept[index] = self._buckets.weights(index)
 
     def restart(self) -> None:
