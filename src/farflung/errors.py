@@ -149,6 +149,10 @@ class Left(RunLost):
     exit_code = 0
 
 
+class StateOutdated(FarflungError):
+    """What a replica that joins has followed is of no use any more: it is given the state of the run anew."""
+
+
 class Suspended(RunLost):
     """This replica was silent, and the others go on without it until it is admitted again."""
 

@@ -133,7 +133,7 @@ def step_of(exchange: int) -> int:
 
 def of_no_view(exchange: int) -> bool:
     """Whether messages of an exchange outlive the view that they are sent in."""
-    return exchange >> _STEP_BITS == Purpose.VIEWS
+    return exchange >> _STEP_BITS in (Purpose.VIEWS, Purpose.STATE)
 
 
 def describe(tag: Tag) -> str:

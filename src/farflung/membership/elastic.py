@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -28,7 +28,8 @@ from farflung.errors import (
     WaitEnded,
 )
 from farflung.membership.among import Among, ViewChannel
-from farflung.membership.connections import PROBE, REPAIR_S, TAG, Connections, as_bytes, text_payload
+from farflung.membership.connections import PROBE, REPAIR_S, TAG, Connections, text_payload
+from farflung.membership.joining import NEWS, PIECES, Follower, Result, StateGiver, pack_tensors
 from farflung.membership.member import Member
 from farflung.membership.messages import Malformed, Message, MessageCodec, Report
 from farflung.membership.supervision import Page
@@ -46,8 +47,16 @@ _ANSWER = b"!"
 """Says that its sender is there; its :class:`_Counters` follow."""
 _ADMIT = b"again"
 """Asks to be admitted, or admitted again."""
+_WANT = b"want "
+"""Asks for the state of the run; the number of the request follows."""
+_PLAN = b"plan "
+"""Says before which step members make a snapshot for a replica: its rank, its request and the step follow."""
+_AHEAD = 1
+"""How many steps after the one under way a snapshot is made, so that all members can make it of the same state."""
 _STUCK = 100
 """For how many times the patience members are waited for that all have come to an exchange, without progress of any."""
+_ENTERED = 3
+"""After so many steps a view admits others even though some exchange is always under way."""
 _BACK_OFF_S = 60.0
 """The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
 
@@ -170,10 +179,9 @@ class Elastic:
         """The members that take samples, by the step from which on they do."""
         self._begins: dict[int, int] = {}
         """The first step of each member that has joined."""
-        self._admitted: Pending[View] = Pending()
-        self._state: Pending[tuple[int, Payload]] = Pending()
-        self._offer: tuple[int, Payload] | None = None
-        """The state before a step, for those that begin at it."""
+        self._giver = StateGiver(runtime, self._view_news)
+        self._follower = self._new_follower() if self.joins else None
+        """Fetches the state of the run; ``None`` once this member has begun."""
         self._unseen: list[View] = []
         """Views that were installed before the state was there."""
         self.taken: list[_Logged[Any]] = []
@@ -182,6 +190,8 @@ class Elastic:
         self._base, self._complete = 0, {0: first_step - 1}
         """The number up to which all exchanges are whole, and the steps that end with an exchange, by its number."""
         self._frozen = self._settling = self._over = self._others_ended = False
+        self._admits_s, self._entered = math.inf, 0
+        """When a view admits others at the latest, and how many steps have started since it may."""
         self._connections = Connections(
             runtime, self._member, lambda: self._view, patience_s, self._returns, self._settle_soon
         )
@@ -198,8 +208,8 @@ class Elastic:
         """Why exchanges fail, until this member is admitted again."""
         self._suspensions: list[float] = []
         """When this member was suspended."""
-        self._asks = False
-        """Whether it asks to be admitted: its replica is there, and knows where it was suspended."""
+        self._asks = self._seeks = False
+        """Whether it asks to be admitted, and whether it looks for members that have the state."""
         self._known = set(names)
         """All that have been members."""
         self._last: _Logged[Any] | None = None
@@ -211,6 +221,9 @@ class Elastic:
             self._in_background(self._watch())
             self._in_background(self._welcome())
             self._in_background(self._attend())
+            self._in_background(self._giver.serve())
+            self._in_background(self._hear_news())
+            self._in_background(self._take_pieces())
 
     def _in_background(self, work: Coroutine[Pending[Any], None, None]) -> None:
         """Start work that nothing waits for; the run stops by name where it fails."""
@@ -273,101 +286,200 @@ class Elastic:
 
     # --- joining ----------------------------------------------------------------------------------------------------
 
-    def joiners(self, step: int) -> list[int]:
-        """Return the ranks that begin at a step, before which each other member has the state ready."""
+    def begin_step(self, step: int) -> bool:
+        """Note that a step begins, and tell replicas that begin at it so.
+
+        Returns:
+          Whether a snapshot of the state is to be offered before it; see :meth:`offer`.
+        """
+        self.step = step
+        if self._begins.get(self._comm.rank) == step:
+            return False  # the others have told all that begin at it
+        joiners = self._joiners(step)
+        if followers := set(joiners).intersection(self._giver.ranks):
+            self._in_background(self._let_begin(sorted(followers), step, self._started))
+        return bool(self._giver.due(step)) or any(rank not in self._giver.ranks for rank in joiners)
+
+    def _joiners(self, step: int) -> list[int]:
+        """Return the ranks that begin at a step."""
         return [rank for rank in self.at(step).ranks if self._begins.get(rank, -1) == step]
 
-    async def give(self, step: int, state: bytes) -> None:
-        """Have the state ready before a step, for the most senior member to send to replicas that begin at it.
+    async def offer(self, step: int, parts: Sequence[bytes]) -> None:
+        """Offer a snapshot of the state before a step to replicas that join.
 
-        With it go the results that a member may lack: of exchanges that have been merged, and of those under way, for
-        whose ends this waits.
+        Args:
+          step: that is about to begin.
+          parts: of the snapshot.
         """
+        merged = [*self.taken, *(one for logged in self._log.values() for one in logged.drops)]
+        await self._runtime.launch(self._offer(step, parts, self._started, set(map(id, merged))))
 
-        async def offer() -> None:
-            for logged in [one for one in self._log.values() if one.kept is None]:
-                await logged.result
-            found = {
-                "started": self._started,
-                "changes": self.changes,
-                "auto": list(self._comm.auto.items()),
-                "complete": list(self._complete.items()),
-                "log": [(n, x.exchange, x.part, len(x.kept or ())) for n, x in self._log.items()],
-            }
-            told = as_bytes(json.dumps(found, default=_plain).encode())
-            results = (tensor for logged in self._log.values() for tensor in logged.kept or ())
-            self._offer = step, Payload((told, as_bytes(state), *results))
-            self._send_state()
+    async def _offer(self, step: int, parts: Sequence[bytes], started: int, merged: set[int]) -> None:
+        needed = [one for one in self._log.values() if id(one) not in merged and one.number <= started]
+        begin_now = [rank for rank in self._joiners(step) if rank not in self._giver.ranks]
+        ranks = {*self._giver.due(step), *begin_now}
+        self._giver.offer(ranks, step, parts, {one.number for one in needed}, started)
+        for logged in needed:
+            if logged.kept is not None:
+                self._keep(logged)
+        if begin_now:
+            await self._let_begin(begin_now, step, started)
 
-        await self._runtime.launch(offer())
+    async def _let_begin(self, ranks: Sequence[int], step: int, started: int) -> None:
+        """Tell replicas what they begin with, once all exchanges are whole that started before.
 
-    def _send_state(self) -> None:
-        """Send the state, if this is the most senior member that has it ready."""
-        if self._offer is None:
+        These are the results that a member may lack, so that they can hand these over as any other member can.
+        """
+        before = [logged for logged in self._log.values() if logged.number <= started]
+        for logged in before:
+            await logged.result
+        log = [one for one in self._log.values() if one.number <= started]
+        begins = {
+            "step": step,
+            "started": started,
+            "auto": [*self._comm.auto.items()],
+            "complete": [each for each in self._complete.items() if each[0] <= started],
+            "log": [one.number for one in log],
+        }
+        for rank in ranks:
+            self._giver.let_begin(rank, begins, map(_result, log))
+
+    def _keep(self, logged: _Logged[Any]) -> None:
+        """Keep a result for replicas that follow."""
+        least = min(self._log, default=self._started + 1)
+        self._giver.add(_result(logged), least, self.members)
+
+    def _plan_snapshots(self) -> None:
+        """Name the step before which members make a snapshot for replicas that want one; one member alone does."""
+        names = [int(name) for name in self._view.members]
+        first = next((rank for rank in names if self._begins.get(rank, -1) <= self.step), None)
+        if self.joins or first != self._comm.rank:
             return
-        step, payload = self._offer
-        ranks = [int(name) for name in self._view.members]
-        if next(rank for rank in ranks if self._begins.get(rank, -1) < step) == self._comm.rank:
-            for rank in ranks:
-                if self._begins.get(rank, -1) == step:
-                    admitted = next(one.view for one in reversed(self.changes) if rank in one.joined)
-                    self._comm.send(payload, rank, Tag(Purpose.STATE.at(admitted)))
+        for rank, request in self._giver.unplanned():
+            step = self.step + _AHEAD
+            self._giver.plan(rank, request, step)
+            text = _PLAN + b"%d %d %d" % (rank, request, step)
+            for other in sorted(self._member.connected.intersection(self._view.members)):
+                self._comm.send(text_payload(text), int(other), TAG, -1)
 
-    async def given(self) -> bytes:
-        """Wait until a view admits this member, and for the state of the run.
+    def _view_news(self) -> dict[str, Any]:
+        """Return what replicas that follow are told of the newest view."""
+        view = self._view
+        return {
+            "number": view.number,
+            "members": self.members,
+            "newest": view.newest,
+            "changes": json.loads(json.dumps(self.changes, default=_plain)),
+        }
 
-        Raises:
-          RunLost: no view admits this member, or the member that was to give the state is lost.
-        """
-        return await self._runtime.launch(self._given())
+    def _new_follower(self) -> Follower:
+        return Follower(self._runtime, self._want, self._ask_to_be_admitted, self._take_changes)
 
-    async def _given(self) -> bytes:
-        self._asks = True
-        self._in_background(self._seek())
+    def _want(self) -> None:
         self._in_background(self._ask())
-        tag = Tag(Purpose.STATE.at((await self._admitted).number))
-        payload: Payload | None = None
-        while payload is None:
-            if (ended := self._ended or self._suspended) is not None:
-                raise ended
-            self._state = Pending()
-            self._state.follow(self._comm.recv_any(tag, deadline_s=math.inf))
-            with suppress(WaitEnded):  # by the next view, in which the state is given again
-                _, payload = await self._state
-            if self._frozen or self._ended or self._suspended:
-                payload = None  # the next view may make exchanges again that this state holds
-        told, state, *results = payload.tensors()
-        found = json.loads(bytes(told.numpy()))
-        self._started = self._base = found["started"]
-        self._comm.auto = dict(found["auto"])
+
+    def _ask_to_be_admitted(self) -> None:
+        if self._member.name not in self._view.members:
+            self._asks = True
+            self._in_background(self._ask())
+
+    def _take_changes(self, changes: Sequence[Any]) -> None:
         self.changes = [
             Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*again), t, view)
-            for step, ranks, lost, joined, again, t, view in found["changes"]
+            for step, ranks, lost, joined, again, t, view in changes
         ]
         for change in self.changes:
             self._begins.update(dict.fromkeys(change.joined, change.step))
-        self._complete = dict(found["complete"])
-        for number, exchange, part, count in found["log"]:
-            kept, results = tuple(tensor.clone() for tensor in results[:count]), results[count:]
-            channel: Any = ExchangeChannel(self._comm, exchange, part)
-            self._log[number] = logged = _Logged[Any](
-                channel, Pending(), self, number, exchange, part, kept=kept
-            )
-            self.taken.append(logged)
-        self.joins = False
+
+    async def given(self) -> list[bytes]:
+        """Wait for a snapshot of the state of the run, and return its parts; :meth:`follows` is next.
+
+        Raises:
+          RunLost: the members that have the state are lost, or the run has ended.
+        """
+        return await self._runtime.launch(self._given())
+
+    async def _given(self) -> list[bytes]:
+        if (ended := self._ended) is not None:
+            raise ended
+        assert self._follower is not None
+        if not self._seeks:
+            self._seeks = True
+            self._in_background(self._seek())
+        self._want()
+        return await self._follower.snapshot()
+
+    async def follows(self, step: int) -> bool:
+        """Wait until a step of the run can be followed, by the results of its exchanges.
+
+        Returns:
+          False: this replica begins at it.
+
+        Raises:
+          StateOutdated: what was followed is of no use any more: begin anew with :meth:`given`.
+          RunLost: as :meth:`given`.
+        """
+        return await self._runtime.launch(self._follows(step))
+
+    async def _follows(self, step: int) -> bool:
+        assert self._follower is not None
+        self.step = step
+        begins = await self._follower.follows(step)
+        if begins is not None:
+            self._begin(begins)
+        return begins is None
+
+    def _begin(self, begins: Mapping[str, Any]) -> None:
+        """Take part from now on, with all that is whole."""
+        follower, self._follower, self.joins, self._seeks = self._follower, None, False, False
+        assert follower is not None
+        self._started = self._base = begins["started"]
+        self._comm.auto = dict(begins["auto"])
+        self._complete = dict(begins["complete"])
+        self.taken = [logged for logged in self.taken if logged.number in begins["log"]]
+        for number in begins["log"]:
+            if number not in follower.results:
+                continue  # all members have it
+            logged = follower.followed.get(number)
+            if logged is None:  # this replica had no use for it
+                exchange, part = follower.exchange_of(number)
+                channel: Any = ExchangeChannel(self._comm, exchange, part)
+                logged = _Logged[Any](channel, Pending(), self, number, exchange, part)
+                self.taken.append(logged)
+            logged.kept, logged.make, logged.rewind = follower.results[number], None, None
+            self._log[number] = logged
         told_of = self.changes[-1].view
         for before, view in pairwise(self._unseen):
             if view.number > told_of:
                 self._change(before.members, view)
-        return bytes(state.numpy())
 
-    def result_of(self, number: int, part: int, values: Values[T]) -> Started[T] | None:
-        """Return an exchange that was whole before this member began and is to be merged yet, if there is one."""
-        for at, logged in enumerate(self.taken):
-            if (logged.exchange, logged.part) == (number, part) and logged.kept is not None:
-                logged.result.set(values.unpack(tuple(tensor.clone() for tensor in logged.kept)))
-                return self.taken.pop(at)
-        return None
+    async def _hear_news(self) -> None:
+        while True:
+            source, payload = await self._comm.recv_any(NEWS, deadline_s=math.inf)
+            if self._follower is not None:
+                with self._refusing(source):
+                    self._follower.hear(source, bytes(next(payload.tensors()).numpy()))
+
+    async def _take_pieces(self) -> None:
+        while True:
+            source, payload = await self._comm.recv_any(PIECES, deadline_s=math.inf)
+            if self._follower is not None:
+                with self._refusing(source):
+                    head, piece = payload.tensors()
+                    self._follower.take(source, bytes(head.numpy()), piece)
+
+    @contextmanager
+    def _refusing(self, source: int) -> Iterator[None]:
+        """Inside, what is malformed loses its sender."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._lose_malformed(str(source))
+
+    def _lose_malformed(self, name: str) -> None:
+        self._connections.malformed.add(name)
+        self._member.lost(name)
+        self._settle_soon()
 
     # --- exchanges ------------------------------------------------------------------------------------------------
 
@@ -383,9 +495,13 @@ class Elastic:
         last: bool = False,
     ) -> Started[T]:
         """Start an exchange; see :func:`farflung.comm.start`. The ``last`` of a run is whole once any member ends."""
+        channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
+        if self.joins:
+            followed = _Logged(channel, result, self, 0, number, part, make, values)
+            self._in_background(self._follow(followed))
+            return followed
         self._started += 1
         drops, self.taken = self.taken, []
-        channel, result = ExchangeChannel(self._comm, number, part), Pending[T]()
         at = self._started, number, part
         logged = _Logged(
             channel, result, self, *at, make, values, rewind, ends_step, begun=self.step, drops=drops
@@ -393,6 +509,13 @@ class Elastic:
         self._last = logged if last else None
         self._in_background(self._enter(logged))
         return logged
+
+    async def _follow(self, logged: _Logged[Any]) -> None:
+        if self._follower is None:
+            logged.result.fail(self._ended or Suspended("it was started before this replica began"))
+            return
+        self.taken = [one for one in self.taken if one.number in self._follower.followed]
+        self._follower.follow(logged)
 
     def leave(self) -> Pending[None]:
         """Leave the run: the others go on without this member, which hands over what it alone holds.
@@ -441,7 +564,12 @@ class Elastic:
         self._log[logged.number] = logged
         if logged.ends_step:
             self._complete[logged.number] = logged.step
-        await self._make(logged, self._view)
+        view = self._view
+        if self._member.has_candidates and not self._frozen:
+            self._entered += logged.ends_step
+            if not self._waited() or self._entered > _ENTERED:
+                await self._settle(between=True)
+        await self._make(logged, view)  # in a view that this has installed it is made already
 
     async def _make(self, logged: _Logged[Any], view: View) -> None:
         if self._frozen or view is not self._view:  # it is made in the next view
@@ -483,8 +611,10 @@ class Elastic:
         """Hold an exchange whole."""
         logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
         logged.make = logged.rewind = None
-        if self._offer is not None and logged.begun >= self._offer[0]:
-            self._offer = None  # those that have begun have the state
+        if ranks := self._giver.ranks:
+            begun = [rank for rank in ranks if logged.begun >= self._begins.get(rank, math.inf)]
+            self._giver.close(set(begun).intersection(self.members))
+            self._keep(logged)
         while (later := self._log.get(self._base + 1)) is not None and later.kept is not None:
             self._base += 1
         for dropped in logged.drops:
@@ -603,9 +733,10 @@ class Elastic:
         logging.getLogger("farflung").warning("%s: it asks to be admitted again", self._suspended)
         self.joins, self._view, self._unseen = True, view, []
         self._known.update(view.members)
-        for waited in (self._admitted, self._state):
-            waited.fail(self._suspended)
-        self._admitted, self._state, self._offer = Pending(), Pending(), None
+        self._giver.close(self._giver.ranks)
+        if self._follower is not None:
+            self._follower.end(self._suspended)
+        self._follower, self._asks = self._new_follower(), False
         for logged in self._log.values():
             logged.result.fail(self._suspended)
         interrupted, self.interrupted = self.interrupted, Pending()
@@ -621,9 +752,11 @@ class Elastic:
         if (count := len(self._suspensions)) > 1:
             wait_s = min(2.0 ** (count - 2), _BACK_OFF_S)
             await self._runtime.sleep_until(self._suspensions[-1] + wait_s)
-        if self._asks and self._ended is None:
-            for name in sorted(self._member.connected.intersection(names or self._member.connected)):
-                self._comm.send(text_payload(_ADMIT), int(name), TAG, -1)
+        if self._follower is None or self._ended is not None:
+            return
+        text = _ADMIT if self._asks else _WANT + b"%d" % self._follower.request
+        for name in sorted(self._member.connected.intersection(names or self._member.connected)):
+            self._comm.send(text_payload(text), int(name), TAG, -1)
 
     # --- effects of the agreement -----------------------------------------------------------------------------------
 
@@ -655,13 +788,14 @@ class Elastic:
         self._connections.await_back(set(before.members).difference(view.members))
         if self.joins:
             self._unseen.append(view)
-            self._admitted.set(view)
             return
         if len(view.members) < self._least:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
             return
-        self._change(before.members, view)
-        self._send_state()
+        if view.number > self.changes[-1].view:
+            self._change(before.members, view)
+        self._giver.tell_view()
+        self._plan_snapshots()
         if self._told is not None:
             self._told(self.changes[-1].ranks)
         givers = {x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._member.name}
@@ -688,8 +822,9 @@ class Elastic:
         self._ended = Left(reason) if self._member.left else RunLost(reason)
         if self._leaves is not None:
             self._leaves.set(None) if self._member.left else self._leaves.fail(self._ended)
-        for waited in (self._admitted, self._state, self.interrupted):
-            waited.fail(self._ended)
+        self.interrupted.fail(self._ended)
+        if self._follower is not None:
+            self._follower.end(self._ended)
         for logged in self._log.values():
             logged.result.fail(self._ended)
 
@@ -740,6 +875,9 @@ class Elastic:
             self._comm.send(text_payload(_ANSWER + self._counters().encode()), int(source), TAG, -1)
         elif text == _ADMIT:
             self._member.guest(source)
+        elif text.startswith((_WANT, _PLAN)):
+            self._hear_plan(source, text)
+            return
         elif text.startswith(_ANSWER):
             if (counters := _Counters.decode(text[1:])) is not None:
                 self._answers[source] = counters.started
@@ -751,11 +889,20 @@ class Elastic:
             try:
                 message = self._codec.decode(text)
             except Malformed:
-                self._connections.malformed.add(source)
-                self._member.lost(source)
+                self._lose_malformed(source)
             else:
                 self._member.hear(source, message)
         self._settle_soon()
+
+    def _hear_plan(self, source: str, text: bytes) -> None:
+        numbers = text[len(_WANT) :].split(b" ")
+        if not all(map(bytes.isdigit, numbers)) or len(numbers) != (1 if text.startswith(_WANT) else 3):
+            self._lose_malformed(source)
+        elif text.startswith(_WANT):
+            self._giver.want(int(source), int(numbers[0]))
+            self._plan_snapshots()
+        else:
+            self._giver.plan(*map(int, numbers))
 
     def _ends_without(self) -> None:
         """End where another member has every result of the run."""
@@ -777,6 +924,7 @@ class Elastic:
             if name not in self._connections.malformed:
                 self._connections.come(name)
                 self._in_background(self._ask(name))
+                self._giver.greet(int(name))
                 self._settle_soon()
 
     async def _watch(self) -> None:
@@ -784,13 +932,23 @@ class Elastic:
             name = str(await self._comm.departure())
             if not self._connections.go(name):
                 continue
-            if self.joins:
+            if self._follower is not None:
+                self._follower.drop(int(name))
                 self._in_background(self._miss())
+            if int(name) in self._giver.ranks:
+                self._in_background(self._keep_offer(name))
             if self._over or self._ended is not None:
                 continue
             if self._suspended is not None or (name in self._known and name not in self._view.members):
                 self._connections.await_back([name])
             self._settle_soon()
+
+    async def _keep_offer(self, name: str) -> None:
+        """Connect again to a replica that follows, and keep what it is offered while it may be back."""
+        self._connections.await_back([name])
+        await self._runtime.sleep_until(self._runtime.now() + BUSY * self._patience_s)
+        if name not in self._member.connected:
+            self._giver.close([int(name)])
 
     async def _seek(self) -> None:
         """End a member that joins where those that have the state are silent, or had ended before it came.
@@ -831,12 +989,28 @@ class Elastic:
             self._settling = True
             self._in_background(self._settle())
 
-    async def _settle(self) -> None:
-        self._settling = False
-        if not self._over and self._ended is None:
-            self._member.settle(ready=not self._connections.repair())
-            if self._connections.more_cuts():
-                self._settle_soon()
+    async def _settle(self, *, between: bool = False) -> None:
+        """Let the member act now.
+
+        Args:
+          between: whether no exchange is under way. A view waits for this to admit others, for half of the patience at
+            most, since what is under way is made again.
+        """
+        self._settling, now = False, self._runtime.now()
+        if self._over or self._ended is not None:
+            return
+        if not self._member.has_candidates:
+            self._admits_s = math.inf
+        elif self._admits_s == math.inf:
+            self._admits_s, self._entered = now + self._patience_s / 2, 0
+            self._in_background(self._settle_at(self._admits_s))
+        self._member.settle(ready=not self._connections.repair(), admits=between or now >= self._admits_s)
+        if self._connections.more_cuts():
+            self._settle_soon()
+
+    async def _settle_at(self, seconds: float) -> None:
+        await self._runtime.sleep_until(seconds)
+        self._settle_soon()
 
     async def _lose_patience(self, view: View) -> None:
         """Give up an agreement where nothing has become known of the view for as long as patience lasts.
@@ -853,6 +1027,11 @@ class Elastic:
                 self._member.give_up()
                 return
             await self._runtime.sleep_until(now + self._patience_s)
+
+
+def _result(logged: _Logged[Any]) -> Result:
+    assert logged.kept is not None
+    return Result(logged.number, logged.exchange, logged.part, logged.begun, pack_tensors(logged.kept))
 
 
 def _plain(value: object) -> object:

@@ -179,18 +179,19 @@ class Member:
             if source in self.view.members:
                 self._count(source, message)
 
-    def settle(self, *, ready: bool = True) -> None:
+    def settle(self, *, ready: bool = True, admits: bool = True) -> None:
         """Report what has changed, and vote where all that take part know the same.
 
         Args:
           ready: whether to vote now; a driver may wait for connections that are being made again.
+          admits: whether the view may end now for an admission alone; a driver may wait for the end of exchanges.
         """
         view = None
         while (
             self.view not in (None, view) and not self.stopped
         ):  # again after each view that is installed here
             view = self.view
-            if not self.frozen and self._ends():
+            if not self.frozen and (self._ends() or (admits and self.has_candidates)):
                 self._held = self._driver.freeze()
                 self._grown = True
             if self._grown:
@@ -200,6 +201,11 @@ class Member:
                 self._tell(due, self._report())
             if self.frozen and ready:
                 self._cast()
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether a process may be admitted: it is connected to all members that take part."""
+        return self.view is not None and bool(self._admitted(self._part()))
 
     @property
     def ballot(self) -> int:
@@ -296,14 +302,13 @@ class Member:
     # --- what follows from knowledge (R2 to R5) ---------------------------------------------------------------------
 
     def _ends(self) -> bool:
-        """Return whether the view ends (R2): by a cut, even one that has healed, a death, a wish or an admission."""
+        """Return whether the view ends (R2): by a cut, even one that has healed, a death or a wish."""
         assert self.view is not None
         members = set(self.view.members)
         return (
             bool(self._wills)
             or any(fact.kind != "link" or fact.other in members for fact in self._know)
             or any(report.held is not None for report in self._reports.values())
-            or bool(self._admitted(self._part()))
         )
 
     def _part(self) -> list[str]:

@@ -194,7 +194,8 @@ class Drawing:
         comm, elastic = self.runtime.comm, self.runtime.elastic
         if elastic is not None:
             ranks = elastic.at(step).ranks
-            return PoolView(step, ranks.index(comm.rank), len(ranks), count, pool, 1.0)
+            place = ranks.index(comm.rank) if comm.rank in ranks else 0  # one that joins draws nothing yet
+            return PoolView(step, place, len(ranks), count, pool, 1.0)
         if self.share is None:
             return PoolView(step, comm.rank, comm.size, count, pool, 1.0)
         return PoolView(step, 0, 1, count, pool, self.share)

@@ -533,6 +533,8 @@ class Exchanges:
         """
         shared, own = state["shared"], state["own"]
         self._slots.check_own(own["slots"])
+        self._launcher.in_flight.clear()
+        self._taken.clear()
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
         self._state, self._behind = shared["schedule"], shared.get("behind", False)
         self._times.go_on_from(own.get("elapsed_s", 0.0))
@@ -557,8 +559,12 @@ class Exchanges:
             self._slots.load_state_dict(*slots)
 
     def joined(self) -> None:
-        """After :meth:`load_state_dict` of another replica's state: this one has given nothing yet."""
+        """Takes the state for that of a replica that has given nothing yet, such as one of another replica."""
+        self._metadata = {number: [] for number in self._parts}
+        self._said = {}
         for merger in self._mergers.values():
+            for index, weights in enumerate(merger.common() or ()):
+                self._buckets.load_weights(index, weights)
             merger.joined()
 
     def _device(self, number: int) -> torch.device:

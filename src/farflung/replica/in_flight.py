@@ -239,7 +239,7 @@ class Launcher:
     def launch_again(self, state: State) -> None:
         """Starts an exchange of :meth:`state_dict` again, in a run that goes on.
 
-        Where its result came with the state of a run that this replica joins, it takes that; it has given nothing.
+        A replica that joins the run has given nothing to it, and is given its result.
         """
         part, kind = self._parts[state["number"]], state["merge"]["kind"]
         merge = next(each for each in self._carriers if each.__name__ == kind)(**state["merge"]["settings"])
@@ -259,17 +259,11 @@ class Launcher:
         )
         if state["times"] is not None:
             exchange.times = done(Decision("times", exchange.step, state["times"]))
-        elastic = self._runtime.elastic
-        came = elastic and elastic.result_of(Purpose.STEP.at(exchange.round_number), exchange.number, _VALUES)
-        if came:
+        if self._runtime.elastic is not None and self._runtime.elastic.joins:
             for each in kept.values():
                 each["own"].zero_()
             exchange.weight, exchange.square, exchange.absent, exchange.again = 0.0, 0.0, (), False
             exchange.rider = torch.zeros_like(exchange.rider)
-            exchange.started, exchange.before = came, self._slots[exchange.number].state
-            exchange.began_s = exchange.ended_s = self._runtime.now()
-            self.in_flight.append(exchange)
-            return
         self.launch(exchange, exchange.own(), CodecState(state["before"]["shared"], state["before"]["local"]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farflung.comm import KINDS, Purpose
 from farflung.config import Training
 from farflung.data import Holding
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, StateOutdated
 from farflung.files import deciding
 from farflung.replica.averaging import sum_everywhere
 from farflung.replica.buckets import GradientBuckets
@@ -41,6 +41,7 @@ from farflung.types import (
     Cost,
     Dataset,
     Decision,
+    Elastic,
     Feed,
     Json,
     RateSchedule,
@@ -131,8 +132,6 @@ class Replica:
     _shares_out: SharesOut | None = field(init=False, default=None)
     """The sampler, where it shares out a step's samples by speed."""
     _background: BackgroundTasks = field(init=False)
-    _joined: int = field(init=False, default=-1)
-    """The step at which this replica has joined the run."""
     _views_told: int = field(init=False, default=1)
     """The changes of the members that telemetry has told of."""
     _keeping: Keeping = field(init=False)
@@ -446,20 +445,44 @@ class Replica:
         return vote, self._drawing.own(samples), self.runtime.now()
 
     async def _join(self) -> None:
-        """Continues from the state of a run that goes on meanwhile."""
-        assert self.runtime.elastic is not None
-        state = from_bytes(await self.runtime.elastic.given())
-        self._keeping.take_over(state["shared"], state["own"], "the state of the run", self._go_on_from)
+        """Follows the run from a snapshot of its state up to the step that this replica begins at."""
+        elastic, begins = self.runtime.elastic, False
+        assert elastic is not None
+        while not begins:
+            with suppress(StateOutdated):
+                shared, optimizer, own = map(from_bytes, await elastic.given())
+                shared["step"] = own.pop("step")
+                self._keeping.take_over(
+                    shared, {**optimizer, **own}, "the state of the run", self._go_on_from
+                )
+                self._exchanges.joined()
+                while await elastic.follows(self.step_done):
+                    await self._follow(elastic)
+                begins = True
         self._exchanges.joined()
-        self._joined = self.step_done
+
+    async def _follow(self, elastic: Elastic) -> None:
+        """Carries out a step by the results of its exchanges, to which this replica gives nothing."""
+        step = self.step_done
+        self._set_rate(step)
+        samples = await self._drawing.drawn(step)
+        self._exchanges.begin(step, Vote(math.nan, 0.0, self._numbers(0)))
+        self._buckets.without_data(self._exchanges.ready)
+        apply = await self._exchanges.settle()
+        if apply:
+            self._scale_rate(step)
+            await self.runtime.compute(Cost("optimizer", 0), self.update)
+        self._buckets.clear()
+        settled = await self._exchanges.finish(updated=apply)
+        self._drawing.commit(step)
+        self._samples += samples * elastic.counted(step)
+        self._count(settled)
+        self.step_done += 1
 
     async def _let_in(self) -> None:
-        """Has the state of the run ready for replicas that begin at this step."""
+        """Offers the state of the run to replicas that join it."""
         elastic, step = self.runtime.elastic, self.step_done
-        if elastic is None:
-            return
-        elastic.step = step
-        if step == self._joined or not elastic.joiners(step):
+        if elastic is None or not elastic.begin_step(step):
             return
         exchanges = await self.runtime.launch(self._exchanges.snapshot())
         counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
@@ -469,7 +492,9 @@ class Replica:
         own["parameters"] = {}
         own["exchanges"] = {**own["exchanges"], "slots": {}, "votes": {}, "said": {}}
         own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
-        await elastic.give(step, to_bytes({"shared": shared, "own": own}))
+        own["step"] = shared.pop("step")  # in blocks of local steps, replicas have the rest in common
+        optimizer = {"optimizer": own.pop("optimizer")}
+        await elastic.offer(step, [to_bytes(part) for part in (shared, optimizer, own)])
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -453,10 +453,6 @@ class Elastic(Protocol):
         """Starts an exchange; see :func:`farflung.comm.start`."""
         ...
 
-    def result_of(self, number: int, part: int, values: Any) -> Any:
-        """An exchange that was whole before this replica began and is to be merged yet; ``None``: there is none."""
-        ...
-
     def leave(self) -> Pending[None]:
         """Leaves the run, which goes on without this replica; completed when it has left."""
         ...
@@ -470,16 +466,20 @@ class Elastic(Protocol):
         """Whether this replica has yet to be given the state of the run."""
         ...
 
-    def joiners(self, step: int) -> list[int]:
-        """The ranks that begin at a step, before which each other member has the state ready."""
+    def begin_step(self, step: int) -> bool:
+        """Notes that a step begins; returns True if a snapshot of the state before it is to be offered."""
         ...
 
-    async def give(self, step: int, state: bytes) -> None:
-        """Has the state ready before a step, for the most senior member to send to replicas that begin at it."""
+    async def offer(self, step: int, parts: Sequence[bytes]) -> None:
+        """Offers a snapshot of the state before a step to replicas that join."""
         ...
 
-    async def given(self) -> bytes:
-        """Waits until a view admits this replica, and for the state of the run."""
+    async def given(self) -> list[bytes]:
+        """Waits for a snapshot of the state of the run, and returns its parts."""
+        ...
+
+    async def follows(self, step: int) -> bool:
+        """Waits until a replica that joins can follow a step; returns False where it begins at it."""
         ...
 
 

@@ -1,0 +1,638 @@
+"""How a replica that joins is given the state of a run that goes on: a snapshot, and the results of exchanges since.
+
+Members make the snapshot at one step, and keep what becomes whole afterwards. The replica that joins asks all of them
+for pieces of both, so it goes on with others where one is lost, and needs no byte twice. It follows the run by these
+results, and asks to be admitted once it has caught up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from farflung.comm import Purpose
+from farflung.errors import StateOutdated, Suspended
+from farflung.membership.connections import as_bytes, text_payload
+from farflung.tasks import Pending
+from farflung.types import Payload, Runtime, Tag
+
+__all__ = ["NEWS", "PIECES", "Follower", "Result", "StateGiver", "pack_tensors", "unpack_tensors"]
+
+NEWS, PIECES, _REQUESTS = (Tag(Purpose.STATE.at(number)) for number in range(3))
+_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 14, 1 << 20
+_QUEUE_S = 0.1
+"""For how long requests may wait in queues: where others use the link, fewer are made, so that these come first
+(as LEDBAT does, RFC 6817)."""
+_BACKLOG_NBYTES = 1 << 23
+"""The size of results that are always kept for a replica that follows."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Name: TypeAlias = "str | int"
+"""Of what is fetched: the digest of a part of the snapshot, or the number of an exchange."""
+
+
+class Result(NamedTuple):
+    """The result of an exchange, for those that follow.
+
+    Args:
+      number: of the exchange in the run.
+      exchange: its number by purpose and step.
+      part: which part it moves.
+      begun: the last step that had begun when it started.
+      content: see :func:`pack_tensors`.
+    """
+
+    number: int
+    exchange: int
+    part: int
+    begun: int
+    content: Tensor
+
+
+def pack_tensors(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns tensors as bytes; those that are mostly zeros by their other values, without a loss."""
+    heads: list[list[Any]] = []
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten()
+        head: list[Any] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), -1]
+        size = tensor.dtype.itemsize
+        if tensor.is_floating_point() and size in _BITS and len(flat) > 64:
+            places = flat.view(_BITS[size]).nonzero().flatten()
+            if len(places) * (4 + size) < flat.nbytes:
+                head[2] = len(places)
+                parts.append(places.to(torch.int32).view(torch.uint8))
+                flat = flat[places]
+        heads.append(head)
+        parts.append(flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8))
+    head_text = as_bytes(json.dumps(heads).encode())
+    length = torch.tensor([len(head_text)], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([length, head_text, *parts])
+
+
+def unpack_tensors(content: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors of :func:`pack_tensors`, as copies."""
+    first = 8 + int(content[:8].clone().view(torch.int64))
+    found = []
+
+    def take(count: int, dtype: torch.dtype) -> Tensor:
+        nonlocal first
+        first, begin = first + count * dtype.itemsize, first
+        return content[begin:first].clone().view(dtype)
+
+    for name, shape, count in json.loads(bytes(content[8:first].numpy())):
+        dtype, numel = getattr(torch, name), math.prod(shape)
+        if count < 0:
+            found.append(take(numel, dtype).view(shape))
+        else:
+            places = take(count, torch.int32).long()
+            found.append(torch.zeros(numel, dtype=dtype).index_put((places,), take(count, dtype)).view(shape))
+    return tuple(found)
+
+
+@dataclass(eq=False)
+class _Offer:
+    """What one replica that joins may ask for.
+
+    Args:
+      request: the number of its request for a snapshot.
+      step: the snapshot is of the state before it.
+      parts: the snapshot, as bytes, by digest.
+      needed: the numbers of exchanges whose results the snapshot still lacks, of those that had started.
+      started: how many had.
+    """
+
+    request: int
+    step: int
+    parts: Mapping[str, Tensor]
+    needed: Collection[int]
+    started: int
+    results: dict[int, Result] = field(default_factory=dict)
+    """Results that the replica has not fetched, by number."""
+    begins: Mapping[str, Any] | None = None
+    """Where it begins, once that is known."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a new snapshot is shorter than the results that are left."""
+        snapshot_nbytes = sum(part.nbytes for part in self.parts.values())
+        left_nbytes = sum(result.content.nbytes for result in self.results.values())
+        return left_nbytes > max(snapshot_nbytes, _BACKLOG_NBYTES)
+
+
+class StateGiver:
+    """The end of a member: offers the state of the run to replicas that join, and answers their requests.
+
+    Args:
+      runtime: the world.
+      view_news: returns what is told of the newest view.
+    """
+
+    def __init__(self, runtime: Runtime, view_news: Callable[[], Mapping[str, Any]]) -> None:
+        self._comm, self._view_news = runtime.comm, view_news
+        self._offers: dict[int, _Offer] = {}
+        self._wanted: dict[int, tuple[int, int | None]] = {}
+        """The number of each replica's request for a snapshot, and the step before which it is to be made; ``None``:
+        no member has named one."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The replicas that follow."""
+        return list(self._offers)
+
+    def want(self, rank: int, request: int) -> None:
+        """Notes that a replica wants a snapshot."""
+        known = max(
+            self._wanted.get(rank, (0, None))[0], self._offers[rank].request if rank in self._offers else 0
+        )
+        if request > known:
+            self._wanted[rank] = request, None
+
+    def unplanned(self) -> list[tuple[int, int]]:
+        """Returns rank and request of replicas for which no step was named."""
+        return [(rank, request) for rank, (request, step) in self._wanted.items() if step is None]
+
+    def plan(self, rank: int, request: int, step: int) -> None:
+        """Plans a snapshot before a step."""
+        if rank not in self._offers or self._offers[rank].request < request:
+            self._wanted[rank] = request, step
+
+    def due(self, step: int) -> list[int]:
+        """Returns the replicas for which a snapshot is to be made before a step."""
+        return [rank for rank, (_, at) in tuple(self._wanted.items()) if at is not None and at <= step]
+
+    def offer(
+        self, ranks: Iterable[int], step: int, parts: Sequence[bytes], needed: Collection[int], started: int
+    ) -> None:
+        """Offers a snapshot to replicas; see :class:`_Offer`."""
+        content = {blake2b(part, digest_size=16).hexdigest(): as_bytes(part) for part in parts}
+        for rank in ranks:
+            request, _ = self._wanted.pop(rank, (0, None))
+            self._offers[rank] = _Offer(request, step, content, needed, started)
+            self.greet(rank)
+
+    def greet(self, rank: int) -> None:
+        """Tells a replica all that it is offered; again where it is connected again."""
+        if (offer := self._offers.get(rank)) is None:
+            return
+        sizes = [[digest, part.nbytes] for digest, part in offer.parts.items()]
+        told = {"step": offer.step, "parts": sizes, "needed": [*offer.needed], "started": offer.started}
+        self._tell(rank, {"offer": told})
+        self._tell(rank, {"view": self._view_news()})
+        for result in offer.results.values():
+            self._tell_result(rank, result, 0)
+        if offer.begins is not None:
+            self._tell(rank, {"begins": offer.begins})
+
+    def add(self, result: Result, least: int, admitted: Collection[int]) -> None:
+        """Keeps a result that is whole for the replicas that follow.
+
+        Args:
+          result: of an exchange.
+          least: all members have the results of exchanges below this number.
+          admitted: the replicas that the others wait for; any other begins anew once it is too far behind.
+        """
+        for rank, offer in list(self._offers.items()):
+            if result.number <= offer.started and result.number not in offer.needed:
+                continue
+            offer.results[result.number] = result
+            self._tell_result(rank, result, least)
+            if offer.is_stale and rank not in admitted:
+                self.close([rank])
+
+    def _tell_result(self, rank: int, result: Result, least: int) -> None:
+        self._tell(rank, {"result": [*result[:4], result.content.nbytes, least]})
+
+    def let_begin(self, rank: int, begins: Mapping[str, Any], results: Iterable[Result]) -> None:
+        """Tells a replica where it begins, with results that another member may lack."""
+        if (offer := self._offers.get(rank)) is None:
+            return
+        offer.begins = begins
+        for result in results:
+            if result.number <= offer.started and result.number not in offer.needed:
+                offer.results[result.number] = result
+                self._tell_result(rank, result, 0)
+        self._tell(rank, {"begins": begins})
+
+    def close(self, ranks: Iterable[int]) -> None:
+        """Keeps nothing for some replicas any more, and tells those so that had an offer."""
+        for rank in ranks:
+            self._wanted.pop(rank, None)
+            if self._offers.pop(rank, None) is not None:
+                self._tell(rank, {"closed": True})
+
+    def tell_view(self) -> None:
+        """Tells the replicas that follow of the newest view."""
+        for rank in self._offers:
+            self._tell(rank, {"view": self._view_news()})
+
+    def _tell(self, rank: int, news: Mapping[str, Any]) -> None:
+        self._comm.send(text_payload(json.dumps(news).encode()), rank, NEWS, -1)
+
+    async def serve(self) -> None:
+        """Answers requests for pieces, behind all other messages."""
+        while True:
+            rank, payload = await self._comm.recv_any(_REQUESTS, deadline_s=math.inf)
+            with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
+                least, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
+                self._answer(rank, least, name, begin, nbytes)
+
+    def _answer(self, rank: int, least: int, name: Name, begin: int, nbytes: int) -> None:
+        """Sends a piece of a part of the snapshot or of a result; results below ``least`` have been fetched."""
+        if (offer := self._offers.get(rank)) is None:
+            return
+        for number in [number for number in offer.results if number < least]:
+            del offer.results[number]
+        content = offer.parts.get(name) if isinstance(name, str) else offer.results[name].content
+        if content is not None and 0 <= begin < begin + nbytes <= content.nbytes:
+            head = as_bytes(json.dumps([name, begin]).encode())
+            self._comm.send(Payload((head, content[begin : begin + nbytes])), rank, PIECES, 1)
+
+
+class _Content:
+    """Bytes that are fetched.
+
+    Args:
+      nbytes: how many.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self.missing_nbytes = nbytes
+        self.ranges = [(0, nbytes)] if nbytes else []
+        """Begin and end of what has not been asked for."""
+
+    def next_piece(self, most_nbytes: int) -> tuple[int, int]:
+        """Returns begin and size of what is asked for next."""
+        begin, end = self.ranges.pop(0)
+        if end - begin > most_nbytes:
+            self.ranges.insert(0, (begin + most_nbytes, end))
+        return begin, min(most_nbytes, end - begin)
+
+    def put(self, begin: int, piece: Tensor) -> None:
+        """Takes in a piece."""
+        self.data[begin : begin + len(piece)] = piece
+        self.missing_nbytes -= len(piece)
+
+
+@dataclass(eq=False)
+class _Source:
+    """A member that is asked for pieces; what it offers as in :class:`_Offer`."""
+
+    step: int
+    parts: Mapping[str, int]
+    needed: Collection[int]
+    started: int
+    results: set[int] = field(default_factory=set)
+    """The numbers of the results that it holds."""
+    begins: Mapping[str, Any] | None = None
+    asked: dict[tuple[Name, int], tuple[int, float]] = field(default_factory=dict)
+    """Size and time of each request without an answer, by name and begin."""
+    window_nbytes: int = 2 * _PIECE_NBYTES
+    """How many bytes may be asked for at a time."""
+    least_s: float = math.inf
+    """The shortest time that an answer took."""
+
+    @property
+    def snapshot(self) -> tuple[int, tuple[str, ...]]:
+        """What it offers; equal for members that offer the same."""
+        return self.step, tuple(self.parts)
+
+    @property
+    def room_nbytes(self) -> int:
+        """How many more bytes may be asked for."""
+        return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
+
+    def note_answer(self, nbytes: int, seconds: float) -> None:
+        """Adapts the window to how long an answer took."""
+        self.least_s = min(self.least_s, seconds)
+        if seconds < self.least_s + _QUEUE_S:
+            self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
+        else:
+            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes * 3 // 4)
+
+
+class Follower:
+    """The end of a replica that joins: fetches a snapshot, then the results since, until it begins.
+
+    It belongs to the thread that carries exchanges.
+
+    Args:
+      runtime: the world.
+      want: asks members for a snapshot.
+      ask: asks members to be admitted.
+      take_changes: is given the changes of members, as JSON, whenever a member tells them.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        want: Callable[[], None],
+        ask: Callable[[], None],
+        take_changes: Callable[[Sequence[Any]], None],
+    ) -> None:
+        self._runtime, self._comm = runtime, runtime.comm
+        self._want, self._ask, self._take_changes = want, ask, take_changes
+        self._parts: dict[str, _Content] = {}
+        """Those of snapshots, by digest."""
+        self._view = 0
+        self.request = 1
+        """The number of the request for a snapshot."""
+        self._ended: BaseException | None = None
+        self._again: StateOutdated | None = None
+        """Why what the replica follows is of no use any more, until it is given another snapshot."""
+        self._event = Pending[None]()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sources: dict[int, _Source] = {}
+        self._chosen: _Source | None = None
+        self._contents: dict[int, _Content] = {}
+        """Results that are fetched, by number."""
+        self._index: dict[int, tuple[int, int, int]] = {}
+        """Exchange, part and last begun step of results that members hold, by number."""
+        self._numbers: dict[tuple[int, int], int] = {}
+        self.results: dict[int, tuple[Tensor, ...]] = {}
+        """Those that are here, by number."""
+        self.followed: dict[int, Any] = {}
+        """The exchanges that were given their results, by number."""
+        self._waiting: dict[tuple[int, int], Any] = {}
+        """Those that wait for theirs, by exchange and part."""
+        self._step: int | None = None
+        """The step that the replica follows; ``None``: it has not taken the snapshot."""
+        self._forgotten = 0
+        """All members have the results below this number."""
+        self._round, self._fetched = 0, 0
+        """How many results were lacking when the last round began, and how many were fetched since."""
+        self._asks = False
+
+    # --- for the replica --------------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> list[bytes]:
+        """Waits for a snapshot, and returns its parts."""
+        self._again = None
+        while not self._is_complete():
+            await self._next_event()
+        assert self._chosen is not None
+        self._step = self._chosen.step
+        return [bytes(self._parts[digest].data.numpy()) for digest in self._chosen.parts]
+
+    async def follows(self, step: int) -> Mapping[str, Any] | None:
+        """Waits until a step can be followed (``None``), or for what is told of the step where this replica begins."""
+        self._step = step
+        self._forget()
+        while True:
+            begins = next((one.begins for one in self._sources.values() if one.begins is not None), None)
+            if begins is not None and step >= begins["step"]:
+                if not self._lacks(begins["started"], begins["log"]):
+                    return begins
+            elif begins is not None or any(begun >= step for _, _, begun in self._index.values()):
+                return None
+            elif not self._contents:
+                self._ask_once()
+            await self._next_event()
+
+    def follow(self, logged: Any) -> None:
+        """Gives an exchange its result once that is here."""
+        error = self._ended or self._again
+        if error is None and self._step is None:
+            error = Suspended("it was started before this replica was suspended")
+        if error is not None:
+            logged.result.fail(error)
+            return
+        self._waiting[logged.exchange, logged.part] = logged
+        self._give_results()
+
+    def exchange_of(self, number: int) -> tuple[int, int]:
+        """Returns exchange and part of a result that is here."""
+        exchange, part, _ = self._index[number]
+        return exchange, part
+
+    def end(self, error: BaseException) -> None:
+        """Ends all waits."""
+        self._ended = error
+        self._fail(error)
+
+    async def _next_event(self) -> None:
+        if (error := self._ended or self._again) is not None:
+            raise error
+        await self._event
+        if (error := self._ended or self._again) is not None:
+            raise error
+
+    def _wake(self) -> None:
+        event, self._event = self._event, Pending()
+        event.set(None)
+
+    def _fail(self, error: BaseException) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for logged in waiting.values():
+            logged.result.fail(error)
+        self._wake()
+
+    @property
+    def _has_giver(self) -> bool:
+        """Whether a member that offers the chosen snapshot is connected."""
+        chosen = self._chosen
+        return chosen is not None and any(one.snapshot == chosen.snapshot for one in self._sources.values())
+
+    def _is_complete(self) -> bool:
+        return self._chosen is not None and not any(
+            self._parts[digest].missing_nbytes for digest in self._chosen.parts
+        )
+
+    def _lacks(self, last: int, log: Iterable[int]) -> bool:
+        """Returns True if a result is not here of those that the snapshot lacks, or of some others."""
+        assert self._chosen is not None
+        numbers = {*self._chosen.needed, *range(self._chosen.started + 1, last + 1), *log}
+        return any(number >= self._forgotten and number not in self.results for number in numbers)
+
+    def _forget(self) -> None:
+        """Forgets results that all members have and this replica needs no more."""
+        assert self._step is not None
+        for number, (_, _, begun) in list(self._index.items()):
+            if number < self._forgotten and begun < self._step and number in self.results:
+                del self.results[number], self._index[number]
+                self.followed.pop(number, None)
+
+    def _ask_once(self) -> None:
+        if not self._asks:
+            self._asks = True
+            self._ask()
+
+    def _restart(self, why: str) -> None:
+        """Begins anew; parts of a snapshot that are here are not fetched again."""
+        waiting = self._waiting
+        self._reset()
+        self._waiting = waiting
+        self.request += 1
+        self._again = StateOutdated(why)
+        self._fail(self._again)
+
+    # --- what members tell ------------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, text: bytes) -> None:
+        """Takes what a member tells; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is malformed."""
+        news = json.loads(text)
+        if (offer := news.get("offer")) is not None:
+            self._release(rank)
+            parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}
+            self._sources[rank] = _Source(offer["step"], parts, frozenset(offer["needed"]), offer["started"])
+            self._choose()
+        if (source := self._sources.get(rank)) is None:
+            return
+        if (result := news.get("result")) is not None:
+            self._hear_result(source, *result)
+        if (view := news.get("view")) is not None:
+            self._hear_view(**view)
+        if (begins := news.get("begins")) is not None:
+            source.begins = begins
+        if news.get("closed"):
+            self.drop(rank)
+            if not self._sources:
+                self._restart("this replica is too far behind: the others wait while it is given the state")
+                self._ask_once()
+        self._request()
+        self._wake()
+
+    def _hear_result(
+        self, source: _Source, number: int, exchange: int, part: int, begun: int, nbytes: int, least: int
+    ) -> None:
+        assert self._chosen is not None
+        self._forgotten = max(self._forgotten, least)
+        if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
+            return
+        source.results.add(number)
+        if number not in self._index and number >= self._forgotten:
+            self._index[number] = exchange, part, begun
+            self._numbers[exchange, part] = number
+            self._contents[number] = _Content(nbytes)
+
+    def _hear_view(
+        self, number: int, members: Sequence[int], newest: Sequence[int], changes: Sequence[Any]
+    ) -> None:
+        """Goes on in a view that members tell of: results that it does not hold are made again."""
+        if number <= self._view:
+            return
+        self._view = number
+        self._take_changes(changes)
+        for rank in self._sources.keys() - set(members):
+            self.drop(rank)
+        base, *later = newest
+        lost = [each for each in self._index if each > base and each not in later]
+        if any(each in self.followed for each in lost):
+            self._restart("a result that this replica has followed is made again")
+            self._want()
+            return
+        for each in lost:
+            exchange, part, _ = self._index.pop(each)
+            self._numbers.pop((exchange, part), None)
+            self._contents.pop(each, None)
+            self.results.pop(each, None)
+            for source in self._sources.values():
+                source.results.discard(each)
+                source.asked = {asked: told for asked, told in source.asked.items() if asked[0] != each}
+
+    def drop(self, rank: int) -> None:
+        """Goes on without a member."""
+        self._release(rank)
+        if self._sources.pop(rank, None) is None:
+            return
+        if self._sources:
+            self._choose()
+            self._request()
+        else:
+            self._want()
+        self._wake()
+
+    def _release(self, rank: int) -> None:
+        """Has others asked for what a member was asked for."""
+        source = self._sources.get(rank)
+        for (name, begin), (nbytes, _) in {} if source is None else source.asked.items():
+            content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
+            if content is not None:
+                content.ranges.insert(0, (begin, begin + nbytes))
+
+    def _choose(self) -> None:
+        """Chooses a snapshot that is offered; where the replica follows another one, it begins anew."""
+        if self._has_giver:
+            return
+        if self._step is not None:
+            self._restart("no member is left that offers this state of the run")
+            self._want()
+            return
+        self._chosen = max(self._sources.values(), key=lambda source: source.step)
+        self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
+        for digest, nbytes in self._chosen.parts.items():
+            self._parts.setdefault(digest, _Content(nbytes))
+
+    # --- fetching ---------------------------------------------------------------------------------------------------
+
+    def _request(self) -> None:
+        """Asks members for the next pieces, as many as their windows have room for."""
+        if self._chosen is None:
+            return
+        wanted: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
+        if self._is_complete():
+            wanted = sorted(self._contents.items())
+        wanted = [(name, content) for name, content in wanted if content.ranges]
+        least = min(self._contents, default=max(self._index, default=0) + 1)
+        for rank, source in sorted(self._sources.items()):
+            for name, content in wanted:
+                holds = name in source.parts if isinstance(name, str) else name in source.results
+                while holds and content.ranges and source.room_nbytes > 0:
+                    most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
+                    begin, nbytes = content.next_piece(most_nbytes)
+                    source.asked[name, begin] = nbytes, self._runtime.now()
+                    text = json.dumps([least, name, begin, nbytes]).encode()
+                    self._comm.send(text_payload(text), rank, _REQUESTS, -1)
+
+    def take(self, rank: int, head: bytes, piece: Tensor) -> None:
+        """Takes a piece that a member has sent; errors as in :meth:`hear`."""
+        name, begin = json.loads(head)
+        source = self._sources.get(rank)
+        nbytes, asked_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
+        content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
+        if source is None or content is None or nbytes < 0:
+            return
+        if len(piece) != nbytes:
+            raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
+        source.note_answer(nbytes, self._runtime.now() - asked_s)
+        content.put(begin, piece)
+        if not content.missing_nbytes and isinstance(name, int):
+            self.results[name] = unpack_tensors(content.data)
+            del self._contents[name]
+            self._fetched += 1
+            self._give_results()
+            self._look_at_backlog()
+        self._request()
+        self._wake()
+
+    def _give_results(self) -> None:
+        """Gives exchanges their results that are here."""
+        for key, logged in list(self._waiting.items()):
+            number = self._numbers.get(key)
+            if number in self.results:
+                del self._waiting[key]
+                logged.number = number
+                self.followed[number] = logged
+                logged.result.set(
+                    logged.values.unpack(tuple(tensor.clone() for tensor in self.results[number]))
+                )
+
+    def _look_at_backlog(self) -> None:
+        """Asks to be admitted where what is lacking gets no less: the others then wait for the rest."""
+        if self._step is None or self._fetched < self._round:
+            return
+        backlog = sum(begun >= self._step for _, _, begun in self._index.values())
+        if self._round and backlog > 0.8 * self._round:
+            self._ask_once()
+        self._round, self._fetched = backlog, 0
