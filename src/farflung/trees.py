@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from farflung.types import CodecState, Payload, State
 
-__all__ = ["keys_of", "only_seeds", "rebuilt", "shares_memory", "unshared"]
+__all__ = [
+    "keys_of",
+    "only_seeds",
+    "pack_tensors",
+    "rebuilt",
+    "shares_memory",
+    "unpack_tensors",
+    "unshared",
+]
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rebuilt(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
@@ -45,3 +59,44 @@ def keys_of(tree: State, prefix: str = "") -> set[str]:
     return keys.union(
         *(keys_of(node, f"{prefix}{key}.") for key, node in tree.items() if isinstance(node, dict))
     )
+
+
+def pack_tensors(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns tensors as bytes; those that are mostly zeros by their other values, without a loss."""
+    heads: list[list[Any]] = []
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten()
+        head: list[Any] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), -1]
+        size = tensor.dtype.itemsize
+        if tensor.is_floating_point() and size in _BITS and len(flat) > 64:
+            places = flat.view(_BITS[size]).nonzero().flatten()
+            if len(places) * (4 + size) < flat.nbytes:
+                head[2] = len(places)
+                parts.append(places.to(torch.int32).view(torch.uint8))
+                flat = flat[places]
+        heads.append(head)
+        parts.append(flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8))
+    text = torch.frombuffer(bytearray(json.dumps(heads).encode()), dtype=torch.uint8)
+    length = torch.tensor([len(text)], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([length, text, *parts])
+
+
+def unpack_tensors(content: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors of :func:`pack_tensors`, as copies."""
+    first = 8 + int(content[:8].clone().view(torch.int64))
+    found = []
+
+    def take(count: int, dtype: torch.dtype) -> Tensor:
+        nonlocal first
+        first, begin = first + count * dtype.itemsize, first
+        return content[begin:first].clone().view(dtype)
+
+    for name, shape, count in json.loads(bytes(content[8:first].numpy())):
+        dtype, numel = getattr(torch, name), math.prod(shape)
+        if count < 0:
+            found.append(take(numel, dtype).view(shape))
+        else:
+            places = take(count, torch.int32).long()
+            found.append(torch.zeros(numel, dtype=dtype).index_put((places,), take(count, dtype)).view(shape))
+    return tuple(found)

@@ -23,7 +23,7 @@ from farflung.membership import Elastic, View
 from farflung.network import network_profile
 from farflung.recipes import RECIPES
 from farflung.replica import Replica
-from farflung.replica.checkpoint import to_bytes
+from farflung.replica.checkpoint import pack_tree
 from farflung.replica.in_flight import _packed, _unpacked
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
@@ -202,7 +202,7 @@ def check(ended: Ended) -> None:
         assert all(torch.equal(model[name], tensor) for name, tensor in first.items())
     assert len(ended.samples) == len(set(ended.losses)) == 1
     survivors = ended.survivors
-    shared = {to_bytes(replica._exchanges._slots.state_dict()[0]) for replica in survivors}
+    shared = {bytes(pack_tree(replica._exchanges._slots.state_dict()[0]).numpy()) for replica in survivors}
     assert len(shared) == 1, "states of the reducer that all share differ"
     elastic: Any = survivors[0].runtime.elastic
     sampler: Any = survivors[0].parts.sampler

@@ -29,12 +29,13 @@ from farflung.errors import (
 )
 from farflung.membership.among import Among, ViewChannel
 from farflung.membership.connections import PROBE, REPAIR_S, TAG, Connections, text_payload
-from farflung.membership.joining import NEWS, PIECES, Follower, Result, StateGiver, pack_tensors
+from farflung.membership.joining import NEWS, PIECES, Follower, Result, StateGiver
 from farflung.membership.member import Member
 from farflung.membership.messages import Malformed, Message, MessageCodec, Report
 from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending
+from farflung.trees import pack_tensors
 from farflung.types import Change, Payload, Runtime, Tag
 
 __all__ = ["Elastic"]
@@ -179,6 +180,8 @@ class Elastic:
         """The members that take samples, by the step from which on they do."""
         self._begins: dict[int, int] = {}
         """The first step of each member that has joined."""
+        self.given_nbytes = 0
+        """Bytes of the state, and of results, that this member was given before it began."""
         self._giver = StateGiver(runtime, self._view_news)
         self._follower = self._new_follower() if self.joins else None
         """Fetches the state of the run; ``None`` once this member has begun."""
@@ -304,7 +307,7 @@ class Elastic:
         """Return the ranks that begin at a step."""
         return [rank for rank in self.at(step).ranks if self._begins.get(rank, -1) == step]
 
-    async def offer(self, step: int, parts: Sequence[bytes]) -> None:
+    async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
         """Offer a snapshot of the state before a step to replicas that join.
 
         Args:
@@ -314,7 +317,7 @@ class Elastic:
         merged = [*self.taken, *(one for logged in self._log.values() for one in logged.drops)]
         await self._runtime.launch(self._offer(step, parts, self._started, set(map(id, merged))))
 
-    async def _offer(self, step: int, parts: Sequence[bytes], started: int, merged: set[int]) -> None:
+    async def _offer(self, step: int, parts: Sequence[Tensor], started: int, merged: set[int]) -> None:
         needed = [one for one in self._log.values() if id(one) not in merged and one.number <= started]
         begin_now = [rank for rank in self._joiners(step) if rank not in self._giver.ranks]
         ranks = {*self._giver.due(step), *begin_now}
@@ -391,7 +394,7 @@ class Elastic:
         for change in self.changes:
             self._begins.update(dict.fromkeys(change.joined, change.step))
 
-    async def given(self) -> list[bytes]:
+    async def given(self) -> list[Tensor]:
         """Wait for a snapshot of the state of the run, and return its parts; :meth:`follows` is next.
 
         Raises:
@@ -399,7 +402,7 @@ class Elastic:
         """
         return await self._runtime.launch(self._given())
 
-    async def _given(self) -> list[bytes]:
+    async def _given(self) -> list[Tensor]:
         if (ended := self._ended) is not None:
             raise ended
         assert self._follower is not None
@@ -433,6 +436,7 @@ class Elastic:
         """Take part from now on, with all that is whole."""
         follower, self._follower, self.joins, self._seeks = self._follower, None, False, False
         assert follower is not None
+        self.given_nbytes = follower.nbytes
         self._started = self._base = begins["started"]
         self._comm.auto = dict(begins["auto"])
         self._complete = dict(begins["complete"])

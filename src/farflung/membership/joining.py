@@ -22,18 +22,18 @@ from farflung.comm import Purpose
 from farflung.errors import StateOutdated, Suspended
 from farflung.membership.connections import as_bytes, text_payload
 from farflung.tasks import Pending
+from farflung.trees import unpack_tensors
 from farflung.types import Payload, Runtime, Tag
 
-__all__ = ["NEWS", "PIECES", "Follower", "Result", "StateGiver", "pack_tensors", "unpack_tensors"]
+__all__ = ["NEWS", "PIECES", "Follower", "Result", "StateGiver"]
 
 NEWS, PIECES, _REQUESTS = (Tag(Purpose.STATE.at(number)) for number in range(3))
 _PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 14, 1 << 20
-_QUEUE_S = 0.1
-"""For how long requests may wait in queues: where others use the link, fewer are made, so that these come first
-(as LEDBAT does, RFC 6817)."""
+_QUEUE_S = 0.05
+"""For how long answers may wait in queues: where others use the link, less is asked for, so that these come first (as
+LEDBAT does, RFC 6817)."""
 _BACKLOG_NBYTES = 1 << 23
 """The size of results that are always kept for a replica that follows."""
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Name: TypeAlias = "str | int"
 """Of what is fetched: the digest of a part of the snapshot, or the number of an exchange."""
@@ -47,7 +47,7 @@ class Result(NamedTuple):
       exchange: its number by purpose and step.
       part: which part it moves.
       begun: the last step that had begun when it started.
-      content: see :func:`pack_tensors`.
+      content: see :func:`farflung.trees.pack_tensors`.
     """
 
     number: int
@@ -55,47 +55,6 @@ class Result(NamedTuple):
     part: int
     begun: int
     content: Tensor
-
-
-def pack_tensors(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns tensors as bytes; those that are mostly zeros by their other values, without a loss."""
-    heads: list[list[Any]] = []
-    parts: list[Tensor] = []
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().flatten()
-        head: list[Any] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), -1]
-        size = tensor.dtype.itemsize
-        if tensor.is_floating_point() and size in _BITS and len(flat) > 64:
-            places = flat.view(_BITS[size]).nonzero().flatten()
-            if len(places) * (4 + size) < flat.nbytes:
-                head[2] = len(places)
-                parts.append(places.to(torch.int32).view(torch.uint8))
-                flat = flat[places]
-        heads.append(head)
-        parts.append(flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8))
-    head_text = as_bytes(json.dumps(heads).encode())
-    length = torch.tensor([len(head_text)], dtype=torch.int64).view(torch.uint8)
-    return torch.cat([length, head_text, *parts])
-
-
-def unpack_tensors(content: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors of :func:`pack_tensors`, as copies."""
-    first = 8 + int(content[:8].clone().view(torch.int64))
-    found = []
-
-    def take(count: int, dtype: torch.dtype) -> Tensor:
-        nonlocal first
-        first, begin = first + count * dtype.itemsize, first
-        return content[begin:first].clone().view(dtype)
-
-    for name, shape, count in json.loads(bytes(content[8:first].numpy())):
-        dtype, numel = getattr(torch, name), math.prod(shape)
-        if count < 0:
-            found.append(take(numel, dtype).view(shape))
-        else:
-            places = take(count, torch.int32).long()
-            found.append(torch.zeros(numel, dtype=dtype).index_put((places,), take(count, dtype)).view(shape))
-    return tuple(found)
 
 
 @dataclass(eq=False)
@@ -170,10 +129,10 @@ class StateGiver:
         return [rank for rank, (_, at) in tuple(self._wanted.items()) if at is not None and at <= step]
 
     def offer(
-        self, ranks: Iterable[int], step: int, parts: Sequence[bytes], needed: Collection[int], started: int
+        self, ranks: Iterable[int], step: int, parts: Sequence[Tensor], needed: Collection[int], started: int
     ) -> None:
         """Offers a snapshot to replicas; see :class:`_Offer`."""
-        content = {blake2b(part, digest_size=16).hexdigest(): as_bytes(part) for part in parts}
+        content = {blake2b(part.numpy(), digest_size=16).hexdigest(): part for part in parts}
         for rank in ranks:
             request, _ = self._wanted.pop(rank, (0, None))
             self._offers[rank] = _Offer(request, step, content, needed, started)
@@ -238,7 +197,7 @@ class StateGiver:
         self._comm.send(text_payload(json.dumps(news).encode()), rank, NEWS, -1)
 
     async def serve(self) -> None:
-        """Answers requests for pieces, behind all other messages."""
+        """Answers requests for pieces: behind all other messages, unless the others wait for the replica."""
         while True:
             rank, payload = await self._comm.recv_any(_REQUESTS, deadline_s=math.inf)
             with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
@@ -254,7 +213,8 @@ class StateGiver:
         content = offer.parts.get(name) if isinstance(name, str) else offer.results[name].content
         if content is not None and 0 <= begin < begin + nbytes <= content.nbytes:
             head = as_bytes(json.dumps([name, begin]).encode())
-            self._comm.send(Payload((head, content[begin : begin + nbytes])), rank, PIECES, 1)
+            priority = 1 if offer.begins is None else -1
+            self._comm.send(Payload((head, content[begin : begin + nbytes])), rank, PIECES, priority)
 
 
 class _Content:
@@ -317,7 +277,7 @@ class _Source:
         if seconds < self.least_s + _QUEUE_S:
             self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
         else:
-            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes * 3 // 4)
+            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes // 2)
 
 
 class Follower:
@@ -344,6 +304,8 @@ class Follower:
         self._parts: dict[str, _Content] = {}
         """Those of snapshots, by digest."""
         self._view = 0
+        self.nbytes = 0
+        """Of snapshots and results that have come."""
         self.request = 1
         """The number of the request for a snapshot."""
         self._ended: BaseException | None = None
@@ -376,14 +338,14 @@ class Follower:
 
     # --- for the replica --------------------------------------------------------------------------------------------
 
-    async def snapshot(self) -> list[bytes]:
+    async def snapshot(self) -> list[Tensor]:
         """Waits for a snapshot, and returns its parts."""
         self._again = None
         while not self._is_complete():
             await self._next_event()
         assert self._chosen is not None
         self._step = self._chosen.step
-        return [bytes(self._parts[digest].data.numpy()) for digest in self._chosen.parts]
+        return [self._parts[digest].data for digest in self._chosen.parts]
 
     async def follows(self, step: int) -> Mapping[str, Any] | None:
         """Waits until a step can be followed (``None``), or for what is told of the step where this replica begins."""
@@ -607,6 +569,7 @@ class Follower:
             raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
         source.note_answer(nbytes, self._runtime.now() - asked_s)
         content.put(begin, piece)
+        self.nbytes += nbytes
         if not content.missing_nbytes and isinstance(name, int):
             self.results[name] = unpack_tensors(content.data)
             del self._contents[name]

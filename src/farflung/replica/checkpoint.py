@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from farflung.errors import CheckpointError
 from farflung.files import json_of, reading, write_whole, writing
 from farflung.replica.optimizers import kind_of
+from farflung.trees import pack_tensors, unpack_tensors
 from farflung.types import Json, SampleIds, State
 
 __all__ = [
@@ -34,11 +34,11 @@ __all__ = [
     "check_optimizer_kind",
     "check_share",
     "fingerprint",
-    "from_bytes",
     "load_tree",
+    "pack_tree",
     "save_tree",
     "share_name",
-    "to_bytes",
+    "unpack_tree",
 ]
 
 _META = "farflung"
@@ -101,34 +101,44 @@ def load_tree(path: Path) -> State:
                 flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(str(error)) from None
-        tree: State = {}
-        for name, leaf in {**flat, **about["values"]}.items():
-            *folders, last = name.split("/")
-            node = tree
-            for folder in folders:
-                node = node.setdefault(_unescape(folder), {})
-            node[_unescape(last)] = leaf
-    return tree
+        return _grown({**flat, **about["values"]})
 
 
-def to_bytes(tree: State) -> bytes:
-    """What :func:`save_tree` would write."""
-    with tempfile.TemporaryDirectory(prefix="farflung-") as folder:
-        path = Path(folder, "tree")
-        save_tree(path, tree)
-        return path.read_bytes()
+def pack_tree(tree: State) -> Tensor:
+    """Returns nested dicts as bytes; see :func:`save_tree`."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Json] = {}
+    _flatten(tree, "", tensors, values)
+    about = json.dumps({"format": FORMAT, "values": values, "tensors": [*tensors]}).encode()
+    return pack_tensors(
+        [torch.frombuffer(bytearray(about), dtype=torch.uint8), *(t.cpu() for t in tensors.values())]
+    )
 
 
-def from_bytes(content: bytes) -> State:
-    """The tree of :func:`to_bytes`.
+def unpack_tree(content: Tensor) -> State:
+    """Returns the tree of :func:`pack_tree`.
 
     Raises:
-      CheckpointError: damaged, or of another version.
+      CheckpointError: of another version, or something else.
     """
-    with tempfile.TemporaryDirectory(prefix="farflung-") as folder:
-        path = Path(folder, "state of the run")
-        path.write_bytes(content)
-        return load_tree(path)
+    with reading(Path("the state of the run"), "damaged", CheckpointError):
+        text, *tensors = unpack_tensors(content)
+        about = json.loads(bytes(text.numpy()))
+        if about["format"] != FORMAT:
+            raise CheckpointError(f"the state of the run has format {about['format']}, not {FORMAT}")
+        return _grown({**dict(zip(about["tensors"], tensors, strict=True)), **about["values"]})
+
+
+def _grown(leaves: Mapping[str, Any]) -> State:
+    """Returns the nested dicts whose leaves have paths as names."""
+    tree: State = {}
+    for name, leaf in leaves.items():
+        *folders, last = name.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(_unescape(folder), {})
+        node[_unescape(last)] = leaf
+    return tree
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

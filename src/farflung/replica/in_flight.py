@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
-from farflung.replica.checkpoint import from_bytes, to_bytes
+from farflung.replica.checkpoint import pack_tree, unpack_tree
 from farflung.replica.slots import Slots, buckets_of
 from farflung.replica.unused import Places, PlacesByBucket
 from farflung.tasks import Pending, done
@@ -272,14 +272,14 @@ def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
     result = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.rider
     if not reduced.taught:
         return result
-    return *result, torch.frombuffer(bytearray(to_bytes(reduced.taught)), dtype=torch.uint8)
+    return *result, pack_tree(reduced.taught)
 
 
 def _unpacked(tensors: tuple[Tensor, ...]) -> Reduced:
     mean, weight, rider, *taught = tensors
     if not taught:
         return Reduced(mean, float(weight), rider)
-    shared = from_bytes(bytes(taught[0].numpy()))
+    shared = unpack_tree(taught[0])
 
     def learn(now: CodecState) -> CodecState:
         return CodecState({**now.shared, **shared}, now.local)

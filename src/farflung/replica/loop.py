@@ -18,7 +18,7 @@ from farflung.errors import ConfigError, StateOutdated
 from farflung.files import deciding
 from farflung.replica.averaging import sum_everywhere
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints, from_bytes, to_bytes
+from farflung.replica.checkpoint import Checkpoints, pack_tree, unpack_tree
 from farflung.replica.drawing import Drawing
 from farflung.replica.evaluation import Score, averaged, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
@@ -446,20 +446,32 @@ class Replica:
 
     async def _join(self) -> None:
         """Follows the run from a snapshot of its state up to the step that this replica begins at."""
-        elastic, begins = self.runtime.elastic, False
+        elastic, begins, first, begin = self.runtime.elastic, False, 0, self.runtime.now()
         assert elastic is not None
         while not begins:
             with suppress(StateOutdated):
-                shared, optimizer, own = map(from_bytes, await elastic.given())
+                shared, optimizer, own = map(unpack_tree, await elastic.given())
                 shared["step"] = own.pop("step")
+                shared["model"] = {**self.model.state_dict(), **shared["model"]}
                 self._keeping.take_over(
                     shared, {**optimizer, **own}, "the state of the run", self._go_on_from
                 )
                 self._exchanges.joined()
+                first, given = self.step_done, self.runtime.now()
                 while await elastic.follows(self.step_done):
                     await self._follow(elastic)
                 begins = True
         self._exchanges.joined()
+        now = self.runtime.now()
+        self.telemetry.emit(
+            "joined",
+            t=now,
+            step=self.step_done,
+            duration_s=now - begin,
+            state_s=given - begin,
+            followed=self.step_done - first,
+            nbytes=elastic.given_nbytes,
+        )
 
     async def _follow(self, elastic: Elastic) -> None:
         """Carries out a step by the results of its exchanges, to which this replica gives nothing."""
@@ -492,9 +504,11 @@ class Replica:
         own["parameters"] = {}
         own["exchanges"] = {**own["exchanges"], "slots": {}, "votes": {}, "said": {}}
         own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
+        common = self._exchanges.common() or {}  # which is among the state of exchanges too
+        shared["model"] = {name: t for name, t in shared["model"].items() if name not in common}
         own["step"] = shared.pop("step")  # in blocks of local steps, replicas have the rest in common
         optimizer = {"optimizer": own.pop("optimizer")}
-        await elastic.offer(step, [to_bytes(part) for part in (shared, optimizer, own)])
+        await elastic.offer(step, [pack_tree(part) for part in (shared, optimizer, own)])
 
     async def flush(self) -> None:
         """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.

@@ -410,6 +410,8 @@ class Elastic(Protocol):
     """The last step that has begun here."""
     changes: list[Change]
     """The members that take samples, by the step from which on they do."""
+    given_nbytes: int
+    """Bytes of the state, and of results, that this replica was given before it began."""
     interrupted: Pending[None]
     """Fails once this replica has left, the run has ended here, or it goes on without this replica; another one then
     stands for the next membership."""
@@ -470,11 +472,11 @@ class Elastic(Protocol):
         """Notes that a step begins; returns True if a snapshot of the state before it is to be offered."""
         ...
 
-    async def offer(self, step: int, parts: Sequence[bytes]) -> None:
+    async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
         """Offers a snapshot of the state before a step to replicas that join."""
         ...
 
-    async def given(self) -> list[bytes]:
+    async def given(self) -> list[Tensor]:
         """Waits for a snapshot of the state of the run, and returns its parts."""
         ...
 
