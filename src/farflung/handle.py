@@ -271,7 +271,9 @@ def attach(
         exchanges.goes_with(optimizer)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating, profile)
+        handle = Handle(
+            model, optimizer, runtime, buckets, exchanges, collective, show, accumulating, profile
+        )
         handle.start()
         if elastic and size > 1:
             from farflung.membership import Page
@@ -920,9 +922,7 @@ class Handle:
         ]
         src = int(total.argmax())
         self._runtime.drive(
-            broadcast(
-                self._runtime, tensors, number, src=src, part=1, purpose=purpose, network=self._network
-            )
+            broadcast(self._runtime, tensors, number, src=src, part=1, purpose=purpose, network=self._network)
         )
         return int(total[src])
 
