@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from farflung.comm.collectives.auto import WORTH_A_DELAY_NBYTES
@@ -40,7 +40,7 @@ def choose_trees(size: int, src: int, nbytes: int, profile: NetworkProfile | Non
         return fans
     from farflung.network.costs import broadcast_s
 
-    chain: Sequence[Tree] = [dict(zip(others, [src, *others], strict=False))]
+    chain: list[Tree] = [dict(zip(others, [src, *others], strict=False))]
     nodes = profile.for_nodes(size)
     is_faster = broadcast_s(nodes, chain, nbytes) < broadcast_s(nodes, fans, nbytes) * (1 - 1e-9)
-    return list(chain if is_faster else fans)
+    return chain if is_faster else fans
