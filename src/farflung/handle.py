@@ -271,7 +271,9 @@ def attach(
         exchanges.goes_with(optimizer)
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
-        handle = Handle(model, optimizer, runtime, buckets, exchanges, collective, show, accumulating)
+        handle = Handle(
+            model, optimizer, runtime, buckets, exchanges, collective, show, accumulating, profile
+        )
         handle.start()
         if elastic and size > 1:
             from farflung.membership import Page
@@ -305,6 +307,7 @@ class Handle:
         collective: str,
         show: Sink | None = None,
         accumulating: Callable[[], bool] = lambda: False,
+        network: NetworkProfile | None = None,
     ) -> None:
         self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
@@ -315,6 +318,7 @@ class Handle:
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
         self._syncing, self._accumulating = True, accumulating
+        self._network = network
         self._weight = 1.0
         self.is_finished = False
         """Whether :meth:`finish`, :meth:`leave` or an error has ended what :func:`attach` began."""
@@ -421,7 +425,8 @@ class Handle:
         _attached.append(self)
         tensors = [*self._model.parameters(), *self._model.buffers()]
         indices = self._runtime.drive(unlike(self._runtime, tensors, 0, purpose=Purpose.START))
-        self._runtime.drive(broadcast(self._runtime, [tensors[index] for index in indices], 0))
+        unequal = [tensors[index] for index in indices]
+        self._runtime.drive(broadcast(self._runtime, unequal, 0, network=self._network))
         self._exchanges.restart()
         self._told_s = self._runtime.now()
         if self._telemetry is not None:
@@ -916,7 +921,9 @@ class Handle:
             if isinstance(value, Tensor)
         ]
         src = int(total.argmax())
-        self._runtime.drive(broadcast(self._runtime, tensors, number, src=src, part=1, purpose=purpose))
+        self._runtime.drive(
+            broadcast(self._runtime, tensors, number, src=src, part=1, purpose=purpose, network=self._network)
+        )
         return int(total[src])
 
     def _flush(self) -> None:

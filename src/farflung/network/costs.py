@@ -7,7 +7,8 @@ simulator. Latencies count by their mean, traces by theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from farflung.network.profile import NetworkProfile
     from farflung.network.wiring import Bundle, Group
 
-__all__ = ["Cost", "gather_s", "owners_s", "pieces_of", "ring_s"]
+__all__ = ["Cost", "broadcast_s", "gather_s", "owners_s", "pieces_of", "ring_s"]
 
 Cost: TypeAlias = "Callable[[NetworkProfile, int, int], float]"
 """Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the side vector."""
@@ -147,6 +148,33 @@ def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     bundles = mesh(groups)
     longest, _ = _delays(profile, groups, bundles, bundles)
     return longest + max(loads_s(profile, groups, bundles, nbytes + side_nbytes).values(), default=0.0)
+
+
+def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nbytes: int) -> float:
+    """Models a broadcast in small pieces, in seconds: the longest way down plus the busiest capacity's transfer time.
+
+    Args:
+      profile: with its number of nodes.
+      trees: the parent of each node but the source, parents first; each carries an equal part.
+      nbytes: of all that the source has.
+    """
+    from farflung.network.link import mean_capacity
+    from farflung.network.wiring import Wiring
+
+    wiring = Wiring(profile)
+    loads: Counter[int] = Counter()
+    delays = [0.0]
+    for tree in trees:
+        delay: dict[int, float] = {}
+        for node, parent in tree.items():
+            path = wiring.path(parent, node)
+            delay[node] = delay.get(parent, 0.0) + path.latency_s
+            for use in path.uses:
+                loads[use.resource] += use.times
+        delays += delay.values()
+    each = 8 * nbytes / len(trees)
+    busiest = (each * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
+    return max(delays) + max(busiest, default=0.0)
 
 
 def _size(profile: NetworkProfile) -> int:

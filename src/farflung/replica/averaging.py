@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Values, start
+from farflung.comm.broadcasts import Tree, choose_trees
 from farflung.comm.wire import supports_dtype
 from farflung.types import Payload, Runtime
+
+if TYPE_CHECKING:
+    from farflung.network import NetworkProfile
 
 __all__ = [
     "average",
@@ -29,7 +34,11 @@ _NOTHING = torch.empty(0)
 _MESSAGE_PARTS = 128
 """Most tensors in a message; there can be no more than 255."""
 _MESSAGE_NBYTES = 4 << 20
-"""Most bytes in a message, but for one row of a tensor."""
+"""Most bytes in a message."""
+_LEAST_NBYTES = 1 << 12
+"""Bytes for which a message is not made smaller."""
+_FEWEST_MESSAGES = 16
+"""Messages for each rank in a broadcast, of which all wait for the last one to be passed on."""
 _GROUPS = 16
 """Sums in a sketch of a model."""
 _HASHED_NUMEL = 1 << 18
@@ -160,43 +169,71 @@ async def broadcast(
     src: int = 0,
     part: int = 0,
     purpose: Purpose = Purpose.START,
+    network: NetworkProfile | None = None,
 ) -> None:
     """Overwrites ``tensors`` with those of rank ``src``; all have as many, of the same shapes.
 
-    They leave in messages of bounded size, one after the other, so that copies of few are held at a time.
+    They go down trees in small messages, so that no rank sends much more than their bytes once, and few copies are
+    held at a time; see :func:`farflung.comm.broadcasts.choose_trees`.
+
+    Args:
+      runtime: the world.
+      tensors: of this replica.
+      number: of the exchange; alike on all ranks.
+      src: the rank whose tensors all get.
+      part: of the exchange.
+      purpose: of the messages.
+      network: its profile, alike on all ranks; ``None``: it is not known.
     """
-    kept = [piece for tensor in tensors for piece in _cut_by_size(tensor.detach())]
+    kept = [tensor.detach() for tensor in tensors]
     channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
-    others = [rank for rank in range(channel.size) if rank != src]
+    nbytes = sum(tensor.nbytes for tensor in kept)
+    most = min(max(nbytes // (_FEWEST_MESSAGES * channel.size), _LEAST_NBYTES), _MESSAGE_NBYTES)
+    pieces = [piece for tensor in kept for piece in _cut_by_size(tensor, most)]
+    trees = choose_trees(channel.size, src, nbytes, network)
+    shares: list[list[tuple[int, list[Tensor]]]] = [[] for _ in trees]
+    loads = [0] * len(trees)
+    for hop, message in enumerate(_group_by_size(pieces, most)):
+        least = loads.index(min(loads))
+        shares[least].append((hop, message))
+        loads[least] += sum(tensor.nbytes for tensor in message)
 
-    async def exchange() -> None:
-        for hop, message in enumerate(_group_by_size(kept)):
-            if channel.rank == src:
-                copies = Payload(tuple(_to_wire(tensor) for tensor in message))
-                for sent in [channel.send(copies, rank, hop) for rank in others]:
-                    await sent
-                continue
-            payload = await channel.recv(src, hop)
-            for tensor, value in zip(message, payload.tensors(), strict=True):
-                _from_wire(value, tensor)
+    async def pass_down(tree: Tree, share: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
+        parent = tree.get(channel.rank)
+        children = [rank for rank in tree if tree[rank] == channel.rank]
+        for hop, message in share:
+            if parent is None:
+                payload = Payload(tuple(_to_wire(tensor) for tensor in message))
+            else:
+                payload = await channel.recv(parent, hop)
+            for sent in [channel.send(payload, child, hop) for child in children]:
+                await sent
+            if parent is not None:
+                for tensor, value in zip(message, payload.tensors(), strict=True):
+                    _from_wire(value, tensor)
 
-    await runtime.launch(exchange())
+    running = [runtime.launch(pass_down(tree, share)) for tree, share in zip(trees, shares, strict=True)]
+    while running:  # the first that fails tells why
+        await running.pop(await runtime.first_of(*running))
 
 
-def _cut_by_size(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns views of a tensor that is larger than a message, as its shape and type say, or the tensor."""
-    if tensor.nbytes <= _MESSAGE_NBYTES or not tensor.dim():
+def _cut_by_size(tensor: Tensor, most: int) -> Sequence[Tensor]:
+    """Returns views of at most so many bytes, or one element, as the tensor's shape and type say, or the tensor."""
+    if tensor.nbytes <= most or not tensor.dim():
         return (tensor,)
-    pieces: Sequence[Tensor] = tensor.split(max(1, len(tensor) * _MESSAGE_NBYTES // tensor.nbytes))
+    rows = len(tensor) * most // tensor.nbytes
+    if not rows:
+        return [piece for row in tensor.unbind() for piece in _cut_by_size(row, most)]
+    pieces: Sequence[Tensor] = tensor.split(rows)
     return pieces
 
 
-def _group_by_size(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _group_by_size(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
     """Yields the tensors of each message, in order."""
     message: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
-        if message and (len(message) == _MESSAGE_PARTS or nbytes + tensor.nbytes > _MESSAGE_NBYTES):
+        if message and (len(message) == _MESSAGE_PARTS or nbytes + tensor.nbytes > most):
             yield message
             message, nbytes = [], 0
         message.append(tensor)
