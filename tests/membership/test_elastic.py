@@ -20,7 +20,7 @@ from farflung.comm import Purpose
 from farflung.errors import ConfigError, Left, RunLost
 from farflung.faults import Fault, FaultPlan
 from farflung.membership import Elastic, View
-from farflung.network import network_profile
+from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import RECIPES
 from farflung.replica import Replica
 from farflung.replica.checkpoint import pack_tree
@@ -64,6 +64,11 @@ class Squares(Quadratic):
     @override
     def model(self, generator: torch.Generator) -> nn.Module:
         return Square(next(super().model(generator).parameters()))
+
+
+def large() -> Quadratic:
+    """A model of 160 kB."""
+    return Quadratic(dim=40_000, samples=16, groups=2)
 
 
 class Noted(Uniform):
@@ -136,15 +141,24 @@ def run(
     steps: int = STEPS,
     deadline_s: float = DEADLINE_S,
     evaluate_every: int = 5,
+    network: NetworkProfile | None = None,
+    workload: str = "Squares",
+    seconds_per_sample: float = 0.001,
 ) -> Ended:
     config = SimulatedConfig.resolve(
-        {"workload": f"{__name__}:Squares", "workers": size, "steps": steps, "recipe": recipe, "seed": seed}
+        {
+            "workload": f"{__name__}:{workload}",
+            "workers": size,
+            "steps": steps,
+            "recipe": recipe,
+            "seed": seed,
+        }
         | {"evaluate_every": evaluate_every, "batch_size": 4}
     )
     world = VirtualWorld(
         size,
-        network=network_profile("wifi-10mbps"),
-        seconds_per_sample=0.001,
+        network=network or network_profile("wifi-10mbps"),
+        seconds_per_sample=seconds_per_sample,
         faults=faults,
         whole=False,
         count_evaluation=True,
@@ -522,7 +536,7 @@ def test_a_replica_joins(schedule: str, members: str) -> None:
 def test_one_that_is_connected_is_admitted_once_its_replica_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Elastic._given
 
-    async def late(self: Elastic) -> bytes:
+    async def late(self: Elastic) -> list[torch.Tensor]:
         await self._runtime.sleep_until(0.5)
         return await given(self)
 
@@ -549,24 +563,24 @@ def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None
 
 def test_batches_are_given_back_at_the_earliest_change_where_a_later_view_begins_at_an_earlier_step() -> None:
     """A member that alone holds exchanges is lost before it hands them over, after the view that counts on them."""
-    faults = FaultPlan().join(4, at_s=0.174).crash(2, at_s=0.368).crash(0, at_s=0.381)
+    faults = FaultPlan().join(4, at_s=0.115).crash(2, at_s=0.368).crash(0, at_s=0.389)
     for peer in (1, 3):
-        faults = faults.cut(0, peer, at_s=0.346, for_s=3.0, one_way=True)
+        faults = faults.cut(0, peer, at_s=0.326, for_s=3.0, one_way=True)
     ended = run(5, faults, "synchronous(schedule='delayed(delay=3)')")
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 3, 4]
     elastic: Any = ended.survivors[0].runtime.elastic
-    assert [change.step for change in elastic.changes] == [0, 9, 12, 10]
+    assert [change.step for change in elastic.changes] == [0, 10, 12, 9]
     check(ended)
 
 
 @pytest.mark.parametrize(
     ("schedule", "joined_s"),
-    [("synchronous", 0.637), ("pipelined(width=2)", 0.639), ("delayed(delay=3)", 0.639)],
+    [("synchronous", 0.632), ("delayed(delay=3)", 1.176)],
 )
 def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
     schedule: str, joined_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica's last results do not arrive at another one; it sends the state, which has them, and crashes."""
+    """A replica's last results do not arrive at another one; it gives them to one that joins, and crashes."""
     hand, handed = Elastic.hand, list[tuple[str, int]]()
 
     def noted(self: Elastic, view: View) -> None:
@@ -574,8 +588,9 @@ def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
         hand(self, view)
 
     monkeypatch.setattr(Elastic, "hand", noted)
-    for cut_ms in range(600, 640, 4):
-        faults = FaultPlan().join(2, at_s=0.2).cut(0, 1, at_s=cut_ms / 1000, for_s=3.0, one_way=True)
+    for before_ms in range(10, 30, 4):
+        cut_s = joined_s - before_ms / 1000
+        faults = FaultPlan().join(2, at_s=0.2).cut(0, 1, at_s=cut_s, for_s=3.0, one_way=True)
         ended = run(3, faults.crash(0, at_s=joined_s), f"synchronous(schedule='{schedule}')")
         assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 2]
         check(ended)

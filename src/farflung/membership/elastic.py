@@ -929,6 +929,8 @@ class Elastic:
                 self._connections.come(name)
                 self._in_background(self._ask(name))
                 self._giver.greet(int(name))
+                if self._follower is not None:
+                    self._follower.ask_again(int(name))
                 self._settle_soon()
 
     async def _watch(self) -> None:
@@ -938,6 +940,7 @@ class Elastic:
                 continue
             if self._follower is not None:
                 self._follower.drop(int(name))
+                self._connections.await_back([name])
                 self._in_background(self._miss())
             if int(name) in self._giver.ranks:
                 self._in_background(self._keep_offer(name))

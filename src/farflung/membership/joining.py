@@ -132,7 +132,7 @@ class StateGiver:
         self, ranks: Iterable[int], step: int, parts: Sequence[Tensor], needed: Collection[int], started: int
     ) -> None:
         """Offers a snapshot to replicas; see :class:`_Offer`."""
-        content = {blake2b(part.numpy(), digest_size=16).hexdigest(): part for part in parts}
+        content = {blake2b(memoryview(part.numpy()), digest_size=16).hexdigest(): part for part in parts}
         for rank in ranks:
             request, _ = self._wanted.pop(rank, (0, None))
             self._offers[rank] = _Offer(request, step, content, needed, started)
@@ -515,10 +515,17 @@ class Follower:
             self._want()
         self._wake()
 
+    def ask_again(self, rank: int) -> None:
+        """Asks anew for what a member was asked for, once it is connected again."""
+        self._release(rank)
+        self._request()
+
     def _release(self, rank: int) -> None:
-        """Has others asked for what a member was asked for."""
-        source = self._sources.get(rank)
-        for (name, begin), (nbytes, _) in {} if source is None else source.asked.items():
+        """Takes back what a member was asked for."""
+        if (source := self._sources.get(rank)) is None:
+            return
+        asked, source.asked = source.asked, {}
+        for (name, begin), (nbytes, _) in asked.items():
             content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
             if content is not None:
                 content.ranges.insert(0, (begin, begin + nbytes))

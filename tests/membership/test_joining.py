@@ -1,0 +1,168 @@
+"""How a replica joins a run that goes on: what it is given, how long that takes, and how the others fare meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflung.faults import FaultPlan
+from farflung.membership.connections import text_payload
+from farflung.membership.joining import NEWS, StateGiver
+from farflung.network import NetworkProfile, network_profile
+from farflung.trees import pack_tensors, unpack_tensors
+from tests.membership.test_elastic import Ended, check, run
+
+SPARSE = "codec='error_feedback(topk(density=0.01))'"
+BPS = 4e6
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> NetworkProfile:
+    file = tmp_path / "homes.toml"
+    file.write_text(
+        'name = "homes"\n[[site]]\nname = "homes"\ninside = { latency_s = 0.01 }\n'
+        f"up_bps = {BPS:g}\ndown_bps = {BPS:g}\n"
+    )
+    return network_profile(str(file))
+
+
+def joined(ended: Ended) -> dict[str, Any]:
+    event: Any
+    (event,) = (event for event in ended.events if event["event"] == "joined")
+    return dict(event)
+
+
+def slow_run(
+    homes: NetworkProfile, schedule: str, faults: FaultPlan, size: int = 3, steps: int = 80
+) -> Ended:
+    how: dict[str, Any] = {
+        "steps": steps,
+        "network": homes,
+        "workload": "large",
+        "evaluate_every": 0,
+        "seconds_per_sample": 0.05,
+    }
+    return run(size, faults, f"synchronous(schedule='{schedule}', {SPARSE})", **how)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "synchronous",
+        "pipelined(width=2)",
+        "delayed(delay=2)",
+        "local_sgd(sync_every=5)",
+        "diloco(sync_every=5)",
+    ],
+)
+def test_others_go_on_while_a_replica_is_given_the_state(schedule: str, homes: NetworkProfile) -> None:
+    ended = slow_run(homes, schedule, FaultPlan().join(2, at_s=0.3))
+    check(ended)
+    assert len(ended.models) == 3
+    event = joined(ended)
+    assert event["followed"] > 0
+    assert event["nbytes"] > 160_000
+    told: list[Any] = [one for one in ended.events if one["event"] == "step" and one["rank"] == 0]
+    steps = [one["duration_s"] for one in told]
+    # Under local steps, those that exchange are compared with each other.
+    steps = [step for step in steps if step > max(steps) / 3]
+    assert max(steps) <= 1.5 * statistics.median(steps), steps
+    # The snapshot is made at the end of a step.
+    assert event["state_s"] <= 1.3 * 8 * event["nbytes"] / BPS + steps[0]
+
+
+def test_a_cut_goes_on_where_it_was(homes: NetworkProfile) -> None:
+    plain = joined(slow_run(homes, "synchronous", FaultPlan().join(2, at_s=0.3)))
+    faults = FaultPlan().join(2, at_s=0.3)
+    for peer in (0, 1):
+        faults = faults.reset(2, peer, at_s=0.75)
+    ended = slow_run(homes, "synchronous", faults)
+    check(ended)
+    event = joined(ended)
+    assert event["state_s"] > plain["state_s"]
+    assert event["nbytes"] < 1.5 * plain["nbytes"]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkProfile) -> None:
+    plain = joined(slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4))
+    ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3).crash(lost, at_s=0.75), 4)
+    check(ended)
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == sorted({0, 1, 2, 3} - {lost})
+    assert joined(ended)["nbytes"] < 1.5 * plain["nbytes"]
+
+
+def test_one_that_is_too_far_behind_is_waited_for(
+    homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are longer than the state, and come faster than the link carries them."""
+    monkeypatch.setattr("farflung.membership.joining._BACKLOG_NBYTES", 0)
+    faults = FaultPlan().join(2, at_s=0.05).throttle(2, at_s=0.0, for_s=60.0, bandwidth_bps=2e5)
+    ended = run(3, faults, "synchronous", steps=200, network=homes, evaluate_every=0, deadline_s=20.0)
+    check(ended)
+    assert len(ended.models) == 3
+    assert joined(ended)["followed"] == 0
+
+
+@pytest.mark.parametrize(
+    "news",
+    ["[]", "no JSON", '{"offer": {}}', '{"offer": {"step": 1, "parts": [[1]], "needed": 0, "started": 0}}'],
+)
+def test_malformed_news_lose_their_sender(
+    news: str, homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = StateGiver._tell
+
+    def forged(self: StateGiver, rank: int, told: Any) -> None:
+        if self._comm.rank == 1:
+            self._comm.send(text_payload(news.encode()), rank, NEWS, -1)
+        else:
+            tell(self, rank, told)
+
+    monkeypatch.setattr(StateGiver, "_tell", forged)
+    ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4)
+    assert ended.error is None
+    joiner: Any = ended.replicas[3].runtime.elastic
+    assert joiner._connections.malformed == {"1"}
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(DTYPES),
+            st.lists(st.integers(0, 12), max_size=3),
+            st.integers(0, 99),
+            st.booleans(),
+        ),
+        max_size=4,
+    )
+)
+def test_packed_tensors_keep_their_bits(layouts: list[tuple[torch.dtype, list[int], int, bool]]) -> None:
+    tensors = []
+    for dtype, shape, seed, is_sparse in layouts:
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        if is_sparse:
+            drawn = torch.where(drawn.abs() > 2, drawn, torch.where(drawn > 1.5, torch.tensor(-0.0), 0.0))
+        tensors.append(drawn.to(dtype))
+    found = unpack_tensors(pack_tensors(tensors))
+    assert len(found) == len(tensors)
+    for tensor, one in zip(tensors, found, strict=True):
+        assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape)
+        assert bytes(one.flatten().view(torch.uint8).numpy()) == bytes(
+            tensor.flatten().view(torch.uint8).numpy()
+        )
+
+
+def test_what_is_mostly_zeros_takes_its_other_values() -> None:
+    tensor = torch.zeros(10_000)
+    tensor[[3, 5_000]] = torch.tensor([1.5, -0.0])
+    assert pack_tensors([tensor]).nbytes < 200
