@@ -842,9 +842,10 @@ class Elastic:
         while whole + 1 in newest:
             whole += 1
         done = max(step for number, step in self._complete.items() if number <= whole)
-        # Further steps need exchanges of the new view, so no member has begun them.
-        again = range(done + 1, done + 1 + self._reach)
         ranks = tuple(map(int, view.members))
+        # Further steps need exchanges of the new view, so no member has begun them; all members of it have by then.
+        begins = max((self._begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
+        again = range(done + 1, max(done + 1 + self._reach, begins))
         # A member that was lost before counts where steps are made again that a result of it was to complete.
         known = self._lost_batches()
         taken = {

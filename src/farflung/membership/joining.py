@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class StateGiver:
         self, ranks: Iterable[int], step: int, parts: Sequence[Tensor], needed: Collection[int], started: int
     ) -> None:
         """Offers a snapshot to replicas; see :class:`_Offer`."""
-        content = {blake2b(memoryview(part.numpy()), digest_size=16).hexdigest(): part for part in parts}
+        content = {blake2b(cast("Any", part.numpy()), digest_size=16).hexdigest(): part for part in parts}
         for rank in ranks:
             request, _ = self._wanted.pop(rank, (0, None))
             self._offers[rank] = _Offer(request, step, content, needed, started)
