@@ -345,7 +345,8 @@ class Elastic:
             "log": [one.number for one in log],
         }
         for rank in ranks:
-            self._giver.let_begin(rank, begins, map(_result, log))
+            if rank in self.members and self._begins.get(rank) == step:
+                self._giver.let_begin(rank, begins, map(_result, log))
 
     def _keep(self, logged: _Logged[Any]) -> None:
         """Keep a result for replicas that follow."""
@@ -798,6 +799,7 @@ class Elastic:
             return
         if view.number > self.changes[-1].view:
             self._change(before.members, view)
+        self._giver.close(int(name) for name in before.members if name not in view.members)
         self._giver.tell_view()
         self._plan_snapshots()
         if self._told is not None:

@@ -349,6 +349,8 @@ class Follower:
 
     async def follows(self, step: int) -> Mapping[str, Any] | None:
         """Waits until a step can be followed (``None``), or for what is told of the step where this replica begins."""
+        if (error := self._useless()) is not None:
+            raise error
         self._step = step
         self._forget()
         while True:
@@ -364,10 +366,7 @@ class Follower:
 
     def follow(self, logged: Any) -> None:
         """Gives an exchange its result once that is here."""
-        error = self._ended or self._again
-        if error is None and self._step is None:
-            error = Suspended("it was started before this replica was suspended")
-        if error is not None:
+        if (error := self._useless()) is not None:
             logged.result.fail(error)
             return
         self._waiting[logged.exchange, logged.part] = logged
@@ -377,6 +376,13 @@ class Follower:
         """Returns exchange and part of a result that is here."""
         exchange, part, _ = self._index[number]
         return exchange, part
+
+    def _useless(self) -> BaseException | None:
+        """Returns why a replica that follows cannot go on, if it cannot."""
+        error = self._ended or self._again
+        if error is None and self._step is None:
+            return Suspended("this replica was suspended while it followed the run")
+        return error
 
     def end(self, error: BaseException) -> None:
         """Ends all waits."""
