@@ -717,16 +717,21 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
     check(ended)
 
 
-def test_a_connection_that_breaks_again_and_again_is_not_made_again_directly() -> None:
-    """Five times within a minute it is."""
+@pytest.mark.parametrize(
+    ("size", "pair", "breaks"), [(2, (0, 1), 12), (3, (1, 2), 6), (3, (0, 2), 6), (5, (2, 4), 6)]
+)
+def test_a_pair_whose_connection_breaks_again_and_again_stays(
+    size: int, pair: tuple[int, int], breaks: int
+) -> None:
+    """From the sixth time within a minute on it is relayed, where a third reaches both."""
     plan = FaultPlan()
-    for number in range(8):
-        plan = plan.reset(1, 2, at_s=0.3 + 0.3 * number)
-    ended = run(3, plan, **{**LONG, "steps": 300, "deadline_s": 2.0})
+    for number in range(12):
+        plan = plan.reset(*pair, at_s=0.3 + 0.3 * number)
+    ended = run(size, plan, **{**LONG, "steps": 300, "deadline_s": 2.0})
     check(ended)
-    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1, 2]
-    elastic: Any = ended.replicas[1].runtime.elastic
-    assert len(elastic._connections._breaks["2"]) == 6
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == list(range(size))
+    elastic: Any = ended.replicas[pair[0]].runtime.elastic
+    assert [change.lost for change in elastic.changes] == [()] * (breaks + 1)
 
 
 def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.MonkeyPatch) -> None:
