@@ -131,6 +131,7 @@ class Elastic:
       reach: the most steps that a member begins after the last one whose exchanges are all there.
       members: the ranks that are there at the start; all when not given. One that is not among them asks to join.
       told: is told of the members of each new view, by seniority.
+      met: is told of the rank of each process that is connected after the start.
     """
 
     def __init__(
@@ -147,18 +148,19 @@ class Elastic:
         reach: int = 1,
         members: Sequence[int] | None = None,
         told: Callable[[Sequence[int]], None] | None = None,
+        met: Callable[[int], None] | None = None,
     ) -> None:
         comm = runtime.comm
         ranks = tuple(range(comm.size) if members is None else members)
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
-        self._reach, self._told = reach, told
+        self._reach, self._told, self._met = reach, told, met
         self._returns = returns and quorum != "1"
         self._page = page
         self._codec = MessageCodec(key)
         names = tuple(map(str, ranks))
-        self._view = View(1, names, (0,), (names,))
         self.joins = comm.rank not in ranks
         """Whether this member has yet to be given the state of the run."""
+        self._view = View(0 if self.joins else 1, names, (0,), (names,))
         first = None if self.joins else self._view
         self._member = Member(
             str(comm.rank), self, self._codec.certify, first, quorum=1 if quorum == "1" else "majority"
@@ -208,8 +210,8 @@ class Elastic:
         self._ended: FarflungError | None = None
         if comm.size > 1:
             self._in_background(self._listen())
+            self._in_background(self._welcome())  # first: all that has come before may be gone since
             self._in_background(self._watch())
-            self._in_background(self._welcome())
             self._in_background(self._attend())
 
     def _in_background(self, work: Coroutine[Pending[Any], None, None]) -> None:
@@ -236,6 +238,11 @@ class Elastic:
     def view_number(self) -> int:
         """The number of the newest view."""
         return self._view.number
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this member has, or had, the state of the run."""
+        return not self.joins or bool(self._suspensions)
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
@@ -684,8 +691,8 @@ class Elastic:
                 assert kept is not None
                 self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
-    def stop(self, reason: str) -> None:
-        self._ended = Left(reason) if self._member.left else RunLost(reason)
+    def stop(self, reason: str, error: RunLost | None = None) -> None:
+        self._ended = error or (Left(reason) if self._member.left else RunLost(reason))
         if self._leaves is not None:
             self._leaves.set(None) if self._member.left else self._leaves.fail(self._ended)
         for waited in (self._admitted, self._state, self.interrupted):
@@ -754,8 +761,16 @@ class Elastic:
                 self._connections.malformed.add(source)
                 self._member.lost(source)
             else:
+                if self.joins and isinstance(message, Report):
+                    self._hear_of(message.view)
                 self._member.hear(source, message)
         self._settle_soon()
+
+    def _hear_of(self, view: View) -> None:
+        """Hear of a view that has not admitted this member: its members are those to be reached from now on."""
+        if view.number > self._view.number and view.holders and self._member.name not in view.members:
+            self._view = view
+            self._known.update(view.members)
 
     def _ends_without(self) -> None:
         """End where another member has every result of the run."""
@@ -763,8 +778,11 @@ class Elastic:
         if self._last is not None:
             self._over = True
             self._last.result.set(())
+        elif not self.has_begun:
+            why = "the run has ended before this replica could begin"
+            self.stop(why, Left(why))
         elif self.joins or self._frozen:
-            self.stop("the run has ended before this replica could begin or return")
+            self.stop("the run has ended before this replica could return")
 
     def certified(self, text: bytes) -> None:
         """Hear the supervisor's certificate of another process; on the thread that carries exchanges."""
@@ -776,6 +794,8 @@ class Elastic:
             name = str(await self._comm.arrival())
             if name not in self._connections.malformed:
                 self._connections.come(name)
+                if self._met is not None:
+                    self._met(int(name))
                 self._in_background(self._ask(name))
                 self._settle_soon()
 
@@ -824,6 +844,11 @@ class Elastic:
         if self.joins and self._ended is None:
             lost = ", ".join(self._view.holders[0])
             self.stop(f"rank {self._member.name} cannot begin: members {lost} are lost or silent")
+
+    def cannot_reach(self, rank: int, error: RunLost) -> None:
+        """End a member that joins where it cannot reach one that has to admit it; on the thread of exchanges."""
+        if self.joins and self._ended is None and not self._admitted.done and str(rank) in self._view.members:
+            self.stop(str(error), error)
 
     def _settle_soon(self) -> None:
         """Let the member act once all that has arrived is heard."""
