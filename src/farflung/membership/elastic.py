@@ -131,7 +131,6 @@ class Elastic:
       reach: the most steps that a member begins after the last one whose exchanges are all there.
       members: the ranks that are there at the start; all when not given. One that is not among them asks to join.
       told: is told of the members of each new view, by seniority.
-      met: is told of the rank of each process that is connected after the start.
     """
 
     def __init__(
@@ -148,12 +147,13 @@ class Elastic:
         reach: int = 1,
         members: Sequence[int] | None = None,
         told: Callable[[Sequence[int]], None] | None = None,
-        met: Callable[[int], None] | None = None,
     ) -> None:
         comm = runtime.comm
         ranks = tuple(range(comm.size) if members is None else members)
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
-        self._reach, self._told, self._met = reach, told, met
+        self._reach, self._told = reach, told
+        self.met: Callable[[int], None] | None = None
+        """Is told of the rank of each process that is connected after the start."""
         self._returns = returns and quorum != "1"
         self._page = page
         self._codec = MessageCodec(key)
@@ -663,6 +663,8 @@ class Elastic:
         if self.joins:
             self._unseen.append(view)
             self._admitted.set(view)
+            if self._told is not None:
+                self._told(self.members)
             return
         if len(view.members) < self._least:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
@@ -794,8 +796,8 @@ class Elastic:
             name = str(await self._comm.arrival())
             if name not in self._connections.malformed:
                 self._connections.come(name)
-                if self._met is not None:
-                    self._met(int(name))
+                if self.met is not None:
+                    self.met(int(name))
                 self._in_background(self._ask(name))
                 self._settle_soon()
 

@@ -68,12 +68,11 @@ def elastic_on(
     """
     key = runtime.launch(_agreed_key(runtime, ranks)).wait() if guest is None else guest.key
     visits = _Visits(runtime, key, page, takes)
-    visits.elastic = Elastic(
-        runtime, key, page=page, members=ranks, told=visits.told, met=visits.introduce, **options
-    )
+    visits.elastic = elastic = Elastic(runtime, key, page=page, members=ranks, told=visits.told, **options)
+    elastic.met = visits.introduce
     if runtime.comm.size > 1:
         runtime.launch(visits.listen(guest))
-    return visits.elastic
+    return elastic
 
 
 async def _agreed_key(runtime: WallRuntime, ranks: Sequence[int]) -> bytes:
