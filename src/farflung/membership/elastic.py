@@ -422,6 +422,11 @@ class Elastic:
         self._runtime.launch(ask())
         return left
 
+    def end(self) -> None:
+        """End this member, whose process ends on an error; on the thread that carries exchanges."""
+        if not self._over and self._ended is None:
+            self._member.end()
+
     async def finish(self, steps: int) -> None:
         """Wait until all members have every result, after so many steps; no member is waited for any more."""
 

@@ -457,6 +457,10 @@ class Elastic(Protocol):
         """An exchange that was whole before this replica began and is to be merged yet; ``None``: there is none."""
         ...
 
+    def end(self) -> None:
+        """Tells the others that this replica's process ends on an error."""
+        ...
+
     def leave(self) -> Pending[None]:
         """Leaves the run, which goes on without this replica; completed when it has left."""
         ...

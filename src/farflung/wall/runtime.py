@@ -340,6 +340,8 @@ class WallRuntime:
         """
         self._aside.shutdown()
         self._staging.shutdown()  # payloads that are still being copied are sent before the leave
+        if error is not None and self.elastic is not None:
+            self._thread.soon(self.elastic.end)
         self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
         self._stop()
         if self._group is not None:
