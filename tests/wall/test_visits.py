@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from farflung.comm.visits import Access
 from farflung.errors import ConfigError, RunLost
-from farflung.wall import WallRuntime
+from farflung.wall import WallRuntime, visits
 from farflung.wall.visits import Guest, Takes, elastic_on
 from tests.helpers import PATIENCE_S, in_threads
 
@@ -120,7 +121,9 @@ def test_a_replica_does_not_wait_for_a_member_that_stands_still(run: Callable[[i
     one, goes_on = run(3), threading.Event()
     guest = one.guest()
     try:
-        elastic = one.come(once_told(guest, lambda: one.runtimes[2]._thread.soon(goes_on.wait)))
+        elastic = one.come(
+            once_told(guest, lambda: one.runtimes[2]._thread.soon(lambda: (goes_on.wait(), None)[1]))
+        )
         assert set(guest.members) <= {0, 1}
     finally:
         goes_on.set()
@@ -129,10 +132,14 @@ def test_a_replica_does_not_wait_for_a_member_that_stands_still(run: Callable[[i
 
 def test_two_replicas_join_at_once_by_different_members(run: Callable[[int], Run]) -> None:
     one = run(3)
+    for place, rank in zip(
+        one.access.addresses, (3, 4, 5), strict=True
+    ):  # as where the senior does not answer
+        assert one.access.ask(place, {"join": True}, PATIENCE_S)["rank"] == rank
     guests = [one.guest(address) for address in one.access.addresses[:2]]
-    assert [guest.rank for guest in guests] == [3, 4]
     found = in_threads(*(partial(one.come, guest) for guest in guests))
-    assert [one.admitted(elastic)[-1] in ("3", "4") for elastic in found] == [True, True]
+    for guest, elastic in zip(guests, found, strict=True):
+        assert str(guest.rank) in one.admitted(elastic)
 
 
 def test_a_replica_is_told_of_members_that_it_does_not_know(run: Callable[[int], Run]) -> None:
@@ -170,13 +177,29 @@ def test_other_members_are_asked_where_one_does_not_answer(run: Callable[[int], 
         Guest(one.access, one.access.addresses[:1])
 
 
-def test_one_that_joins_itself_gives_no_rank(run: Callable[[int], Run]) -> None:
+def test_one_that_joins_itself_is_asked_later(
+    run: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = run(2)
-    elastic = one.come(one.guest())
-    one.admitted(elastic)
-    place = one.runtimes[2].view.transport.me.where.removeprefix("tcp://")
-    with pytest.raises(ConfigError, match="takes no others"):
-        Guest(one.access, [place])
+    monkeypatch.setattr(one.members[0], "joins", True)
+    asked = list[float]()
+
+    def passes(seconds: float) -> None:
+        asked.append(seconds)
+        one.members[0].joins = False
+
+    monkeypatch.setattr(time, "sleep", passes)
+    assert one.guest(one.access.addresses[0]).rank == 2
+    assert len(asked) == 1
+
+
+def test_members_that_the_one_asked_does_not_reach_are_visited(
+    run: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = run(3)
+    monkeypatch.setattr(visits._Visits, "_tell", lambda *_: None)
+    guest = one.guest()
+    assert one.admitted(one.come(guest)) == ("0", "1", "2", str(guest.rank))
 
 
 def test_the_others_go_on_at_once_where_one_ends_on_an_error(run: Callable[[int], Run]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ __all__ = ["Guest", "Takes", "elastic_on"]
 _KEY, _GUEST = Tag(Purpose.VIEWS.at(1)), Tag(Purpose.VIEWS.at(2))
 VISIT_S = 10.0
 """How long a visit of a replica that joins may take."""
+LATER_S, _AGAIN_S = 60.0, 0.5
+"""For how long members are asked again that are to be admitted themselves, and how soon."""
+_INSISTS_S = 1.0, 8.0
+"""After how long a member that has not greeted is visited, doubled each time, and the most."""
 INVITED_S = 600.0
 """For how long a rank is kept for a replica that has asked for it and has yet to come."""
 
@@ -152,10 +157,12 @@ class _Visits:
             case {"certificate": str(text)}:
                 self.elastic.certified(text.encode())
                 return {}
-            case {"join": bool(here)}:
+            case {"join": bool(here)} if not self.elastic.joins:
                 return self._invite(here)
-            case {"peer": str(text)}:
+            case {"peer": str(text)} if not self.elastic.joins:
                 return self._welcome(Peer.from_json(text))
+            case {"join": bool()} | {"peer": str()}:
+                return {"later": "that replica is to be admitted itself"}
             case _:
                 raise ValueError("no question")
 
@@ -163,7 +170,6 @@ class _Visits:
         """Give a replica a rank, or name the member to ask for one: one alone gives ranks while it is there."""
         if self._takes is None:
             raise ConfigError("the run takes no others (--elastic MIN:MAX)")
-        self._check_begun()
         ranks, mine = self.elastic.members, self._runtime.comm.rank
         senior = self._runtime.peers.get(ranks[0])
         if not here and ranks[0] != mine and senior is not None and _place(senior):
@@ -183,10 +189,6 @@ class _Visits:
         ]
         return {"rank": rank, "addresses": addresses, "config": dict(self._takes.config)}
 
-    def _check_begun(self) -> None:
-        if self.elastic.joins or self._runtime.comm.rank not in self.elastic.members:
-            raise ConfigError("this replica is to be admitted itself: ask another")
-
     def _used(self) -> set[int]:
         """Return the ranks of all that are or were members, or have come to be."""
         return {rank for change in self.elastic.changes for rank in change.ranks} | self._met
@@ -194,8 +196,8 @@ class _Visits:
     def _welcome(self, peer: Peer) -> dict[str, Json]:
         """Admit a replica, and have all others do so."""
         runtime = self._runtime
-        self._check_begun()
-        if peer.rank in self._used() | self._guests.keys():
+        is_known = runtime.peers.get(peer.rank) == peer  # by another member
+        if not is_known and peer.rank in self._used() | self._guests.keys():
             return {"again": f"rank {peer.rank} was given to another replica meanwhile"}
         guests: list[Json] = [guest.to_json() for guest in self._guests.values()]
         self._admit(peer)
@@ -264,21 +266,31 @@ class Guest:
         self._addresses = list(dict.fromkeys([*map(str, addresses), *self._addresses]))
 
     def _ask(self, question: Mapping[str, Json]) -> dict[str, Any]:
-        """Ask members in turn until one answers, which is asked first from then on."""
-        refused: ConfigError | None = None
+        """Ask members in turn until one answers, which is asked first from then on; later again if one says so."""
+        until = time.monotonic() + LATER_S
+        while True:
+            answer, refused = self._ask_once(question)
+            if answer is not None:
+                return answer
+            if "later" not in refused or time.monotonic() >= until:
+                raise ConfigError(next(iter(refused.values()), "no address of a member is known"))
+            time.sleep(_AGAIN_S)
+
+    def _ask_once(self, question: Mapping[str, Json]) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """Return the first answer, or why there is none, by kind."""
+        reasons: dict[str, str] = {}
         for address in self._addresses:
             try:
                 answer = self._access.ask(address, question, VISIT_S)
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or str(error)
-                unheard = ConfigError(f"{address}: no run answers there that this key belongs to ({why})")
-                refused = refused or unheard
-            else:
-                if "refused" not in answer:
-                    self._prefer([address])
-                    return answer
-                refused = ConfigError(f"{address}: {answer['refused']}")
-        raise refused or ConfigError("no address of a member is known")
+                answer = {"unheard": f"no run answers there that this key belongs to ({why})"}
+            kind = next((kind for kind in ("refused", "later", "unheard") if kind in answer), None)
+            if kind is None:
+                self._prefer([address])
+                return answer, {}
+            reasons.setdefault(kind, f"{address}: {answer[kind]}")
+        return None, dict(sorted(reasons.items(), key=lambda item: item[0] != "refused"))
 
     def come(self, runtime: WallRuntime) -> None:
         """Tell the members of this replica; return when the first of them has greeted it, while others do yet.
@@ -303,6 +315,7 @@ class Guest:
 
     async def _meet(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
         met: Pending[None] = Pending()
+        runtime.launch(self._insist(runtime, peers))
         for peer in sorted(peers, key=lambda peer: (peer.address is None, peer.rank)):  # relays first
             self._greetings[peer.rank] = runtime.let_in(peer)
 
@@ -317,6 +330,23 @@ class Guest:
             greeted.on_done(greets)
         await met
         self.members = [rank for rank, one in self._greetings.items() if one.done and one.error is None]
+
+    async def _insist(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
+        """Visit members that do not greet: the one that was asked may not have reached them."""
+        question, wait_s = {"peer": runtime.view.transport.me.to_json()}, _INSISTS_S[0]
+        while True:
+            await runtime.sleep_until(runtime.now() + wait_s)
+            late = [peer for peer in peers if not self._greetings[peer.rank].done]
+            if not late:
+                return
+            wait_s = min(2 * wait_s, _INSISTS_S[1])
+            for peer in late:
+                if (place := _place(peer)) is not None:
+                    with suppress(OSError, ValueError):
+                        visit = partial(self._access.ask, place, question, wait_s)
+                        answer = await runtime.aside(visit)
+                        if "again" in answer and self._elastic is not None:
+                            self._elastic.cannot_reach(peer.rank, RunLost(answer["again"]))
 
     @property
     def has_begun(self) -> bool:
