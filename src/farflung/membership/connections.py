@@ -105,6 +105,7 @@ class Connections:
         """Take connected members for lost."""
         for name in sorted(self._member.connected.intersection(names)):
             self.silent.add(name)
+            self._dials.pop(name, None)
             self._member.lost(name)
             self._settle()
 
