@@ -464,6 +464,15 @@ def test_one_that_is_back_after_the_end_of_the_run_ends_by_name() -> None:
     assert elastic._runtime.now() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
 
 
+def test_one_whose_first_step_is_beyond_the_last_of_the_run_leaves() -> None:
+    ended = run(3, FaultPlan().join(2, at_step=STEPS - 1))
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1]
+    elastic: Any = ended.replicas[2].runtime.elastic
+    assert isinstance(elastic._ended, Left)
+    assert str(elastic._ended) == "the run has ended before this replica could begin"
+    check(ended)
+
+
 def test_one_that_is_busy_is_waited_for() -> None:
     """Its computation takes eight times the patience; its thread that carries exchanges answers meanwhile."""
     slow = FaultPlan().slow(1, factor=200.0, at_step=5, for_s=0.1)

@@ -174,7 +174,7 @@ class _Visits:
         senior = self._runtime.peers.get(ranks[0])
         if not here and ranks[0] != mine and senior is not None and _place(senior):
             return {"ask": _place(senior)}
-        now, kept = self._runtime.now(), self._used()
+        now, kept = self._runtime.now(), self._used() | self._guests.keys()
         kept |= {rank for rank, until in self._invited.items() if until > now}
         free = [rank for rank in range(self._takes.ranks) if rank not in kept]
         if not free:
