@@ -221,7 +221,7 @@ class Member:
         return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
     def end(self) -> None:
-        """Stop where this process ends for a reason of its own, and certify that (R9): nobody waits for it."""
+        """Stop where this process ends for a reason of its own, and certify that (R9): the others need not wait."""
         if not self.stopped:
             if self.view is not None and not self.frozen:
                 self._held = self._driver.freeze()
