@@ -60,6 +60,12 @@ def test_a_broken_connection_is_made_again(group: Callable[[int], Group]) -> Non
     assert [each.turned_away for each in members.transports] == [0, 0, 0]
 
 
+def test_a_member_whose_address_is_not_known_is_not_reached(group: Callable[[int], Group]) -> None:
+    """One that was suspended hears of members that have come meanwhile."""
+    made = group(2).comms[0].reconnect(7)
+    assert str(made.error) == "lost rank 7: its address is not known"
+
+
 def test_one_end_may_be_late(group: Callable[[int], Group]) -> None:
     members = group(2)
     cut(members, 0, 1)

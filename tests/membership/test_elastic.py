@@ -478,6 +478,15 @@ def test_one_that_is_back_after_the_end_of_the_run_ends_by_name() -> None:
     assert elastic._runtime.now() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
 
 
+def test_one_whose_first_step_is_beyond_the_last_of_the_run_leaves() -> None:
+    ended = run(3, FaultPlan().join(2, at_step=STEPS - 1))
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1]
+    elastic: Any = ended.replicas[2].runtime.elastic
+    assert isinstance(elastic._ended, Left)
+    assert str(elastic._ended) == "the run has ended before this replica could begin"
+    check(ended)
+
+
 def test_one_that_is_busy_is_waited_for() -> None:
     """Its computation takes eight times the patience; its thread that carries exchanges answers meanwhile."""
     slow = FaultPlan().slow(1, factor=200.0, at_step=5, for_s=0.1)
@@ -732,16 +741,21 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
     check(ended)
 
 
-def test_a_connection_that_breaks_again_and_again_is_not_made_again_directly() -> None:
-    """Five times within a minute it is."""
+@pytest.mark.parametrize(
+    ("size", "pair", "breaks"), [(2, (0, 1), 12), (3, (1, 2), 6), (3, (0, 2), 6), (5, (2, 4), 6)]
+)
+def test_a_pair_whose_connection_breaks_again_and_again_stays(
+    size: int, pair: tuple[int, int], breaks: int
+) -> None:
+    """From the sixth time within a minute on it is relayed, where a third reaches both."""
     plan = FaultPlan()
-    for number in range(8):
-        plan = plan.reset(1, 2, at_s=0.3 + 0.3 * number)
-    ended = run(3, plan, **{**LONG, "steps": 300, "deadline_s": 2.0})
+    for number in range(12):
+        plan = plan.reset(*pair, at_s=0.3 + 0.3 * number)
+    ended = run(size, plan, **{**LONG, "steps": 300, "deadline_s": 2.0})
     check(ended)
-    assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1, 2]
-    elastic: Any = ended.replicas[1].runtime.elastic
-    assert len(elastic._connections._breaks["2"]) == 6
+    assert [replica.runtime.comm.rank for replica in ended.survivors] == list(range(size))
+    elastic: Any = ended.replicas[pair[0]].runtime.elastic
+    assert [change.lost for change in elastic.changes] == [()] * (breaks + 1)
 
 
 def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,18 @@ def test_a_member_that_gives_up_counts_as_dead() -> None:
     assert script.members["b"].view == script.members["c"].view == View(2, ("b", "c"), (0,), (("b", "c"),))
 
 
+def test_one_that_ends_on_an_error_counts_as_dead() -> None:
+    """It certifies itself, so of two the junior goes on, where no process certifies the end of another."""
+    script = Script("ab")
+    script.held["a"] = (1,)
+    script.members["a"].end()
+    script.members["a"].end()
+    script.pass_on("ab")
+    script.until_quiet()
+    assert script.members["a"].stopped
+    assert script.members["b"].view == View(2, ("b",), (0,), (("b",),))
+
+
 def test_a_report_of_an_older_view_is_answered_though_no_connection_was_lost_here() -> None:
     script = Script("abc")
     for name, other in ("ac", "bc"):

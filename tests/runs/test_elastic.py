@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import farflung
 from farflung.cli.main import main
-from farflung.errors import RunLost
+from farflung.errors import ConfigError, Left, ProtocolError, RunLost
+from farflung.runs import RunOptions, joining
 from farflung.telemetry import Event, read_events
 from farflung.workloads.synthetic import Quadratic
 
@@ -331,3 +333,45 @@ def test_bad_options_are_one_line(options: str, says: str, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert says in said
     assert len(said.splitlines()) <= 2
+
+
+class Asked:
+    """Stands for a replica that has asked to join."""
+
+    addresses: ClassVar[list[str]] = ["127.0.0.1:1"]
+    host = "127.0.0.1"
+    config: ClassVar[dict[str, Any]] = {"workload": "synthetic/quadratic", "workers": 1, "elastic": "1:3"}
+
+    def __init__(self, rank: int, has_begun: bool = False) -> None:
+        self.rank, self.has_begun = rank, has_begun
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "error", "tries"),
+    [
+        (False, RunLost("rank 1 cannot begin: members 0 are lost or silent"), 3),
+        (True, RunLost("no agreement on view 3"), 1),
+        (False, Left("the run has ended before this replica could begin"), 1),
+        (False, ProtocolError("ranks disagree on model"), 1),
+    ],
+)
+def test_one_that_could_not_begin_asks_again(
+    has_begun: bool, error: RunLost, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def asks(*_: object) -> Any:
+        asked.append(len(asked) + 1)
+        if len(asked) > 3:
+            raise ConfigError("127.0.0.1:1: no run answers there")
+        return Asked(asked[-1], has_begun)
+
+    def fails(*_: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(joining, "_ask_for_rank", asks)
+    monkeypatch.setattr(joining, "join", fails)
+    (tmp_path / "run.key").touch()
+    with pytest.raises(type(error), match=str(error)):
+        joining.join_later(str(tmp_path), lambda rank: nullcontext(lambda event: None), RunOptions())
+    assert asked == list(range(1, tries + 1 + (tries > 1)))

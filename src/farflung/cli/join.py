@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import tyro
 
 from farflung.cli.options import ENDPOINT, endpoint_of, finish, with_options
 from farflung.cli.output import OutputOptions
-from farflung.telemetry import Sink
 
 __all__ = ["Join"]
 
@@ -36,11 +34,10 @@ class Join(OutputOptions):
         from farflung.runs import RunOptions, join_later
 
         options = RunOptions(out=self.out, device=self.device, endpoint=endpoint_of(self))
-        with ExitStack() as stack:
 
-            def show(rank: int) -> Sink:
-                return stack.enter_context(Progress(quiet=self.quiet or self.json, followed=rank))
+        def show(rank: int) -> Progress:
+            return Progress(quiet=self.quiet or self.json, followed=rank)
 
-            ended = join_later(self.where, show, options, self.key)
+        ended = join_later(self.where, show, options, self.key)
         finish(ended, as_json=self.json)
         return 0

@@ -13,7 +13,7 @@ from farflung.comm.routes import Routes
 from farflung.comm.transport import Listener, Transport
 from farflung.comm.wire import Unauthorized, WireError
 from farflung.errors import PeerLost, ProtocolError
-from farflung.tasks import Pending
+from farflung.tasks import Pending, failed
 from farflung.types import Json
 
 __all__ = ["ENDED", "Meeting"]
@@ -126,8 +126,11 @@ class Meeting(Listener):
             is as it was.
 
         Returns:
-          Done once it has greeted again; fails with :class:`PeerLost` where its process has ended.
+          Done once it has greeted again; fails with :class:`PeerLost` where its process has ended, or its address is
+          not known.
         """
+        if rank not in self._routes:
+            return failed(PeerLost(rank, "its address is not known"))
         if rank in self.present():
             self._give_up(rank)
         self._routes.detour(self.rank, rank, relay)

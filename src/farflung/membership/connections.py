@@ -26,7 +26,7 @@ PROBE = b"?"
 _DIAL_S, REPAIR_S = 1.5, 3.0
 """Seconds for which votes wait for a broken connection to be made again directly, and through a relay, at most."""
 _FLAPS, _FLAPS_S = 5, 60.0
-"""How often a member's connection may break within so many seconds before it is not made again directly."""
+"""How often a member's connection may break within so many seconds before a relay is preferred to it."""
 _AGAIN_S = 0.5
 """Seconds after which a connection that failed is tried again."""
 
@@ -67,7 +67,11 @@ class Connections:
         self._cuts: dict[frozenset[str], float] = {}
         """The pairs of members without a connection, and since when that is known here."""
         self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
-        """Connections of the view that are being made again, by member: the relay and when the connection is made."""
+        """Connections of the view that are being made again, by member: the relay and when the connection is made.
+
+        They stay while the view lasts: the news that the other end was cut off may arrive after the connection."""
+        self._dialled_in: View | None = None
+        """The view of these."""
         self._made: dict[str, Pending[None]] = {}
         """When the newest connection to each member that was connected before is made, unless it is through a relay."""
         self._breaks: dict[str, list[float]] = {}
@@ -101,6 +105,7 @@ class Connections:
         """Take connected members for lost."""
         for name in sorted(self._member.connected.intersection(names)):
             self.silent.add(name)
+            self._dials.pop(name, None)
             self._member.lost(name)
             self._settle()
 
@@ -172,7 +177,9 @@ class Connections:
             for seconds in (dial_s, repair_s):
                 self._runtime.launch(self._settle_in(seconds))
         self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
-        self._dials = {name: dial for name, dial in self._dials.items() if self._pair(name) in cuts}
+        if self._dialled_in is not self._view():
+            self._dialled_in = self._view()
+            self._dials = {name: dial for name, dial in self._dials.items() if self._pair(name) in cuts}
         waits = False
         for pair, since in self._cuts.items():
             relay = self._relay(pair)
@@ -184,7 +191,8 @@ class Connections:
                 ended = made is not None and through is None and made.error is not None
                 silent = name in self.silent  # it has been waited for
                 again = stranded and relay is None and self._returns if silent else now < since + dial_s
-                if (made is None or (silent and through is not None)) and again and not self._flaps(name):
+                again &= relay is None or not self._flaps(name)
+                if (made is None or (silent and through is not None)) and again:
                     through, made = None, self._reconnect(name, None)
                 dials = made is not None and through is None and not made.done and now < since + dial_s
                 dials &= not silent

@@ -162,13 +162,15 @@ class Elastic:
         ranks = tuple(range(comm.size) if members is None else members)
         self._runtime, self._comm, self._least, self._patience_s = runtime, comm, least, patience_s
         self._reach, self._told = reach, told
+        self.met: Callable[[int], None] | None = None
+        """Is told of the rank of each process that is connected after the start."""
         self._returns = returns and quorum != "1"
         self._page = page
         self._codec = MessageCodec(key)
         names = tuple(map(str, ranks))
-        self._view = View(1, names, (0,), (names,))
         self.joins = comm.rank not in ranks
         """Whether this member has yet to be given the state of the run."""
+        self._view = View(0 if self.joins else 1, names, (0,), (names,))
         first = None if self.joins else self._view
         self._member = Member(
             str(comm.rank), self, self._codec.certify, first, quorum=1 if quorum == "1" else "majority"
@@ -221,8 +223,8 @@ class Elastic:
         self._ended: FarflungError | None = None
         if comm.size > 1:
             self._in_background(self._listen())
+            self._in_background(self._welcome())  # first: all that has come before may be gone since
             self._in_background(self._watch())
-            self._in_background(self._welcome())
             self._in_background(self._attend())
             self._in_background(self._giver.serve())
             self._in_background(self._hear_news())
@@ -252,6 +254,11 @@ class Elastic:
     def view_number(self) -> int:
         """The number of the newest view."""
         return self._view.number
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this member has, or had, the state of the run."""
+        return not self.joins or bool(self._suspensions)
 
     def at(self, step: int) -> Change:
         """Return the change that is in force at a step."""
@@ -543,6 +550,11 @@ class Elastic:
         self._runtime.launch(ask())
         return left
 
+    def end(self) -> None:
+        """End this member, whose process ends on an error; on the thread that carries exchanges."""
+        if not self._over and self._ended is None:
+            self._member.end()
+
     async def finish(self, steps: int) -> None:
         """Wait until all members have every result, after so many steps; no member is waited for any more."""
 
@@ -793,6 +805,8 @@ class Elastic:
         self._connections.await_back(set(before.members).difference(view.members))
         if self.joins:
             self._unseen.append(view)
+            if self._told is not None:
+                self._told(self.members)
             return
         if len(view.members) < self._least:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
@@ -824,8 +838,8 @@ class Elastic:
                 assert kept is not None
                 self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
-    def stop(self, reason: str) -> None:
-        self._ended = Left(reason) if self._member.left else RunLost(reason)
+    def stop(self, reason: str, error: RunLost | None = None) -> None:
+        self._ended = error or (Left(reason) if self._member.left else RunLost(reason))
         if self._leaves is not None:
             self._leaves.set(None) if self._member.left else self._leaves.fail(self._ended)
         self.interrupted.fail(self._ended)
@@ -898,6 +912,8 @@ class Elastic:
             except Malformed:
                 self._lose_malformed(source)
             else:
+                if self.joins and isinstance(message, Report):
+                    self._hear_of(message.view)
                 self._member.hear(source, message)
         self._settle_soon()
 
@@ -911,14 +927,23 @@ class Elastic:
         else:
             self._giver.plan(*map(int, numbers))
 
+    def _hear_of(self, view: View) -> None:
+        """Hear of a view that has not admitted this member: its members are those to be reached from now on."""
+        if view.number > self._view.number and view.holders and self._member.name not in view.members:
+            self._view = view
+            self._known.update(view.members)
+
     def _ends_without(self) -> None:
         """End where another member has every result of the run."""
         self._others_ended = True
         if self._last is not None:
             self._over = True
             self._last.result.set(())
+        elif not self.has_begun:
+            why = "the run has ended before this replica could begin"
+            self.stop(why, Left(why))
         elif self.joins or self._frozen:
-            self.stop("the run has ended before this replica could begin or return")
+            self.stop("the run has ended before this replica could return")
 
     def certified(self, text: bytes) -> None:
         """Hear the supervisor's certificate of another process; on the thread that carries exchanges."""
@@ -930,6 +955,8 @@ class Elastic:
             name = str(await self._comm.arrival())
             if name not in self._connections.malformed:
                 self._connections.come(name)
+                if self.met is not None:
+                    self.met(int(name))
                 self._in_background(self._ask(name))
                 self._giver.greet(int(name))
                 if self._follower is not None:
@@ -992,6 +1019,12 @@ class Elastic:
         if self.joins and self._ended is None:
             lost = ", ".join(self._view.holders[0])
             self.stop(f"rank {self._member.name} cannot begin: members {lost} are lost or silent")
+
+    def cannot_reach(self, rank: int, error: RunLost) -> None:
+        """End a member that joins where it cannot reach one that has to admit it; on the thread of exchanges."""
+        members = self._view.members
+        if self.joins and self._ended is None and str(rank) in members and self._member.name not in members:
+            self.stop(str(error), error)
 
     def _settle_soon(self) -> None:
         """Let the member act once all that has arrived is heard."""

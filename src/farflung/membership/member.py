@@ -226,6 +226,13 @@ class Member:
         pairs = (frozenset((fact.member, fact.other)) for fact, count in self._know.items() if count % 2)
         return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
+    def end(self) -> None:
+        """Stop where this process ends for a reason of its own, and certify that (R9): the others need not wait."""
+        if not self.stopped:
+            if self.view is not None and not self.frozen:
+                self._held = self._driver.freeze()
+            self.give_up()
+
     def give_up(self) -> None:
         """Stop without an agreement, and tell so (R9): for a driver whose patience is over while the view ends."""
         if self.stopped or not (self.view is None or self.frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
@@ -10,7 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,7 +25,7 @@ from farflung.calibration import forward_flops
 from farflung.comm import collective_named
 from farflung.comm.visits import Access
 from farflung.devices import device_profile
-from farflung.errors import ConfigError, Left
+from farflung.errors import ConfigError, DeadlinePassed, Left, ProtocolError, RunLost
 from farflung.files import read_text, reading, write_json, write_whole
 from farflung.membership import Among, Elastic, Page
 from farflung.network import network_profile
@@ -51,6 +52,8 @@ KEY = "run.key"
 NETWORK = "FARFLUNG_NETWORK"
 """Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
 JOIN_S = 60.0
+_TRIES = 10
+"""How many times a replica that joins asks for a rank, where it could not begin with the one before."""
 _MEETING = "run"
 
 
@@ -124,7 +127,6 @@ def join(
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         telemetry.emit("hello", pid=os.getpid(), threads=threads, machine=system, versions=versions)
         store = None if guest else run.store or replace(env, size=max(size, config.ranks)).store(JOIN_S)
-        members = list(range(size)) if guest is None else guest.members
         runtime = WallRuntime(
             rank,
             config.ranks if config.elastic else size,
@@ -134,8 +136,8 @@ def join(
             endpoint=replace(options.endpoint.on(env.interface), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
-            members={*members, rank} if config.elastic else None,
-            come=guest.come if guest else None,
+            members=({rank} if guest else range(size)) if config.elastic else None,
+            come=(lambda me: [me]) if guest else None,
             kept_nbytes=math.inf if config.elastic else None,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
@@ -144,6 +146,8 @@ def join(
         )
         met = True
         try:
+            if guest is not None:
+                guest.come(runtime)
             checkpoints = files.checkpoints(rank, size, leader=leader, any_size=bool(config.elastic))
             make = partial(
                 make_replica,
@@ -175,7 +179,7 @@ def join(
                     takes = Takes(config.to_json(), config.ranks, partial(_publish, files.path / KEY))
                 elastic = runtime.elastic = elastic_on(
                     runtime,
-                    members,
+                    range(size) if guest is None else guest.members,
                     page=page,
                     takes=takes,
                     guest=guest,
@@ -243,8 +247,15 @@ def _publish(file: Path, access: Access) -> None:
     write_whole(file, write)
 
 
-def join_later(where: str, show: Callable[[int], Sink], options: RunOptions, key: Path | None = None) -> Run:
+def join_later(
+    where: str,
+    show: Callable[[int], AbstractContextManager[Sink]],
+    options: RunOptions,
+    key: Path | None = None,
+) -> Run:
     """Joins a run that goes on, as one more replica.
+
+    A replica that could not begin, because the members that it knew of are lost, asks again by itself.
 
     Args:
       where: the run's folder, on one of its machines; or host and port of any of its replicas.
@@ -254,7 +265,8 @@ def join_later(where: str, show: Callable[[int], Sink], options: RunOptions, key
 
     Raises:
       ConfigError: no run is there that takes others, or all its ranks are used.
-      RunLost: it has ended, or no view admits this replica.
+      Left: it has ended before this replica could begin.
+      RunLost: no view admits this replica.
     """
     folder = Path(where)
     here = folder.is_dir()
@@ -265,26 +277,39 @@ def join_later(where: str, show: Callable[[int], Sink], options: RunOptions, key
     file = key or folder / KEY
     if here and not file.exists():
         raise ConfigError(f"{where}: no run goes on there that others may join (--elastic MIN:MAX)")
-    with reading(file, "not the key of a run"):
-        access = Access.from_json(json.loads(read_text(file)))
-    guest = _guest(access, list(access.addresses) if here else [where])
+    guest = _ask_for_rank(file, [] if here else [where])
     config = RunConfig.resolve(guest.config)
-    env = LaunchEnv(
-        guest.rank,
-        config.ranks,
-        guest.rank if here else 0,
-        config.ranks if here else 1,
-        master=(guest.host, "0"),
-    )
     files = RunFolder(folder if here else Path(options.out or run_folder(config.title)))
     run = Prepared(config, files, options=options)
     with nullcontext() if here else run.begun():
-        return join(run, show(guest.rank), env, Page.inherited(), guest)
+        for tries_left in reversed(range(_TRIES)):
+            env = LaunchEnv(
+                guest.rank,
+                config.ranks,
+                guest.rank if here else 0,
+                config.ranks if here else 1,
+                master=(guest.host, "0"),
+            )
+            try:
+                with show(guest.rank) as sink:
+                    return join(run, sink, env, Page.inherited(), guest)
+            except (Left, DeadlinePassed, ProtocolError):
+                raise
+            except RunLost as lost:
+                if guest.has_begun or not tries_left:
+                    raise
+                logging.getLogger("farflung").warning(
+                    "rank %d has not begun, and asks again: %s", guest.rank, lost
+                )
+                try:
+                    guest = _ask_for_rank(file, guest.addresses)
+                except ConfigError as refused:
+                    raise RunLost(f"this replica has not begun: {lost}; asked again, {refused}") from None
+    raise AssertionError("the last try returns or raises")
 
 
-def _guest(access: Access, addresses: Sequence[str]) -> Guest:
-    """Asks the members at some addresses, in turn, to join their run."""
-    for address in addresses[:-1]:
-        with suppress(ConfigError):
-            return Guest(access, address)
-    return Guest(access, addresses[-1])
+def _ask_for_rank(file: Path, addresses: Sequence[str]) -> Guest:
+    """Asks the members at some addresses, and then those that a key file names, to join their run."""
+    with reading(file, "not the key of a run"):
+        access = Access.from_json(json.loads(read_text(file)))
+    return Guest(access, [*addresses, *access.addresses])

@@ -455,6 +455,10 @@ class Elastic(Protocol):
         """Starts an exchange; see :func:`farflung.comm.start`."""
         ...
 
+    def end(self) -> None:
+        """Tells the others that this replica's process ends on an error."""
+        ...
+
     def leave(self) -> Pending[None]:
         """Leaves the run, which goes on without this replica; completed when it has left."""
         ...

@@ -340,6 +340,8 @@ class WallRuntime:
         """
         self._aside.shutdown()
         self._staging.shutdown()  # payloads that are still being copied are sent before the leave
+        if error is not None and self.elastic is not None:
+            self._thread.soon(self.elastic.end)
         self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
         self._stop()
         if self._group is not None:
@@ -367,8 +369,12 @@ class WallRuntime:
         """
         greeted = self.view.admit(peer)
         self.peers[peer.rank] = peer
-        late = DeadlinePassed(peer.rank, "its greeting", join_s)
-        self._thread.at(self.now() + join_s, lambda: self.view.dismiss(peer.rank, late))
+
+        def give_up() -> None:
+            if not greeted.done:  # else it may be connected again just now
+                self.view.dismiss(peer.rank, DeadlinePassed(peer.rank, "its greeting", join_s))
+
+        self._thread.at(self.now() + join_s, give_up)
         return greeted
 
     def _meet(self, rendezvous: Rendezvous, join_s: float) -> bool:
