@@ -46,7 +46,6 @@ ORDER: list[set[str]] = [
         "rates",
         "config",
         "files",
-        "gradient_coding",
         "telemetry",
     },
     {"network", "devices"},

@@ -15,7 +15,6 @@ from benchmarks.common.trainings import Trainings
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition
-from farflung.devices import DeviceProfile
 from farflung.replica import Replica
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trial:
-    """One training in virtual time.
+    """One training in virtual time, in which nothing takes any time.
 
     Args:
       parts: members of the recipe.
@@ -49,7 +48,6 @@ class Trial:
       weight_decay: of SGD.
       seed: of everything.
       partition: how the training set is split; ``None``: all draw from the whole.
-      slow: how many times as long the last replica computes, with messages that take no time; 1: nothing takes any.
     """
 
     parts: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +60,6 @@ class Trial:
     weight_decay: float = 1e-4
     seed: int = 0
     partition: str | None = None
-    slow: float = 1.0
 
     @property
     def title(self) -> str:
@@ -107,9 +104,6 @@ class Trial:
             seed=self.seed,
         )
         world = VirtualWorld(self.replicas)
-        if self.slow != 1:
-            speeds = [1.0] * (self.replicas - 1) + [self.slow]
-            world = VirtualWorld(self.replicas, device=[DeviceProfile(forward_s=each) for each in speeds])
         shares = None
         if self.partition is not None:
             how: Partition = build("partition", self.partition, PARTITIONS)

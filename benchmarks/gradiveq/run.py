@@ -206,7 +206,6 @@ class Method:
     seeds: int = 1
     rates: Sequence[float] = RATES[:1]
     parts: Mapping[str, Any] = field(default_factory=dict)
-    period: int = 1
 
     @property
     def trial(self) -> Trial:
@@ -221,7 +220,6 @@ def _windows(**options: Any) -> GradiVeQ:
 
 
 _HOPS = {"reducer": "codec(phases='hops')"}
-_SUMMED = {"schedule": "delayed_gradient(delay=0, period=2)", "codec": "error_feedback(qsgd(bits=4))"}
 UNCOMPRESSED, PAPER, POWERSGD = "uncompressed", "the paper's windows, K / 9", "PowerSGD, rank 3"
 OURS, BASIS = "spread windows, K / 32", "spread windows, one sample in three, K / 32"
 METHODS = {
@@ -238,9 +236,6 @@ METHODS = {
     "4-bit QSGD on hops, errors fed back": Method(
         QSGD_RING, parts={"codec": "error_feedback(qsgd(bits=4))", **_HOPS}
     ),
-    "4-bit QSGD on hops, two steps summed, errors fed back": Method(
-        QSGD_RING, parts={**_SUMMED, **_HOPS}, period=2
-    ),
 }
 """By importance. Samples are sent in 4 bits on hops; K is 512, d its quotient."""
 
@@ -251,7 +246,7 @@ def _canaries(training: Trial) -> tuple[str, ...]:
         return CANARIES
     if reducer.startswith("powersgd"):
         return ("preset ring", "powersgd, pipelined")
-    return ("preset ring", "int8 on hops", "delayed_gradient") if reducer else ("preset ring",)
+    return ("preset ring", "int8 on hops") if reducer else ("preset ring",)
 
 
 CANARIES = ("preset ring", "gradiveq, around a ring", "gradiveq, pipelined", "gradiveq, residuals")
@@ -270,8 +265,7 @@ def accuracy(quick: bool) -> Mapping[str, Measured]:
         found, rate = trials.best(method.trial, method.rates, SEEDS[: method.seeds])
         dense = table[UNCOMPRESSED]["accuracies"] if table else found
         table[name] = {
-            "ratio": method.period
-            * sent_ratio(method.reducer, spec_of(METHODS[UNCOMPRESSED].trial.workload), NODES),
+            "ratio": sent_ratio(method.reducer, spec_of(METHODS[UNCOMPRESSED].trial.workload), NODES),
             "accuracies": found,
             "best_rate": rate,
             "lost": [one - own for one, own in zip(dense, found, strict=False)],

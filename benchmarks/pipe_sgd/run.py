@@ -165,16 +165,12 @@ def _switch() -> tuple[NetworkProfile, Link]:
     return NetworkProfile("10gbe-4, scaled", (site,)), link
 
 
-BOUNDS = {"bound 0": "ssp(bound=0)", "bound 2": "ssp(bound=2)", "no bound": "ssp(bound=None)"}
-"""Of a parameter server's staleness."""
 PACED: dict[str, Mapping[str, str]] = {
-    **{name: METHODS[name] for name in ("synchronous server", "synchronous ring", "pipelined ring")},
-    **{f"SSP, {bound}": {"schedule": schedule} for bound, schedule in BOUNDS.items()},
+    name: METHODS[name] for name in ("synchronous server", "synchronous ring", "pipelined ring")
 }
 LEARNED = {
     "synchronous": "synchronous",
     "pipelined": "pipelined(width=2, predict=False)",
-    **{f"SSP, {bound}": schedule for bound, schedule in BOUNDS.items()},
 }
 """What the accuracy of replicas of unlike speed is taken of; a collective changes it by rounding alone."""
 
@@ -300,7 +296,6 @@ CANARIES = (
     "pipelined, plain",
     "pipelined, predicted",
     "pipelined, corrected",
-    "preset ssp",
 )
 
 
@@ -367,8 +362,7 @@ def uneven(quick: bool) -> Mapping[str, Measured]:
     trials = Trials(TRAININGS, quick=quick)
     found: dict[str, Measured] = {}
     for name, schedule in LEARNED.items():
-        slow = SLOW if schedule in BOUNDS.values() else 1.0  # others come to the same bits at any speed
-        trial = Trial({"schedule": schedule}, slow=slow)
+        trial = Trial({"schedule": schedule})  # comes to the same bits at any speed
         scores, rate = trials.best(trial, RATES, SEEDS)
         config = {
             "workload": trial.workload,

@@ -98,17 +98,13 @@ def _nearest(parts: Parts) -> str:
 
 
 def _nearest_schedule(schedule: Schedule) -> Schedule:
-    from farflung.schedules import SSP, AdaComm, Delayed, DelayedGradient, LocalSGD, Pipelined, Synchronous
+    from farflung.schedules import AdaComm, LocalSGD, Pipelined, Synchronous
 
     match schedule:
         case AdaComm():
             return LocalSGD(schedule.sync_every, schedule.optimizer_state)
-        case DelayedGradient():
-            return Delayed(schedule.delay, schedule.period, pull="swap")
         case Pipelined():
             return replace(schedule, predict=None)
-        case SSP():
-            return Delayed("auto" if schedule.bound is None else schedule.bound)
     return Synchronous()
 
 

@@ -94,7 +94,6 @@ _OTHERS = (
     Case("pipelined, plain", {"schedule": "pipelined(width=2, predict=False)"}),
     Case("pipelined, predicted", {"schedule": "pipelined(width=3, predict=True)", "workers": 3}, "4g"),
     Case("pipelined, corrected", {"schedule": "pipelined(width=2, warmup=3, correction=0.1)"}, "4g"),
-    Case("delayed_gradient", {"schedule": "delayed_gradient(delay=3, period=2)", "workers": 3}, "4g"),
     Case(
         "delayed, period",
         {"schedule": "delayed(delay=3, period=2, pull='swap')", "workers": 4},

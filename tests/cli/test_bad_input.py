@@ -72,12 +72,6 @@ def test_nothing_is_said_before_a_refusal(
     assert not (tmp_path / "run").exists()
 
 
-def test_data_that_stays_is_not_computed_by_others(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--workload", "synthetic/quadratic", "--recipe", "gradient_coding"]
-    said = refused(capsys, "train", "--data-stays", *given)
-    assert "--data-stays: under --schedule gradient_coding(stragglers=1) replicas compute samples of" in said
-
-
 def test_a_schedule_is_refused_before_its_grid(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown network profile" in refused(capsys, "schedule", "ring", "--network", "nowhere")
     assert "--steps 100000: a grid shows at most 200" in refused(

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from farflung.codecs import TopK, error_feedback
-from farflung.comm import ExchangeChannel, Purpose, communicator, staging
-from farflung.gradient_coding import gradient_code
+from farflung.comm import ExchangeChannel, communicator
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
-from farflung.replica.decoder import ByDecoder
-from farflung.replica.stopping import StopAgreement
-from farflung.replica.votes import OF_VOTES
-from farflung.types import CodecState, Contribution, Decode, Payload, Reducer, Runtime, StateSlot
+from farflung.types import Payload, Reducer, Runtime
 from tests.helpers import Cluster, joined, number_in, numbered, parted, same_bits
 from tests.reducers.replicas import Replica, run
 
@@ -91,34 +85,3 @@ def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def _receive_from_1(runtime: Runtime) -> float:
     return number_in(await ExchangeChannel(runtime.comm, 2, 0).recv(1, 0))
-
-
-def test_a_coded_sum_that_is_still_being_copied_holds_its_replica_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, copied, code = Elsewhere(monkeypatch), threading.Event(), gradient_code("cyclic", 3, 1, 0)
-    runtimes = joined(3)
-
-    async def step(runtime: Runtime) -> None:
-        flats, stop = {0: torch.zeros(5)}, StopAgreement(runtime)
-        carrier = ByDecoder(runtime, code, flats, len(OF_VOTES), 1, Decode(0, "auto"), stop)
-        carrier.open(0)
-        own = Contribution(torch.ones(5), 1.0, torch.zeros(len(OF_VOTES), dtype=torch.float64))
-        channel = ExchangeChannel(runtime.comm, Purpose.STEP.at(0), 0)
-        await carrier.reduce(channel, StateSlot(CodecState()), own, step=0)
-
-    for pending in [runtime.launch(step(runtime)) for runtime in runtimes[:2]]:
-        pending.wait()
-    runtimes[0].launch(_send(runtimes[0], 2)).wait()
-    runtimes[2].launch(_receive(runtimes[2])).wait()  # so the mean, which was sent before, has come
-    elsewhere.wait = copied.wait
-    late = runtimes[2].launch(step(runtimes[2]))
-    runtimes[2].sleep_until(0.0).wait()  # its thread has done what it can
-    assert not late.done
-    copied.set()
-    late.wait()
-    parted(runtimes)
-
-
-def test_the_host_needs_no_copies() -> None:
-    payload = Payload((torch.ones(2), Payload((torch.ones(1),))))
-    assert staging.on_host(payload)
-    assert staging.on_device(payload, torch.device("cpu")) is payload

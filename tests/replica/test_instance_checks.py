@@ -11,11 +11,9 @@ from farflung.types import Scores
 
 RECIPES = [
     "diloco(sync_every=2)",
-    "gradient_coding",
     "mercury",
     "pipe_sgd",
     "scadles",
-    "ssp",
     "synchronous(codec=error_feedback(topk), sampler=balanced)",
 ]
 

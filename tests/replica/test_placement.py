@@ -25,7 +25,6 @@ SCHEDULES = [
     "pipelined(3, correction=0.1)",
     "delayed(3, 2)",
     "delayed(3, pull='swap')",
-    "delayed_gradient(2)",
 ]
 PARTS = [{}, {"codec": "error_feedback(topk(density=0.3))"}, {"reducer": "powersgd"}]
 

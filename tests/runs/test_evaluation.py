@@ -28,7 +28,6 @@ SCHEDULES = [
     "pipelined(width=2, predict=True)",
     "delayed(delay=3, period=2)",
     "delayed(delay=3, pull='swap')",
-    "delayed_gradient(delay=2)",
 ]
 
 

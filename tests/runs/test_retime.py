@@ -50,8 +50,6 @@ def told(folder: RunFolder) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-BY_ARRIVAL = {"backup_workers", "gradient_coding", "ssp"}
-"""Schedules whose exchanges are decided by who comes first."""
 PARTS: list[dict[str, Any]] = [
     {},
     {"recipe": "ring"},
@@ -66,7 +64,7 @@ PARTS: list[dict[str, Any]] = [
     {"reducer": "powersgd(rank=1)"},
     {"stream": "rate(200, backlog=9)"},
     {"schedule": "delayed(delay=2)", "count_evaluation": True},
-    *({"schedule": schedule} for schedule in sorted(SCHEDULES.keys() - BY_ARRIVAL)),
+    *({"schedule": schedule} for schedule in SCHEDULES),
     {
         "workload": "fashion-mnist/mlp",
         "data": "packaged",
@@ -242,18 +240,6 @@ def test_a_run_that_trained_on_what_had_come_is_refused(
     made(tmp_path / "base", stream="rate(200, least=1, most=9)")
     said = refused(capsys, tmp_path / "base", "--network", "4g")
     assert "it decided 'arrivals' by time or arrival at step 0; simulate it anew instead" in said
-
-
-@pytest.mark.parametrize(
-    ("schedule", "name"),
-    [("ssp(0)", "update"), ("ssp(None)", "update"), ("gradient_coding(1)", "left_out")],
-)
-def test_a_run_that_went_by_who_came_first_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, schedule: str, name: str
-) -> None:
-    made(tmp_path / "base", schedule=schedule)
-    said = refused(capsys, tmp_path / "base", "--network", "4g")
-    assert f"it decided {name!r} by time or arrival at step 0; simulate it anew instead" in said
 
 
 @pytest.mark.parametrize(

@@ -206,12 +206,6 @@ def test_auto_in_a_file(tmp_path: Path) -> None:
             ["--sharing", "injection"],
             "(--batch-size auto): shares out samples that all replicas have: leave out --str",
         ),
-        (
-            ["--recipe", "gradient_coding"],
-            "--batch-size auto: schedule gradient_coding(stragglers=1): whole gradients",
-        ),
-        (["--schedule", "backup_workers"], "--batch-size auto: schedule backup_workers: whole gradients"),
-        (["--recipe", "ssp"], "--batch-size auto: schedule ssp(bound=2): its server takes whole updates"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "simulate"])

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from farflung.errors import ConfigError, NonFinite, Unsupported
 from farflung.handle import attach, carries
 from farflung.recipes import recipe
-from farflung.runs import RunConfig
 from farflung.types import Batch
 from farflung.workloads import Quadratic
-from tests.carrying import Carrying
 from tests.helpers import same_bits
 from tests.schedules.runs import Run, distance
 
@@ -40,9 +38,6 @@ REFUSED = {
     "delayed(pull=0)": "pull 0 must be above 0 and at most 1",
     "delayed(pull=1.5)": "pull 1.5 must be above 0 and at most 1",
     "delayed(pull=None)": "pull None must be above 0 and at most 1",
-    "delayed_gradient(delay=-1)": "delay -1 must be at least 0",
-    "delayed_gradient(delay='auto')": "delay 'auto' must be a whole number",
-    "delayed_gradient(period=0)": "period 0 must be at least 1",
     "delayed(width=2)": "unexpected keyword argument 'width'",
     "local_sgd(0)": "local_sgd: sync_every 0 must be at least 1",
     "local_sgd(optimizer_state='lost')": "optimizer_state 'lost' must be 'kept', 'reset' or 'averaged'",
@@ -68,15 +63,6 @@ REFUSED = {
     "streaming_diloco(mix=1)": "mix 1 must be at least 0 and below 1",
     "streaming_diloco(keep='yes')": "keep 'yes' must be True or False",
     "streaming_diloco(outer_momentum=1.0)": "outer_momentum 1.0 must be at least 0 and below 1",
-    "ssp(bound=-1)": "ssp: bound -1 must be at least 0",
-    "ssp(bound='all')": "ssp: bound 'all' must be a whole number",
-    "gradient_coding(-1)": "gradient_coding: stragglers -1 must be at least 0",
-    "gradient_coding(1.5)": "gradient_coding: stragglers 1.5 must be a whole number",
-    "gradient_coding(construction='mds')": "construction 'mds' must be one of auto, cyclic, fractional_repetition",
-    "gradient_coding(seed=1)": "unexpected keyword argument 'seed'",
-    "backup_workers(0)": "backup_workers: stragglers 0 must be at least 1",
-    "backup_workers(grace_s=-1)": "backup_workers: grace_s -1 must be a number of at least 0",
-    "backup_workers(late_steps=-1)": "backup_workers: late_steps -1 must be at least 0",
     "lazy": "unknown schedule 'lazy'",
 }
 
@@ -90,7 +76,6 @@ def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None
 @pytest.mark.parametrize(
     ("schedule", "settings", "reason"),
     [
-        ("delayed_gradient(2)", {"clip_norm": 1.0}, "sends gradients before their norm is known"),
         ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
         ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of Lars is not known"),
     ],
@@ -102,54 +87,6 @@ def test_settings_that_do_not_go_together_are_refused(
         Run(schedule, settings=settings)
 
 
-@pytest.mark.parametrize(
-    "member",
-    [
-        {"codec": "int8"},
-        {"reducer": "powersgd"},
-        {"collective": "native"},
-        {"collective": "ring"},
-        {"sampler": "grouped_importance(groups='bacc')"},
-        {"stream": "rate(20)"},
-        {"sharing": "injection"},
-        {"sharing": "resharding(by='uniform')"},
-        {"scaling": "linear"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("preset", ["ssp", "gradient_coding"])
-def test_what_a_server_leaves_no_place_for_is_refused_by_name(preset: str, member: dict[str, str]) -> None:
-    ((family, text),) = member.items()
-    with pytest.raises(ConfigError, match=re.escape(f"leave out --{family} {text}")):
-        recipe(preset).but(**member).parts(0)
-
-
-def test_what_a_code_leaves_no_place_for_is_refused_by_name() -> None:
-    coded = recipe("gradient_coding")
-    with pytest.raises(ConfigError, match="leave out --sampler tests"):
-        coded.but(sampler=Carrying).parts(0)
-    with pytest.raises(ConfigError, match="leave out --partition"):
-        coded.parts(0, share=1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"partition": "iid"}, "leave out --partition"),
-        ({"schedule": "gradient_coding(4)"}, "stragglers 4 must be below the number of replicas, which is 4"),
-        (
-            {"schedule": "gradient_coding(2, 'fractional_repetition')"},
-            "needs replicas in groups of stragglers + 1 = 3, and there are 4: use construction='cyclic'",
-        ),
-    ],
-    ids=str,
-)
-def test_a_code_that_does_not_suit_a_run_is_refused_before_it(settings: dict[str, Any], words: str) -> None:
-    given = {"workload": "synthetic/quadratic", "recipe": "gradient_coding", "workers": 4, **settings}
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        RunConfig.resolve(given).check()
-
-
 def test_attach_says_what_it_carries() -> None:
     def said(**members: str) -> str:
         return carries(recipe("synchronous").but(**members))
@@ -159,12 +96,6 @@ def test_attach_says_what_it_carries() -> None:
     assert "forward pass" in said(schedule="pipelined(predict=True)")
     assert said(schedule="diloco") == said(schedule="streaming_diloco") == "yes"
     assert said(schedule="adacomm") == "no: the loss, which it does not see, decides how long blocks are"
-    assert said(schedule="ssp") == "no: its server has to know how many steps there are"
-    assert (
-        said(schedule="gradient_coding")
-        == "no: rank 0 makes means of what comes first, and a code weighs the shares of a batch"
-    )
-    assert "swapped gradients" in said(schedule="delayed_gradient")
     assert said(stream="rate(20)") == "draw batches with stream rate(20)"
     assert said(sharing="injection").startswith("no: it sees no samples")
     assert said(scaling="root") == "no: the learning rate is the loop's own"
@@ -177,14 +108,6 @@ def test_attach_says_what_it_carries() -> None:
         ("scadles", {"sharing": "injection"}, {"sharing": "none", "scaling": "none"}),
         ("mercury", {}, {"sharing": "none"}),
         ("adacomm", {}, {"schedule": "local_sgd(sync_every=20)"}),
-        ("ssp", {}, {"schedule": "delayed(delay=2)"}),
-        ("ssp", {"schedule": "ssp(bound=None)"}, {"schedule": "delayed(delay='auto')"}),
-        ("gradient_coding", {}, {"schedule": "synchronous"}),
-        (
-            "ring",
-            {"schedule": "delayed_gradient(3, 2)"},
-            {"schedule": "delayed(delay=3, period=2, pull='swap')"},
-        ),
         ("ring", {"schedule": "pipelined(3, predict=True)"}, {"schedule": "pipelined(width=3)"}),
     ],
 )
@@ -233,12 +156,9 @@ LATE = {
     "delayed(3, 4, pull='swap')": 7,
     "delayed(4)": 5,
     "delayed(4, 2)": 5,
-    "delayed_gradient(3, 4)": 7,
     "local_sgd(4)": 7,
     "diloco(3, optimizer_state='averaged')": 5,
     "streaming_diloco(3, fragments=1, delay=2)": 5,
-    "ssp(0)": 5,
-    "ssp(None)": 5,
 }
 
 

@@ -29,7 +29,6 @@ SCHEDULES = [
     "delayed('auto')",
     "delayed(4)",
     "delayed(5, 3, warmup=7)",
-    "delayed_gradient(5, 2)",
     "local_sgd(3)",
     "post_local_sgd(6, 5)",
     "adacomm(5, interval_s=0.3, block_momentum=0.3)",

@@ -12,13 +12,9 @@ from farflung.replica.merges import MERGERS
 from farflung.replica.slots import buckets_of
 from farflung.schedules import (
     SCHEDULES,
-    SSP,
     AdaComm,
-    BackupWorkers,
     Delayed,
-    DelayedGradient,
     DiLoCo,
-    GradientCoding,
     LocalSGD,
     Pipelined,
     PostLocalSGD,
@@ -60,19 +56,14 @@ ROWS: dict[str, Row] = {
     "delayed (swapped)": Row(Delayed(pull="swap"), lag=4),
     "delayed (swapped, auto)": Row(Delayed(delay="auto", most=8, pull="swap"), lag=8),
     "delayed (swapped, in blocks)": Row(Delayed(delay=7, period=3, pull="swap"), lag=7, every=3),
-    "delayed_gradient": Row(DelayedGradient(), lag=4),
-    "delayed_gradient (of blocks)": Row(DelayedGradient(delay=2, period=5), lag=2, every=5),
     "diloco": Row(DiLoCo(sync_every=8), every=8),
     "diloco (warmed up)": Row(DiLoCo(sync_every=8, warmup=20), every=8),
-    "backup_workers": Row(BackupWorkers()),
-    "gradient_coding": Row(GradientCoding()),
     "local_sgd": Row(LocalSGD(), every=8),
     "pipelined": Row(Pipelined(), lag=1),
     "pipelined (corrected)": Row(Pipelined(correction=0.04), lag=1),
     "pipelined (predicted)": Row(Pipelined(predict=True), lag=1),
     "pipelined (warmed up)": Row(Pipelined(width=4, warmup=10), lag=3),
     "post_local_sgd": Row(PostLocalSGD(until=11, sync_every=7), every=7),
-    "ssp": Row(SSP()),
     "streaming_diloco": Row(StreamingDiLoCo(sync_every=12, fragments=3, delay=2), lag=2, every=12),
     "streaming_diloco (of one fragment)": Row(
         StreamingDiLoCo(sync_every=6, fragments=1, delay=5), lag=5, every=6

@@ -44,19 +44,6 @@ def swapped(rate: float, momentum: float, delay: int) -> Step:
     return step
 
 
-def swapped_gradients(rate: float, momentum: float, delay: int) -> Step:
-    """The same of gradients, which momentum sums up."""
-
-    def step(x: Vector, least: Vector, number: int) -> Vector:
-        w, v, *queue = x
-        v = momentum * v + (w - least) - queue[0]
-        queue = [*queue[1:], w - least]
-        w = rate * (momentum * v - np.sum(queue, axis=0)) / (1 - momentum)
-        return np.array([w, v, *queue])
-
-    return step
-
-
 def pulled(rate: float, momentum: float, delay: int) -> Step:
     """The difference of two replicas that are pulled to the same anchor."""
 
@@ -138,8 +125,6 @@ def largest_rate(kind: Callable[..., Step], momentum: float, delay: int) -> floa
 DOCUMENTED = {
     (swapped, 0.0): {5: 1.0, 20: 1.0},
     (swapped, 0.9): {5: 0.22, 10: 0.069, 15: 0.037, 20: 0.025},
-    (swapped_gradients, 0.0): {5: 1.0, 20: 1.0},
-    (swapped_gradients, 0.9): {5: 0.22, 10: 0.069, 15: 0.037, 20: 0.025},
     (late, 0.0): {1: 1.0, 5: 0.28, 10: 0.15, 15: 0.10, 20: 0.077},
     (late, 0.9): {1: 0.10, 5: 0.022, 10: 0.011, 15: 0.0079, 20: 0.0061},
     (predictions, 0.0): {1: 1.0, 5: 1.0, 10: 1.0, 15: 1.0, 20: 1.0},
@@ -222,20 +207,14 @@ def test_the_pull_is_the_recurrence(momentum: float, delay: int) -> None:
     assert distance(run.weights(0) - run.weights(1), torch.from_numpy(difference)) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind"),
-    [("delayed({}, pull='swap')", swapped), ("delayed_gradient({})", swapped_gradients)],
-)
 @pytest.mark.parametrize("momentum", MOMENTA[:2])
 @pytest.mark.parametrize("delay", DELAYS[:3])
-def test_swaps_are_the_recurrences(
-    schedule: str, kind: Callable[..., Step], momentum: float, delay: int
-) -> None:
-    rate = 0.5 * largest_rate(kind, momentum, delay)
-    run = two_valleys(schedule.format(delay), rate, momentum)
+def test_swaps_are_the_recurrence(momentum: float, delay: int) -> None:
+    rate = 0.5 * largest_rate(swapped, momentum, delay)
+    run = two_valleys(f"delayed({delay}, pull='swap')", rate, momentum)
     one, other = least(run)
     run.steps(60)
-    difference = followed(kind, 0 * one, one - other, (rate, momentum, delay), 60)[0]
+    difference = followed(swapped, 0 * one, one - other, (rate, momentum, delay), 60)[0]
     assert distance(run.weights(0) - run.weights(1), torch.from_numpy(difference)) < 1e-3
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.delayed.model import delayed_s, fedavg_s, scalability, synchronous_s
 from benchmarks.pipe_sgd.model import Cluster, period_s, ring_s, server_s
 from farflung.errors import ConfigError
-from farflung.schedules import Delayed, DelayedGradient, Pipelined, Synchronous
+from farflung.schedules import Delayed, Pipelined, Synchronous
 from farflung.sim import Costs, LinkModel, timeline
 from farflung.types import Bucket, Schedule, TensorSpec
 from tests.schedules.runs import Run
@@ -64,11 +64,11 @@ def test_a_delay_played_takes_its_period(delay: int, period: int, latency: float
     assert found == pytest.approx(delayed_s(0.1, latency, busy, delay=delay, period=period))
 
 
-def test_raw_gradients_leave_before_the_optimizer() -> None:
+def test_gradients_leave_before_the_optimizer() -> None:
     costs = Costs(0.1, 0.2, 0.1, latency_s=0.3)
-    raw = timeline(DelayedGradient(1), ONE, costs, 5).moves[0]
-    own = timeline(Delayed(1), ONE, costs, 5).moves[0]
-    assert (raw.began_s, own.began_s) == pytest.approx((0.3, 0.4))
+    gradients = timeline(Pipelined(2), ONE, costs, 5).moves[0]
+    updates = timeline(Delayed(1), ONE, costs, 5).moves[0]
+    assert (gradients.began_s, updates.began_s) == pytest.approx((0.3, 0.4))
 
 
 def test_buckets_leave_while_backward_goes_on() -> None:

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.config import Training
 from farflung.data import IID, Holding, RateLimited
 from farflung.decisions import DecisionLog
-from farflung.devices import DeviceProfile
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica, place
@@ -228,45 +227,6 @@ def virtual_scored(
         found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
     mine = [[d for d in log.entries if rank == (d.rank or 0)] for rank in range(size)]
     return list(zip(found, mine, strict=True))
-
-
-def wall_served(
-    rank: int, size: int, store: dist.Store, *, replay: list[Decision] | None = None, **arguments: Any
-) -> tuple[dict[str, Any], list[Decision]]:
-    """A real replica that sends its updates to a server, and what was decided there."""
-    log = DecisionLog(replay=replay)
-    runtime = WallRuntime(rank, size, store, decisions=log)
-    try:
-        return runtime.run(_served(replica(runtime, **arguments))), _in_order(log, rank)
-    finally:
-        runtime.close()
-
-
-def virtual_served(
-    size: int, *, replay: list[Decision] | None = None, slow: int | None = None, **arguments: Any
-) -> list[tuple[dict[str, Any], list[Decision]]]:
-    """All of them in virtual time, by the decisions of real ones; or by their own, where one may be slow."""
-    log = DecisionLog(replay=replay)
-    devices = [DeviceProfile(forward_s=1e-4 * (1 + 99 * (rank == slow))) for rank in range(size)]
-    world = VirtualWorld(size, LinkModel(0.003, 5e7), device=devices, decisions=log)
-    found = world.run([_served(replica(runtime, **arguments)) for runtime in world.runtimes])
-    return [(result, _in_order(log, rank)) for rank, result in enumerate(found)]
-
-
-def _in_order(log: DecisionLog, rank: int) -> list[Decision]:
-    """A replica's own decisions; those of unlike threads come as they may."""
-    return sorted((d for d in log.entries if d.rank == rank), key=lambda d: (d.name, d.step))
-
-
-async def _served(replica: Replica) -> dict[str, Any]:
-    """As :func:`steps`, with an evaluation on the way and one where all have ended, and what each step has brought."""
-    brought, scores = [], []
-    for step in range(replica.training.steps):
-        await replica.step()
-        brought.append((digest(dict(replica.model.state_dict())), replica.sent_nbytes))
-        if step in (replica.training.steps // 2, replica.training.steps - 1):
-            scores.append((await replica.evaluate()).loss)
-    return {**await steps(replica), "brought": brought, "scores": scores}
 
 
 def streamed(runtime: Runtime, stream: Stream, parts: dict[str, str], steps: int) -> Replica:

@@ -40,9 +40,8 @@ FAMILIES = {
     "reducer": [*WAYS, *sorted(set(REDUCERS) - {"codec", "gradiveq"}), WINDOWS],
     # The backend's own collectives have no virtual counterpart and add in an order of their own.
     "collective": sorted(set(COLLECTIVES) - {"native"}),
-    # Sums that follow arrivals: see test_a_server_does_what_it_did_once_more, and what comes after it.
     "schedule": [
-        *sorted(set(SCHEDULES) - {"backup_workers", "gradient_coding", "ssp"} - set(IN_BLOCKS)),
+        *sorted(set(SCHEDULES) - set(IN_BLOCKS)),
         *IN_BLOCKS.values(),
         "delayed(3, pull='swap')",
     ],
@@ -260,52 +259,6 @@ def test_what_a_real_run_made_of_its_arrivals_is_made_again(
     assert {(d.rank, d.step) for d in decided} == {(rank, step) for rank in range(2) for step in range(12)}
     assert pool.run(2, "tests.worlds.jobs.wall_streamed", replay=decided, **run) == first
     assert jobs.virtual_streamed(2, replay=decided, **run) == first
-
-
-@pytest.mark.parametrize(("bound", "size"), [(0, 3), (2, 4), (None, 4)])
-def test_a_server_does_what_it_did_once_more(pool: Pool, bound: int | None, size: int) -> None:
-    """All that it has answered, in either world."""
-    run: dict[str, Any] = {
-        "parts": {"schedule": f"ssp({bound})", "bucket_nbytes": 2000},
-        "steps": 8,
-        "batch_size": 8,
-        "settings": {"momentum": 0.9, "checkpoint_every": 3},
-    }
-    first = pool.run(size, "tests.worlds.jobs.wall_served", **run)
-    decided = [decision for _, decisions in first for decision in decisions]
-    assert [(d.rank, d.step) for d in decided] == [(0, step) for step in range(8 * size)]
-    assert pool.run(size, "tests.worlds.jobs.wall_served", replay=decided, **run) == first
-    assert jobs.virtual_served(size, replay=decided, **run) == first
-    assert len({end["parameters"] for end, _ in first}) == 1
-
-
-CODED: dict[str, Any] = {
-    "parts": {"schedule": "gradient_coding(1, 'cyclic')", "bucket_nbytes": 2000},
-    "steps": 8,
-    "batch_size": 4,
-    "settings": {"momentum": 0.9},
-}
-
-
-@pytest.mark.parametrize(("construction", "size"), [("cyclic", 3), ("fractional_repetition", 4)])
-def test_who_was_late_in_a_real_run_is_late_again(pool: Pool, construction: str, size: int) -> None:
-    run = {**CODED, "parts": {**CODED["parts"], "schedule": f"gradient_coding(1, {construction!r})"}}
-    first = pool.run(size, "tests.worlds.jobs.wall_served", **run)
-    decided = [decision for _, decisions in first for decision in decisions]
-    assert pool.run(size, "tests.worlds.jobs.wall_served", replay=decided, **run) == first
-    assert jobs.virtual_served(size, replay=decided, **run) == first
-    assert len({end["parameters"] for end, _ in first}) == 1
-    assert {(d.name, d.rank, d.step) for d in decided if d.name == "left_out"} == {
-        ("left_out", rank, step) for rank in range(size) for step in range(8)
-    }
-
-
-def test_steps_left_out_in_virtual_time_are_left_out_in_a_real_run(pool: Pool) -> None:
-    first = jobs.virtual_served(3, slow=2, **CODED)
-    decided = [decision for _, decisions in first for decision in decisions]
-    left_out = [d.value for d in sorted(decided, key=lambda d: d.step) if (d.name, d.rank) == ("left_out", 2)]
-    assert left_out.count(True) > 2
-    assert pool.run(3, "tests.worlds.jobs.wall_served", replay=decided, **CODED) == first
 
 
 BACC = "grouped_importance(rule='paper', groups='bacc', chunk=8, every=2"

@@ -46,7 +46,6 @@ class Purpose(IntEnum):
     UNUSED = 9
     JOIN = 10
     MOMENTS = 11
-    STANDING = 12
     MEMBERS = 13
     ENCODING = 14
     OPERANDS = 15
@@ -77,7 +76,6 @@ _WORDS = {
     Purpose.UNUSED: "unused parameters",
     Purpose.JOIN: "the end of join()",
     Purpose.MOMENTS: "averaging the optimizer's state",
-    Purpose.STANDING: "the parameters to score",
     Purpose.MEMBERS: "the registry of members",
     Purpose.ENCODING: "pieces of other devices' data",
     Purpose.OPERANDS: "what to multiply by",
@@ -103,7 +101,6 @@ KINDS = {
     Purpose.UNUSED: "unused",
     Purpose.JOIN: "join",
     Purpose.MOMENTS: "moments",
-    Purpose.STANDING: "standing",
     Purpose.MEMBERS: "members",
     Purpose.ENCODING: "encoding",
     Purpose.OPERANDS: "operands",
@@ -200,11 +197,10 @@ class ExchangeChannel:
         self.sent[dst] += payload.nbytes
         return self._comm.send(payload, dst, self.tag(hop))
 
-    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
+    def count(self, nbytes: Counts) -> None:
         """Counts what goes past :meth:`send`."""
         self.sent += nbytes
-        if not for_it:
-            self._comm.sent.add(self.kind, nbytes)
+        self._comm.sent.add(self.kind, nbytes)
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         return self._comm.recv(src, self.tag(hop), expect)

@@ -57,7 +57,7 @@ class ViewChannel(ExchangeChannel):
         return self._comm.send(payload, dst, self.tag(hop))
 
     @override
-    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
+    def count(self, nbytes: Counts) -> None:
         raise Unsupported(
             "exchanges that are computed as a whole, in a run that outlives the loss of members"
         )

@@ -14,12 +14,11 @@ from farflung.rates import SCALINGS
 from farflung.recipes.recipe import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Parts
-from farflung.replica.merges import takes_whole
-from farflung.sampling import SAMPLERS, Uniform
+from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
-from farflung.types import BALANCED, Decode, Reducer, Sampler, Schedule, Scores, SharesOut, Stream
+from farflung.types import BALANCED, Reducer, Sampler, Schedule, SharesOut, Stream
 
 __all__ = ["MEMBERS", "parts_of"]
 
@@ -53,11 +52,6 @@ def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
     sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
     if share is not None and isinstance(sampler, SharesOut):
         raise ConfigError(f"{BALANCED}: all replicas draw from the whole set: leave out --partition")
-    if why := takes_whole(schedule):
-        _check_alone(recipe, sampler, why)
-    for merge in schedule.merges:
-        if isinstance(merge, Decode):
-            sampler = _in_shares(recipe, sampler, merge, seed, share)
     return Parts(
         reducer=_reducer(recipe),
         schedule=schedule,
@@ -74,35 +68,6 @@ def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
         scaling=_made("scaling", recipe.scaling, SCALINGS, "factor"),
         bucket_nbytes=recipe.bucket_nbytes,
     )
-
-
-def _check_alone(recipe: Recipe, sampler: Sampler, why: str) -> None:
-    """Refuses what a schedule leaves no place for whose replicas exchange nothing else, and take samples alike."""
-    given, plain = recipe.members, Recipe().members
-    other = [name for name in plain if name not in ("schedule", "sampler") and given[name] != plain[name]]
-    other += ["sampler"] * isinstance(sampler, Scores | SharesOut)
-    if other:
-        raise ConfigError(
-            f"schedule {given['schedule']}: {why}: leave out --{other[0]} {given[other[0]]}, or choose another "
-            "--schedule"
-        )
-
-
-def _in_shares(recipe: Recipe, sampler: Sampler, merge: Decode, seed: int, share: int | None) -> Sampler:
-    """For replicas that compute each other's samples."""
-    from farflung.gradient_coding import gradient_code
-    from farflung.sampling import InShares
-
-    given = recipe.members
-    other = f"--sampler {given['sampler']}" if type(sampler) is not Uniform else ""
-    if share is not None:
-        other = "--partition, which gives each a share of its own"
-    if other:
-        raise ConfigError(
-            f"schedule {given['schedule']}: replicas compute samples of others too, so all draw alike from the "
-            f"whole training set: leave out {other}"
-        )
-    return InShares(sampler, lambda size: gradient_code(merge.construction, size, merge.stragglers, seed))
 
 
 def _reducer(recipe: Recipe) -> Reducer:

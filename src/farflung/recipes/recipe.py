@@ -229,16 +229,6 @@ RECIPES: dict[str, Recipe] = {
             sampler="grouped_importance(rule='paper', groups='bacc')",
             sharing="resharding",
         ),
-        Recipe(
-            "ssp",
-            "a parameter server: updates as they arrive, no rank over 2 steps ahead of the slowest (Ho et al. 2013)",
-            schedule="ssp(bound=2)",
-        ),
-        Recipe(
-            "gradient_coding",
-            "gradient coding: each sample on two replicas, exact means without the slowest one (Tandon et al. 2017)",
-            schedule="gradient_coding(stragglers=1)",
-        ),
     )
 }
 """The presets, by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from farflung.comm import ExchangeChannel, Purpose
 from farflung.replica.members import Parts
 from farflung.replica.ownership import Ownership, Unmoved
 from farflung.replica.scoring import Scoring
-from farflung.seeding import RandomState, derive
+from farflung.seeding import RandomState
 from farflung.types import (
     Batch,
     DrawsFewer,
@@ -26,7 +26,7 @@ from farflung.types import (
     State,
 )
 
-__all__ = ["Drawing", "by_share", "together"]
+__all__ = ["Drawing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class _Drawn:
       weight: of the step in the mean; ``None``: by the number of samples.
       told: what telemetry says of the stream and the sampler.
       pool: what they were picked from; see :class:`farflung.types.PoolView`.
-      shares: that they consist of; see :class:`farflung.types.Draw`.
     """
 
     ids: SampleIds
@@ -47,17 +46,15 @@ class _Drawn:
     weight: float | None
     told: Mapping[str, Json]
     pool: int | SampleIds
-    shares: tuple[int, ...] = ()
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
-        drawn = {"ids": self.ids, **weights, "shares": list(self.shares)}
+        drawn = {"ids": self.ids, **weights}
         return {**drawn, "weight": self.weight, "told": dict(self.told), "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _Drawn:
-        shares, weights = tuple(state.get("shares", ())), state.get("weights")
-        return _Drawn(state["ids"], weights, state["weight"], state["told"], state["pool"], shares)
+        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
 
 
 @dataclass(slots=True)
@@ -72,8 +69,6 @@ class Drawing:
       share: where this replica draws from samples of its own alone, their number over the mean of all replicas.
       batch_size: of a step, where the stream says no other.
       random: installed whenever something is drawn that is this replica's own.
-      seed: of the training, for what is alike on all replicas.
-      device: where a model draws random numbers.
       ownership: of samples that change owners.
       scoring: where the sampler scores.
     """
@@ -85,8 +80,6 @@ class Drawing:
     share: float | None
     batch_size: int
     random: RandomState
-    seed: int
-    device: torch.device
     ownership: Ownership | Unmoved
     scoring: Scoring | None
     sent_nbytes: int = field(init=False, default=0)
@@ -105,36 +98,18 @@ class Drawing:
 
         They are the same until :meth:`commit`, so a step that is broken off before loses none.
         """
-        await self.drawn(step)
-        assert self._drawn is not None
+        if self._drawn is None:
+            self._drawn = await self._draw(step)
         self.random.install()
         rows = self.source.rows(self._drawn.ids)
         if self._lending.due(step):
             rows = await self._shared(rows, step)
             self.random.install()
-        batch = together(
-            self.source.prepare(part, train=True) for part in self.by_shares("ready", rows, step)
-        )
+        batch = self.source.prepare(rows, train=True)
         weights = self._drawn.weights
         if weights is not None and len(weights) < len(batch):
             weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
         return batch, weights
-
-    async def drawn(self, step: int) -> int:
-        """Picks a step's samples, where that has not been done; how many they are."""
-        if self._drawn is None:
-            self._drawn = await self._draw(step)
-        return len(self._drawn.ids)
-
-    def by_shares(self, use: str, samples: Batch, step: int) -> Iterator[Batch]:
-        """The step's samples, by shares where it has some, under random numbers for this use of them."""
-        assert self._drawn is not None
-        return by_share(samples, self._drawn.shares, self.random, derive(self.seed, use, step), self.device)
-
-    def own(self, samples: int) -> int:
-        """Those that count for this replica, where it goes through shares of others too."""
-        assert self._drawn is not None
-        return samples // max(1, len(self._drawn.shares))
 
     async def score_meanwhile(self, step: int) -> Spare | None:
         """Scores samples, where the sampler wants that; none that the step has used up."""
@@ -188,7 +163,7 @@ class Drawing:
         draw = sampler.next(self._view(step, pool, size))
         held: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool, draw.shares)
+        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
 
     def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
         comm, elastic = self.runtime.comm, self.runtime.elastic
@@ -206,36 +181,3 @@ class Drawing:
         shared = await self.runtime.launch(self._lending.exchange(channel, self.source, rows, step=step))
         self.sent_nbytes += channel.sent_nbytes
         return shared
-
-
-def by_share(
-    samples: Batch, shares: Sequence[int], own: RandomState, seed: int, device: torch.device
-) -> Iterator[Batch]:
-    """Each share by itself, and while it is the last that was given, under a random state that is the share's.
-
-    Args:
-      samples: shares as long as each other.
-      shares: their numbers; none: the samples are the replica's own, and given whole.
-      own: the replica's random state, for those.
-      seed: alike on all replicas, and unlike others of the run.
-      device: where a model draws random numbers.
-    """
-    if not shares:
-        own.install()
-        yield samples
-        return
-    each = zip(samples.inputs.chunk(len(shares)), samples.targets.chunk(len(shares)), strict=True)
-    for share, (inputs, targets) in zip(shares, each, strict=True):
-        RandomState(derive(seed, share), device).install()
-        yield Batch(inputs, targets)
-
-
-def together(parts: Iterable[Batch]) -> Batch:
-    """One batch of several; a single one as it is."""
-    first, *others = parts
-    if not others:
-        return first
-    return Batch(
-        torch.cat([part.inputs for part in (first, *others)]),
-        torch.cat([part.targets for part in (first, *others)]),
-    )

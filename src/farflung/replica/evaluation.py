@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from farflung.comm import Purpose
 from farflung.comm.wire import supports_dtype
-from farflung.replica.averaging import average, broadcast, load, sum_everywhere, unlike
+from farflung.replica.averaging import average, load, sum_everywhere, unlike
 from farflung.replica.placement import batch_on
 from farflung.seeding import RandomState, derive
 from farflung.types import Cost, Dataset, Runtime, Workload
@@ -96,7 +96,6 @@ async def evaluate(
     step: int,
     *,
     stands: Mapping[str, Tensor] | None,
-    of_rank_0: bool = False,
     goes_on: bool,
     seed: int,
     device: torch.device,
@@ -113,7 +112,6 @@ async def evaluate(
       data: the test set.
       step: of the evaluation.
       stands: what :meth:`farflung.replica.Exchanges.consensus_parameters` says.
-      of_rank_0: whether ``stands`` is not alike on all, and rank 0's is meant.
       goes_on: whether the model may be trained on before this ends.
       seed: the run's.
       device: of the model.
@@ -139,8 +137,6 @@ async def evaluate(
             found[index] = values[-1]
         averaged.append(found[index])
     await average(runtime, averaged, step, Purpose.EVALUATION, first_part=1)
-    if of_rank_0:
-        await broadcast(runtime, standing, step, purpose=Purpose.STANDING)
 
     def score(share: Tensor) -> Tensor:
         random.install()

@@ -18,7 +18,7 @@ from farflung.errors import NonFinite, Unsupported
 from farflung.files import deciding
 from farflung.replica.averaging import average, average_on, sum_everywhere
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.in_flight import Carrier, InFlight, Launcher, LinkGate, joined
+from farflung.replica.in_flight import InFlight, Launcher, LinkGate, joined
 from farflung.replica.merges import mergers
 from farflung.replica.optimizers import rate_of
 from farflung.replica.placement import state_on
@@ -29,7 +29,6 @@ from farflung.replica.votes import Rider, Tally, Vote
 from farflung.types import (
     Decision,
     Json,
-    Merge,
     Outer,
     Part,
     Reduced,
@@ -43,7 +42,6 @@ from farflung.types import (
 )
 
 if TYPE_CHECKING:
-    from farflung.replica.stopping import StopAgreement
     from farflung.sampling import Gain
 
 __all__ = ["Exchanges", "Settled"]
@@ -111,8 +109,6 @@ class Exchanges:
       rides: the names of the numbers that votes carry beside their own.
       gain: of a sampler, which learns how gradients differ; what it chooses is a decision of the run.
       steps: of the run, where that is known.
-      meets: whether all replicas have to be alike after so many steps, as for a checkpoint.
-      stop: agrees on the last step where the run is asked to stop; ``None``: it never is.
 
     Raises:
       Unsupported: a merge that nothing carries out, a bucket that nothing moves, or a fragment on several devices.
@@ -132,8 +128,6 @@ class Exchanges:
         gain: Gain | None = None,
         looks: bool = False,
         steps: int | None = None,
-        meets: Callable[[int], bool] = lambda steps: False,
-        stop: StopAgreement | None = None,
     ) -> None:
         self._on_nonfinite, self._on_arrival, self._looks = on_nonfinite, on_arrival, looks
         self._runtime, self._buckets, self._schedule = runtime, buckets, schedule
@@ -152,11 +146,8 @@ class Exchanges:
         self._learner = gain if measured else None
         """The gain, where gradients say what it is."""
         self._rider = Rider((*rides, *measured))
-        carriers: dict[type[Merge], Carrier] = {
-            kind: merger.carrier(runtime, self._rider.numbers, seed, steps, meets, stop) or reducer
-            for kind, merger in self._mergers.items()
-        }
-        self._launcher = Launcher(runtime, carriers, self._slots, self._parts)
+        kinds = {kind.__name__: kind for kind in self._mergers}
+        self._launcher = Launcher(runtime, reducer, kinds, self._slots, self._parts)
         self._step = _Step(0, 0, Vote(0.0, 0.0))
         self._metadata: dict[int, list[Vote]] = {number: [] for number in self._parts}
         """The metadata of each part's steps since its last exchange."""
@@ -201,8 +192,7 @@ class Exchanges:
     @property
     def channels(self) -> list[ExchangeChannel]:
         """Of the exchanges that have not been merged; a run that goes on from here makes them again."""
-        ahead = [channel for merger in self._mergers.values() for channel in merger.channels]
-        return [*(exchange.channel for exchange in self._launcher.in_flight), *ahead]
+        return [exchange.channel for exchange in self._launcher.in_flight]
 
     @property
     def diverged(self) -> bool:
@@ -242,11 +232,6 @@ class Exchanges:
         return any(transfer.merge.moves == "gradient" for transfer in self._planned(step))
 
     @property
-    def clips(self) -> bool:
-        """Whether the gradient that the optimizer steps on may be clipped."""
-        return all(merger.clips for merger in self._mergers.values())
-
-    @property
     def steps_on_means(self) -> bool:
         """Whether the optimizer steps on means of gradients and on nothing else."""
         return all(merger.takes_gradient for merger in self._mergers.values())
@@ -281,20 +266,6 @@ class Exchanges:
             return {}
         found = [f for merger in self._mergers.values() if (f := merger.consensus_parameters()) is not None]
         return self._buckets.named(found[0]) if found else None
-
-    @property
-    def rank_0_stands(self) -> bool:
-        """Whether what :meth:`consensus_parameters` says on rank 0 is meant, and replicas are not alike."""
-        return self.diverged and any(merger.rank_0_stands for merger in self._mergers.values())
-
-    def opens(self, step: int) -> None:
-        """Before a step, by its number."""
-        for merger in self._mergers.values():
-            merger.opens(step)
-
-    def ahead(self, step: int) -> bool:
-        """After :meth:`opens`: whether all that a step brings is there already, so that nothing need be given to it."""
-        return all(merger.ahead(step) for merger in self._mergers.values())
 
     def taking_gradients(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Around forward and backward of a step."""
@@ -370,8 +341,6 @@ class Exchanges:
         if not step.vote.finite:
             # Neither a mean nor a residual may ever see this gradient.
             self._buckets.flat(index).zero_()
-        for merger in self._mergers.values():
-            merger.filled(index)
         while step.waiting and step.filled.issuperset(b.index for b in buckets_of(step.waiting[0].part)):
             self._launch(step.waiting.popleft())
 
@@ -635,9 +604,8 @@ class Exchanges:
         said: dict[str, float] = {}
         if leads:
             said, self._said = self._said, {}
-        can_lack = merger.takes_gradient and not merger.takes_whole
-        absent = self._absent(transfer.part) if can_lack else ()
-        asks = can_lack and self._unused.changes(number, absent)
+        absent = self._absent(transfer.part) if merger.takes_gradient else ()
+        asks = merger.takes_gradient and self._unused.changes(number, absent)
         weight, rider = self._rider.cast(self._metadata[number], self._runtime.comm.rank, said, asks=asks)
         self._metadata[number] = []
         tensors, kept = [], {}
@@ -693,9 +661,7 @@ class Exchanges:
                 first=self._runtime.comm.rank == 0,
             )
         for exchange, reduced, tally in arrived:
-            good = self._mergers[type(exchange.transfer.merge)].by_server or not (
-                skipped or (tally.nonfinite and reduced.weight == 0)
-            )
+            good = not (skipped or (tally.nonfinite and reduced.weight == 0))
             merged |= good
             self._put(exchange, reduced.mean if good else None)
             if good:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +15,20 @@ from farflung.replica.slots import Slots, buckets_of
 from farflung.replica.unused import Places, PlacesByBucket
 from farflung.tasks import Pending, done
 from farflung.types import (
-    Channel,
     CodecState,
     Contribution,
     Decision,
     Merge,
     Part,
     Reduced,
+    Reducer,
     Runtime,
     State,
     StateSlot,
     Transfer,
 )
 
-__all__ = ["Carrier", "InFlight", "Launcher", "LinkGate", "joined"]
-
-
-class Carrier(Protocol):
-    """What exchanges are carried by: a :class:`farflung.types.Reducer`, or a server."""
-
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """See :meth:`farflung.types.Reducer.reduce`."""
-        ...
+__all__ = ["InFlight", "Launcher", "LinkGate", "joined"]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +96,7 @@ class InFlight:
 
     async def carry(
         self,
-        carrier: Carrier,
+        reducer: Reducer,
         channel: ExchangeChannel,
         slot: StateSlot,
         tensor: Tensor,
@@ -113,7 +105,7 @@ class InFlight:
         """The exchange itself; notes the reducer's state at its start, which is ``before`` where that is given.
 
         Args:
-          carrier: of it.
+          reducer: carries it.
           channel: of it.
           slot: the part's.
           tensor: given away to the reducer.
@@ -123,7 +115,7 @@ class InFlight:
             slot.state = before
         self.before = slot.state
         given = Contribution(tensor, self.weight, self.rider)
-        reduced = await carrier.reduce(channel, slot, given, step=self.step)
+        reduced = await reducer.reduce(channel, slot, given, step=self.step)
         await channel.computed()
         return reduced
 
@@ -152,7 +144,8 @@ class Launcher:
 
     Args:
       runtime: the world.
-      carriers: of each kind of merge.
+      reducer: carries the exchanges.
+      kinds: the merges that there are, by name.
       slots: the reducer's states.
       parts: what exchanges move, by number.
     """
@@ -160,11 +153,13 @@ class Launcher:
     def __init__(
         self,
         runtime: Runtime,
-        carriers: Mapping[type[Merge], Carrier],
+        reducer: Reducer,
+        kinds: Mapping[str, type[Merge]],
         slots: Slots,
         parts: Mapping[int, Part],
     ) -> None:
-        self._runtime, self._carriers, self._slots, self._parts = runtime, carriers, slots, parts
+        self._runtime, self._reducer, self._kinds = runtime, reducer, kinds
+        self._slots, self._parts = slots, parts
         self.in_flight: list[InFlight] = []
         """In the order of their starts."""
 
@@ -202,7 +197,7 @@ class Launcher:
           before: the reducer's state, of an exchange that is made again.
           ends_step: whether it is the last to start at its step.
         """
-        runtime, carrier = self._runtime, self._carriers[type(exchange.transfer.merge)]
+        runtime = self._runtime
         slot = self._slots[exchange.number]
         exchange.began_s = runtime.now()
 
@@ -216,7 +211,7 @@ class Launcher:
 
         def carry(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
             tensor = first.pop() if first else exchange.own() if copy is None else copy.clone()
-            return exchange.carry(carrier, channel, slot, tensor, before)
+            return exchange.carry(self._reducer, channel, slot, tensor, before)
 
         def rewind() -> None:
             if exchange.before is not None:
@@ -242,7 +237,7 @@ class Launcher:
         A replica that joins the run has given nothing to it, and is given its result.
         """
         part, kind = self._parts[state["number"]], state["merge"]["kind"]
-        merge = next(each for each in self._carriers if each.__name__ == kind)(**state["merge"]["settings"])
+        merge = self._kinds[kind](**state["merge"]["settings"])
         kept = {int(index): dict(kept) for index, kept in state["kept"].items()}
         exchange = InFlight(
             state["number"],

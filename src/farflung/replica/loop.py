@@ -22,7 +22,7 @@ from farflung.replica.checkpoint import Checkpoints, pack_tree, unpack_tree
 from farflung.replica.drawing import Drawing
 from farflung.replica.evaluation import Score, averaged, evaluate
 from farflung.replica.exchanges import Exchanges, Settled
-from farflung.replica.in_flight import InFlight, joined
+from farflung.replica.in_flight import InFlight
 from farflung.replica.keeping import BackgroundTasks, Keeping
 from farflung.replica.lockstep import Lockstep
 from farflung.replica.members import Parts
@@ -191,8 +191,6 @@ class Replica:
             rides=self._numbers(0),
             gain=self._gain,
             steps=self.training.steps,
-            meets=self._meets,
-            stop=self._stop,
         )
         self._exchanges.goes_with(self.optimizer)
         if isinstance(parts.sampler, Scores):
@@ -215,8 +213,6 @@ class Replica:
             share_of_mean,
             self.training.batch_size,
             self._random,
-            self.training.seed,
-            self.device,
             self._ownership,
             self._scoring,
         )
@@ -231,11 +227,6 @@ class Replica:
             self._exchanges,
             self.share,
         )
-        if self.training.clip_norm and not self._exchanges.clips:
-            raise ConfigError(
-                f"--clip-norm {self.training.clip_norm:g}: {type(self.parts.schedule).__name__} sends gradients before "
-                "their norm is known and cannot clip them: leave it out, or choose another --schedule"
-            )
         if parts.scales and not self._exchanges.steps_on_means:
             raise ConfigError(
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
@@ -364,12 +355,8 @@ class Replica:
         now = self.runtime.now
         begin = now()
         await self._let_in()
-        self._exchanges.opens(self.step_done)
         self._set_rate(self.step_done)
-        if self._exchanges.ahead(self.step_done):
-            vote, samples, fetched = await self._leave_out()
-        else:
-            vote, samples, fetched = await self._compute()
+        vote, samples, fetched = await self._compute()
         computed = now()
         spare = await self._drawing.score_meanwhile(self.step_done)
         scored = computed if spare is None else now()
@@ -434,15 +421,7 @@ class Replica:
                 lambda ready: self.backward(loss, ready),
                 self._exchanges.ready,
             )
-        return vote, self._drawing.own(len(batch)), fetched
-
-    async def _leave_out(self) -> tuple[Vote, int, float]:
-        """As :meth:`_compute`, where the others' gradients have been enough: the step's samples are used up."""
-        samples = await self._drawing.drawn(self.step_done)
-        vote = Vote(math.nan, 0.0, self._numbers(0))
-        self._exchanges.begin(self.step_done, vote)
-        self._buckets.without_data(self._exchanges.ready)
-        return vote, self._drawing.own(samples), self.runtime.now()
+        return vote, len(batch), fetched
 
     async def _join(self) -> None:
         """Follows the run from a snapshot of its state up to the step that this replica begins at."""
@@ -556,11 +535,11 @@ class Replica:
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
         """The weighted mean loss, and what to tell the others about it."""
         self.model.train()
-        parts = self._drawing.by_shares("forward", batch, self.step_done)
+        self._random.install()
         scoring = self._scoring
         aside = weights is not None and scoring is not None and scoring.sampler.statistics == "uniform"
         with still(self.model) if aside else nullcontext():
-            losses = joined([self.workload.loss(self.model, batch_on(part, self.device)) for part in parts])
+            losses = self.workload.loss(self.model, batch_on(batch, self.device))
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
         share = 1.0 if scoring is None else scoring.filled.share(len(batch))
         vote = self.vote(float(loss.detach()), len(batch))
@@ -637,7 +616,6 @@ class Replica:
                 self._test,
                 step,
                 stands=self._exchanges.consensus_parameters(),
-                of_rank_0=self._exchanges.rank_0_stands,
                 goes_on=goes_on,
                 seed=self.training.seed,
                 device=self.device,

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Rider", "Tally", "Vote", "decoded"]
+__all__ = ["Rider", "Tally", "Vote"]
 
 OF_VOTES = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
 """What every rider begins with."""
-_LOSS = OF_VOTES.index("loss")
 _DIGIT = 1 << 16
 """Yes or no is summed in a digit of its own of ``answers``, in this base: more replicas than there ever are."""
 
@@ -112,13 +111,6 @@ class Rider:
         out, asks = divmod(int(answers), _DIGIT)
         sums = dict(zip(self._names, said, strict=True))
         return Tally(loss, int(bad), _ranks(int(bad), ranks, squares), bool(asks), out, sums)
-
-
-def decoded(riders: Sequence[Tensor], coefficients: Tensor) -> Tensor:
-    """The sum of riders that tell coded losses, each of which counts as often as its coefficient says."""
-    summed = torch.stack(list(riders)).sum(dim=0)
-    summed[_LOSS] = torch.stack([rider[_LOSS] for rider in riders]) @ coefficients
-    return summed
 
 
 def _ranks(count: int, total: float, squares: float) -> list[int]:

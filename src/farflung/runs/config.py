@@ -604,12 +604,12 @@ def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
 
 def _by_speed(how: Recipe, seed: int) -> Recipe:
     """The recipe whose replicas take as many samples as they are fast."""
-    from farflung.sampling import Balanced, InShares, Uniform
+    from farflung.sampling import Balanced, Uniform
 
     sampler = how.parts(seed).sampler
     if isinstance(sampler, Balanced):
         return how
-    if not isinstance(sampler, Uniform | InShares):
+    if not isinstance(sampler, Uniform):
         raise ConfigError(
             f"--batch-size {AUTO}: shares out what the uniform sampler draws, and this is sampler "
             f"{how.members['sampler']}: give a number, or choose another --sampler or --recipe"

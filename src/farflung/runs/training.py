@@ -26,7 +26,6 @@ from farflung.runs.launching import launch
 from farflung.runs.preparing import Prepared, prepared, run_folder
 from farflung.runs.result import Run
 from farflung.runs.simulation import nowhere
-from farflung.sampling import InShares
 from farflung.telemetry import Sink, both
 from farflung.types import Workload
 from farflung.wall import LaunchEnv
@@ -115,11 +114,6 @@ def ready_to_train(
         raise ConfigError(
             f"--data-stays: --sharing {named['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
-        )
-    if options.data_stays and isinstance(parts.sampler, InShares):
-        raise ConfigError(
-            f"--data-stays: under --schedule {named['schedule']} replicas compute samples of others too: leave out "
-            "--data-stays, or choose another --schedule"
         )
     env = LaunchEnv.read()
     if env is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from farflung.sampling.gain import Gain
     from farflung.sampling.grouped_importance import GroupedImportance
     from farflung.sampling.rules import Rule
-    from farflung.sampling.uniform import InShares, Uniform
+    from farflung.sampling.uniform import Uniform
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -22,7 +22,7 @@ else:
             "gain": "Gain",
             "grouped_importance": "GroupedImportance",
             "rules": "Rule",
-            "uniform": "InShares Uniform",
+            "uniform": "Uniform",
         },
     )
 
@@ -32,7 +32,6 @@ __all__ = [
     "Balanced",
     "Gain",
     "GroupedImportance",
-    "InShares",
     "Rule",
     "Uniform",
     "balanced_counts",

@@ -1,21 +1,14 @@
-"""Uniform sampling without replacement, and batches in shares that a gradient code weighs."""
+"""Uniform sampling without replacement."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from farflung.seeding import Passes
-from farflung.types import Draw, PoolView, Sampler, State
+from farflung.types import Draw, PoolView, State
 
-if TYPE_CHECKING:
-    from farflung.gradient_coding import GradientCode
-
-__all__ = ["InShares", "Uniform"]
+__all__ = ["Uniform"]
 
 
 _LATEST = 1 << 12
@@ -109,34 +102,3 @@ def part_of(taken: list[range], first: int, count: int) -> list[range]:
         count -= len(found[-1])
         first = max(0, first - len(positions))
     return [positions for positions in found if len(positions)]
-
-
-class InShares:
-    r"""Draws the shares that a replica's row of a gradient code names, each as the replica of its number draws a batch.
-
-    So replicas agree about a share without a message, and all n of them are the step's batch without a code. A mean
-    over k shares is taken with the weights :math:`k B_{ij}`, so it is the replica's coded sum of the shares' means.
-
-    Args:
-      sampler: draws a share; gives no weights, and draws for any rank.
-      code: for a number of replicas.
-    """
-
-    def __init__(self, sampler: Sampler, code: Callable[[int], GradientCode]) -> None:
-        self._sampler, self._code = sampler, code
-
-    def next(self, view: PoolView) -> Draw:
-        """This replica's shares of the step."""
-        code, before = self._code(view.size), self._sampler.state_dict()
-        shares, ids = code.shares[view.rank], []
-        for share in shares:
-            self._sampler.load_state_dict(before)
-            ids.append(self._sampler.next(replace(view, rank=share)).ids)
-        weights = len(shares) * code.coefficients(view.rank)
-        return Draw(torch.cat(ids), weights.repeat_interleave(len(ids[0])), weight=1.0, shares=shares)
-
-    def state_dict(self) -> State:
-        return self._sampler.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._sampler.load_state_dict(state)

@@ -207,8 +207,8 @@ class _WatchedChannel:
     def sent_nbytes(self) -> int:
         return self._channel.sent_nbytes
 
-    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
-        self._channel.count(nbytes, for_it=for_it)
+    def count(self, nbytes: Counts) -> None:
+        self._channel.count(nbytes)
 
     def tag(self, hop: int) -> Tag:
         return self._channel.tag(hop)

@@ -45,8 +45,6 @@ from farflung.types.sampling import (
 )
 from farflung.types.schedule import (
     Bucket,
-    Decode,
-    Fetch,
     Fragment,
     Merge,
     OptimizerFactory,
@@ -59,7 +57,6 @@ from farflung.types.schedule import (
     Schedule,
     SharedStats,
     Swap,
-    SwapGradient,
     Transfer,
 )
 from farflung.types.tensors import Counts, Json, Payload, Placed, SampleIds, Segment, Sent, State, TensorSpec
@@ -100,13 +97,11 @@ __all__ = [
     "Dataset",
     "Decision",
     "Decisions",
-    "Decode",
     "Draw",
     "DrawsFewer",
     "Due",
     "Elastic",
     "Feed",
-    "Fetch",
     "Fragment",
     "Gate",
     "Json",
@@ -145,7 +140,6 @@ __all__ = [
     "Statistics",
     "Stream",
     "Swap",
-    "SwapGradient",
     "Tag",
     "Tells",
     "TensorSpec",

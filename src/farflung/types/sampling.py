@@ -65,16 +65,12 @@ class Draw:
       weights: each one's importance weight, floating; ``None`` where all weigh 1.
       weight: of the step in the mean, in batches; ``None``: by the number of samples.
       told: what telemetry says of it.
-      shares: the numbers of the shares that it consists of, as long as each other and in this order. Each is gone
-        through by itself, under random numbers that are alike wherever it is drawn at this step. Empty: a batch of the
-        replica's own.
     """
 
     ids: SampleIds
     weights: Tensor | None = None
     weight: float | None = None
     told: Mapping[str, Json] = field(default_factory=dict)
-    shares: tuple[int, ...] = ()
 
 
 class Sampler(Protocol):

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bucket",
-    "Decode",
-    "Fetch",
     "Fragment",
     "Merge",
     "OptimizerFactory",
@@ -28,7 +26,6 @@ __all__ = [
     "Schedule",
     "SharedStats",
     "Swap",
-    "SwapGradient",
     "Transfer",
 ]
 
@@ -114,40 +111,6 @@ class Pull:
     period: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Own updates go to a server, which adds them as they arrive; its parameters take the place of the own ones.
-
-    Args:
-      bound: the most steps that a replica is ahead of the slowest; ``None``: any number.
-    """
-
-    moves: ClassVar[Moved] = "update"
-    means: ClassVar[str] = "added to the server's parameters"
-
-    bound: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """The optimizer steps on the mean of a batch's shares, decoded from sums that some replicas have sent.
-
-    Args:
-      stragglers: s, the replicas that are not waited for.
-      construction: of the code; see :func:`farflung.gradient_coding.gradient_code`.
-      grace_s: seconds for which others are waited for once enough have come; without a code.
-      late_steps: for how many steps a sum that was late is taken into a later mean; without a code.
-    """
-
-    moves: ClassVar[Moved] = "gradient"
-    means: ClassVar[str] = "decoded with those of the first to come"
-
-    stragglers: int
-    construction: str
-    grace_s: float = 0.0
-    late_steps: int = 0
-
-
 OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]
 """What becomes of what an optimizer has gathered for parameters that are merged."""
 
@@ -175,14 +138,6 @@ class Outer:
     mix: float = 0.0
     keep: bool = False
     state: OptimizerState = "kept"
-
-
-@dataclass(frozen=True, slots=True)
-class SwapGradient:
-    """The optimizer stepped on the own gradient; when the mean arrives it steps on the difference too."""
-
-    moves: ClassVar[Moved] = "gradient"
-    means: ClassVar[str] = "swapped for its mean"
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,12 +331,11 @@ class Channel(Protocol):
         """Payload bytes sent so far, counted from tensors."""
         ...
 
-    def count(self, nbytes: Counts, *, for_it: bool = False) -> None:
+    def count(self, nbytes: Counts) -> None:
         """Counts what is sent past :meth:`send`: so many bytes to each rank.
 
         Args:
           nbytes: by rank.
-          for_it: whether other channels have sent and counted them, for this exchange.
         """
         ...
 

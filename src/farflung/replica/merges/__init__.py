@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from farflung.errors import Unsupported
 from farflung.lazy import lazy
 from farflung.replica.buckets import GradientBuckets
-from farflung.types import Decode, Fetch, Merge, Outer, Pull, Replace, Schedule, Swap, SwapGradient
+from farflung.types import Merge, Outer, Pull, Replace, Schedule, Swap
 
 if TYPE_CHECKING:
     from farflung.replica.merges.merger import Merger
@@ -23,16 +23,13 @@ else:
         },
     )
 
-__all__ = ["MERGERS", "Merger", "mergers", "needs_the_loop", "share_of_a_step", "takes_whole"]
+__all__ = ["MERGERS", "Merger", "mergers", "needs_the_loop", "share_of_a_step"]
 
 MERGERS: dict[type[Merge], type[Merger] | str] = {
-    Decode: "farflung.replica.merges.decode:Decoding",
-    Fetch: "farflung.replica.merges.fetch:Fetching",
     Outer: "farflung.replica.merges.outer:OuterSteps",
     Pull: "farflung.replica.merges.pull:Pulling",
     Replace: "farflung.replica.merges.replace:Replacing",
     Swap: "farflung.replica.merges.swap:Swapping",
-    SwapGradient: "farflung.replica.merges.swap_gradient:SwappingGradients",
 }
 """What carries out each kind of merge, or ``module:name`` of it. A merge of one's own is added here, before a schedule
 that names it is used."""
@@ -53,15 +50,6 @@ def mergers(schedule: Schedule, buckets: GradientBuckets) -> Mapping[type[Merge]
             )
         found[type(merge)] = _kind(schedule, merge)(merge, buckets)
     return found
-
-
-def takes_whole(schedule: Schedule) -> str:
-    """Why a schedule goes with no other members of a recipe that carry; empty where it does.
-
-    Raises:
-      Unsupported: a merge that is not in :data:`MERGERS`.
-    """
-    return next(filter(None, (_kind(schedule, merge).takes_whole for merge in schedule.merges)), "")
 
 
 def needs_the_loop(schedule: Schedule) -> str:

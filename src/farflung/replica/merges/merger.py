@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel
 from farflung.replica.buckets import GradientBuckets
-from farflung.replica.in_flight import Carrier, InFlight
-from farflung.types import Merge, Runtime, State, Transfer
-
-if TYPE_CHECKING:
-    from farflung.replica.stopping import StopAgreement
+from farflung.replica.in_flight import InFlight
+from farflung.types import Merge, State, Transfer
 
 __all__ = ["Merger"]
 
@@ -24,8 +20,8 @@ class Merger:
     """Carries one kind of merge out for all buckets of a replica.
 
     A new one overrides what differs and is named in :data:`farflung.replica.merges.MERGERS`. The methods are called on
-    the thread that trains, in the order of a step: :meth:`taking` around forward and backward, :meth:`filled` and, for
-    gradients, :meth:`give` inside backward, :meth:`put` for gradients that are due, :meth:`steps`, the optimizer,
+    the thread that trains, in the order of a step: :meth:`taking` around forward and backward, for gradients
+    :meth:`give` inside backward, :meth:`put` for gradients that are due, :meth:`steps`, the optimizer,
     :meth:`updated`, then :meth:`give` and :meth:`put` for all that is no gradient.
 
     Args:
@@ -35,14 +31,6 @@ class Merger:
 
     takes_gradient: ClassVar[bool] = False
     """Whether the optimizer steps on what is merged and nothing else, at steps where such a transfer begins or ends."""
-    clips: ClassVar[bool] = True
-    """Whether the gradient that the optimizer steps on may be clipped."""
-    takes_whole: ClassVar[str] = ""
-    """What becomes of what it moves where its own carrier takes that in place of a recipe's members; empty: they do."""
-    by_server: ClassVar[bool] = False
-    """Whether its exchanges go by a server, so that no result is a mean of one step, and none can be skipped."""
-    rank_0_stands: ClassVar[bool] = False
-    """Whether what :meth:`consensus_parameters` says is rank 0's, and the others' are not alike."""
 
     def __init__(self, merge: Merge, buckets: GradientBuckets) -> None:
         del merge
@@ -59,41 +47,6 @@ class Merger:
         del merge
         return ""
 
-    def carrier(
-        self,
-        runtime: Runtime,
-        rider: int,
-        seed: int,
-        steps: int | None,
-        meets: Callable[[int], bool],
-        stop: StopAgreement | None,
-    ) -> Carrier | None:
-        """Once before :meth:`opens`: what carries its exchanges where the run's reducer does not.
-
-        Args:
-          runtime: the world.
-          rider: how many numbers ride beside each exchange.
-          seed: of the run.
-          steps: of the run, where that is known.
-          meets: whether all replicas have to be alike after so many steps.
-          stop: agrees on the last step where the run is asked to stop; ``None``: it never is.
-        """
-        del runtime, rider, seed, steps, meets, stop
-        return None
-
-    @property
-    def channels(self) -> Sequence[ExchangeChannel]:
-        """Of what was sent for exchanges that this replica has not begun."""
-        return ()
-
-    def opens(self, step: int) -> None:
-        """Before each step."""
-
-    def ahead(self, step: int) -> bool:
-        """After :meth:`opens`: whether what the step's exchanges bring is there before it has begun."""
-        del step
-        return False
-
     def goes_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Once before the first step: the optimizer whose steps are merged with those of others.
 
@@ -107,9 +60,6 @@ class Merger:
         """Around forward and backward; ``exchanges`` are this merge's, oldest first."""
         del optimizer, exchanges
         return nullcontext()
-
-    def filled(self, index: int) -> None:
-        """The own gradient of a bucket is there."""
 
     def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """What a bucket gives to the exchange that begins.
