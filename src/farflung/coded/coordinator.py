@@ -192,6 +192,8 @@ class Coordinator:
         self._plans = Plans[int](_PLANS)
         self._progress: dict[int, Progress] = {}
         """Of the devices, as they have answered probes."""
+        self._carried = Progress()
+        """Of the bytes to and from all devices."""
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
@@ -451,11 +453,23 @@ class Coordinator:
                 alarm = self._alarm_at(self._runtime.now() + left_s)
             elif event == self._look:
                 self._look_after()
+                self._runtime.launch(self._count_bytes())
                 self._look = self._alarm_at(self._runtime.now() + _LOOKS * self._settings.least_s)
             elif event == self._alarm and self._rounds:
                 self._pass_deadline()
         if paused:
             self.tell("goes_on")
+
+    async def _count_bytes(self) -> None:
+        """Has the bytes to and from devices counted as progress, such as those of an operand that is under way."""
+        nbytes = self._comm.moved_nbytes()
+        self._events.put(lambda: self._carries(nbytes))
+
+    def _carries(self, nbytes: int) -> bool:
+        """Tells whether bytes have come or gone since the last call, enough to count as progress."""
+        now = self._runtime.now()
+        self._carried.update(0, nbytes, now, self._settings.patience_s)
+        return self._carried.last_s == now
 
     def _alarm_at(self, t: float) -> int:
         """Asks for an event at a time; gives its number."""

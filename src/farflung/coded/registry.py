@@ -58,6 +58,7 @@ class Block:
       parts: of a block of columns, the partitions whose rows are in it.
       making: the partitions whose rows are being fetched.
       replaces: the block that is not needed any more when this one is made.
+      begun_by: of a block that no device holds, the one that has a part of it, as it could not get the rest.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Block:
     parts: set[int] = field(default_factory=set)
     making: set[int] = field(default_factory=set)
     replaces: int | None = None
+    begun_by: int | None = None
 
     @property
     def raw(self) -> int | None:
@@ -175,6 +177,8 @@ class Registry:
         for block in self.blocks.values():
             if block.holder == rank:
                 self.discard(block)
+            if block.begun_by == rank:
+                block.begun_by = None
 
     def forsake(self, partition: Partition) -> None:
         """Goes on without a partition that is lost, and without the blocks of rows that it is in."""
@@ -199,6 +203,7 @@ class Registry:
         """Gives up an order; a block that was there before stays as it was."""
         block.making.clear()
         if not block.ready:
+            block.begun_by = block.holder if block.replaces is None else None
             self.discard(block)
 
     # --- members and partitions -------------------------------------------------------------------------------------
@@ -249,6 +254,11 @@ class Registry:
     def of(self, kind: Kind) -> list[Block]:
         """Lists the blocks of a kind that devices hold, made or being made."""
         return [block for block in self.blocks.values() if block.kind == kind and block.holder is not None]
+
+    def begun(self, kind: Kind, rank: int | None) -> list[Block]:
+        """Lists the blocks of a kind of which a device has a part that it could not complete."""
+        blocks = self.blocks.values()
+        return [block for block in blocks if block.kind == kind and block.begun_by == rank is not None]
 
     def there(self, kind: Kind, *, silent: bool = False) -> list[Block]:
         """Lists the blocks that are made, with devices that are heard, or with silent ones too."""
