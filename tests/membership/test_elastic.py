@@ -25,6 +25,7 @@ from farflung.recipes import RECIPES
 from farflung.replica import Replica
 from farflung.replica.checkpoint import to_bytes
 from farflung.replica.in_flight import _packed, _unpacked
+from farflung.replica.summary import Summary
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole
@@ -91,6 +92,7 @@ class Ended:
     replicas: list[Replica]
     steps: int = STEPS
     models: list[State] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     samples: set[int] = field(default_factory=set)
     error: RunLost | None = None
@@ -183,6 +185,7 @@ def run(
     try:
         for summary, model in world.run([whole(*each) for each in zip(ended.replicas, again, strict=True)]):
             ended.models.append(model)
+            ended.summaries.append(summary)
             ended.losses.append(summary.final_loss or 0.0)
             ended.samples.add(summary.samples)
     except RunLost as error:
@@ -533,6 +536,42 @@ def test_one_that_is_connected_is_admitted_once_its_replica_is_there(monkeypatch
     assert change.t > 0.5
     assert change.step > 5  # the others have gone on
     check(ended)
+
+
+def test_one_that_joins_exchanges_by_the_collectives_that_the_others_have_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They agree on them before the run; one that took the usual ones would wait for messages that nobody sends."""
+    init, chosen = Elastic.__init__, dict.fromkeys(range(4, 1024, 4), "ring")
+
+    def choose(self: Elastic, runtime: Any, *options: Any, members: list[int], **more: Any) -> None:
+        if runtime.comm.rank in members:
+            runtime.comm.auto = chosen
+        init(self, runtime, *options, members=members, **more)
+
+    monkeypatch.setattr(Elastic, "__init__", choose)
+    ended = run(3, FaultPlan().join(2, at_s=0.2), "synchronous(collective=auto)")
+    assert len(ended.models) == 3
+    assert ended.replicas[2].runtime.comm.auto == chosen
+    check(ended)
+
+
+def test_one_that_joins_a_resumed_run_has_sent_nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that it gets is of another replica, which counts its bytes itself."""
+
+    make = make_replica
+
+    def resumed(*parts: Any) -> Replica:
+        replica = make(*parts)
+        if replica.runtime.comm.rank < 2:
+            replica._sent_before = {"gradients": [10**6] * 3}
+        return replica
+
+    monkeypatch.setattr("tests.membership.test_elastic.make_replica", resumed)
+    ended = run(3, FaultPlan().join(2, at_s=0.2))
+    check(ended)
+    sent = [sum(map(sum, summary.sent.values())) for summary in ended.summaries]
+    assert [nbytes > 3 * 10**6 for nbytes in sent] == [True, True, False]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
