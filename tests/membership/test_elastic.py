@@ -20,6 +20,7 @@ from farflung.comm import Purpose
 from farflung.errors import ConfigError, Left, RunLost
 from farflung.faults import Fault, FaultPlan
 from farflung.membership import Elastic, View
+from farflung.membership.among import ViewChannel
 from farflung.network import network_profile
 from farflung.recipes import RECIPES
 from farflung.replica import Replica
@@ -32,7 +33,8 @@ from farflung.runs.simulation import whole
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.types import CodecState, Draw, PoolView, Reduced, State
+from farflung.tasks import Pending
+from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
 
 STEPS, DEADLINE_S = 12, 2.0
@@ -494,6 +496,19 @@ def test_one_that_is_busy_for_too_long_is_left_out_by_name(caplog: pytest.LogCap
     check(ended)
     assert views_of(ended) == [((1,), ()), ((), (1,))]
     assert "rank 1 counts as lost: it answers, but has not come to that exchange" in caplog.text
+
+
+def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the program, for which no member is left out; one is lost later, so that the run ends anyway."""
+    recv = ViewChannel.recv
+
+    def stall(self: ViewChannel, *message: Any) -> Pending[Payload]:
+        return Pending() if self.tag(0).exchange == Purpose.STEP.at(3) else recv(self, *message)
+
+    monkeypatch.setattr(ViewChannel, "recv", stall)
+    ended = run(2, FaultPlan().crash(1, at_s=30.0), deadline_s=0.1)
+    said = r"^exchange \d+ is not whole after 10 s, and nothing has moved for 10 s, but all members answer$"
+    assert re.search(said, str(ended.error))
 
 
 def test_one_that_flaps_comes_back_later_each_time() -> None:
