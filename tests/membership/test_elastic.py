@@ -32,8 +32,8 @@ from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
-from farflung.telemetry import Event, Telemetry
 from farflung.tasks import Pending
+from farflung.telemetry import Event, Telemetry
 from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
 
@@ -585,7 +585,7 @@ def test_one_that_joins_a_resumed_run_has_sent_nothing_before(monkeypatch: pytes
     monkeypatch.setattr("tests.membership.test_elastic.make_replica", resumed)
     ended = run(3, FaultPlan().join(2, at_s=0.2))
     check(ended)
-    sent = [sum(map(sum, summary.sent.values())) for summary in ended.summaries]
+    sent = [sum(sum(each) for each in (summary.sent or {}).values()) for summary in ended.summaries]
     assert [nbytes > 3 * 10**6 for nbytes in sent] == [True, True, False]
 
 
