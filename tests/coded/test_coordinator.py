@@ -226,6 +226,16 @@ def test_rows_that_have_come_are_kept_where_a_source_falls_silent(partitions: in
     assert not run.holdings[maker].drafts
 
 
+def test_rows_are_waited_for_after_a_source_was_silent() -> None:
+    """They take 64 s, longer than a run waits without progress; the first order fails early."""
+    faults = slow_links(2, 2e6).cut(2, peer=1, at_s=8.0, for_s=30.0)
+    data = partial(part, features=500, rows=4000)
+    settings = {"transposed": "repair", "patience_s": 20.0}
+    seen = Run(1, 2, faults=faults, data=data, settings=settings)(encode, fetch_s=10.0)
+    assert seen.notes.of("failed")
+    assert seen.ended_s > 60
+
+
 def test_a_sum_that_is_not_whole_begins_anew_with_other_terms() -> None:
     into, first, second = torch.ones(2, 3), frozenset({(1, 0.5), (2, 0.5)}), frozenset({(3, 1.0)})
     draft = Draft(RowBlock(into))

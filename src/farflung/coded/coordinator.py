@@ -506,7 +506,7 @@ class Coordinator:
     def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
         """Takes in a report, or a piece of the product of a round; tells whether it brings the run nearer.
 
-        A failed block does not: it is ordered again, and may fail for ever.
+        A failed block does where some of its rows have come; otherwise it may fail for ever.
         """
         if rank in self._gone:
             return False
@@ -516,7 +516,7 @@ class Coordinator:
                 self._report(rank, report)
                 if isinstance(report, Probe):
                     return self._gets_further(rank, report.nbytes)
-                return not isinstance(report, Failed)
+                return not isinstance(report, Failed) or not self.registry.members[rank].failures
             if round not in self._rounds:
                 self.counters.late += 1
                 return False
@@ -530,13 +530,13 @@ class Coordinator:
     def _gets_further(self, rank: int, nbytes: int) -> bool:
         """Tells whether a device that makes a block has exchanged rows since it was probed before.
 
-        One whose last block has failed may fail for ever.
+        One that got nothing for its last two orders may fail for ever.
         """
         now = self._runtime.now()
         progress = self._progress.setdefault(rank, Progress())
         progress.update(0, nbytes, now, self._settings.patience_s)
         makes = any(block.holder == rank for block in self.registry.making())
-        return makes and not self.registry.members[rank].failures and progress.last_s == now
+        return makes and self.registry.members[rank].failures < 2 and progress.last_s == now
 
     def _refuse(self, rank: int, why: str) -> None:
         """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
@@ -613,7 +613,9 @@ class Coordinator:
             if report.rank == member.rank:
                 member.unable = True
             else:
-                member.failures += 1
+                gained = report.fetched_nbytes > block.fetched_nbytes
+                block.fetched_nbytes = report.fetched_nbytes
+                member.failures = 0 if gained else member.failures + 1
                 self._silence({report.rank})
         self._repair()
 

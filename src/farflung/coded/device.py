@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from farflung.coded.blocks import (
 )
 from farflung.coded.messages import (
     Built,
+    Cancel,
     Columns,
     Command,
     Drop,
@@ -388,7 +389,9 @@ class Device:
             try:
                 fetched_nbytes = await self._made(order)
             except PeerLost as error:
-                self._report(Failed(order.block, error.rank, _one_line(error.detail)))
+                draft = self._holding.drafts.get(order.block)
+                fetched_nbytes = 0 if draft is None else draft.fetched_nbytes
+                self._report(Failed(order.block, error.rank, _one_line(error.detail), fetched_nbytes))
             except (ConfigError, RuntimeError, ValueError):
                 self.refused += 1
                 self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
@@ -441,16 +444,30 @@ class Device:
                     share.add(self._holding.give(share.request))
                     continue
                 if len(flying) == _WINDOW:
-                    draft.fetched_nbytes += await self._land(*flying.popleft())
+                    draft.fetched_nbytes += await self._land(*flying[0])
+                    flying.popleft()
                 flying.append(await self._ask(share))
             while flying:
-                draft.fetched_nbytes += await self._land(*flying.popleft())
-        finally:
-            for share, number, answer in flying:
+                draft.fetched_nbytes += await self._land(*flying[0])
+                flying.popleft()
+        except PeerLost:
+            for share, _, answer in flying:
                 if answer.done and answer.error is None:
                     with suppress(Malformed):
                         draft.fetched_nbytes += self._add(share, answer.result())
-                self._forget(number)
+            raise
+        finally:
+            self._withdraw(flying)
+
+    def _withdraw(self, flying: Iterable[tuple[_Share, int, Pending[Payload]]]) -> None:
+        """Forgets requests, and tells their sources, which would send what nobody waits for."""
+        requests: dict[int, list[int]] = {}
+        for share, number, answer in flying:
+            if not answer.done or answer.error is not None:
+                requests.setdefault(share.source.rank, []).append(number)
+            self._forget(number)
+        for rank, numbers in requests.items() if not self._stopped else ():
+            self._runtime.launch(sent(self._comm, packed(Cancel(tuple(numbers))), rank, messages.ASK))
 
     async def _stop(self) -> None:
         """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
@@ -522,7 +539,10 @@ class Device:
         while True:
             rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
             try:
-                request = unpacked(payload, (Fetch,))
+                request = unpacked(payload, (Fetch, Cancel))
+                if isinstance(request, Cancel):
+                    self._drop_requests(rank, request)
+                    continue
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
             except Malformed:
@@ -533,6 +553,11 @@ class Device:
             else:
                 self._asked[rank] = deque([request])
                 self._runtime.launch(self._answer(rank))
+
+    def _drop_requests(self, rank: int, request: Cancel) -> None:
+        waiting = self._asked.get(rank, deque())
+        for one in [one for one in waiting if one.reply in request.replies]:
+            waiting.remove(one)
 
     async def _answer(self, rank: int) -> None:
         asked = self._asked[rank]

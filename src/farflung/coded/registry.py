@@ -59,6 +59,7 @@ class Block:
       making: the partitions whose rows are being fetched.
       replaces: the block that is not needed any more when this one is made.
       begun_by: of a block that no device holds, the one that has a part of it, as it could not get the rest.
+      fetched_nbytes: of that part.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Block:
     making: set[int] = field(default_factory=set)
     replaces: int | None = None
     begun_by: int | None = None
+    fetched_nbytes: int = 0
 
     @property
     def raw(self) -> int | None:
@@ -87,7 +89,7 @@ class Member:
       silent: whether it has let a deadline pass, and not been heard since.
       leaving: whether it has asked to leave.
       unable: whether it could not make a block for reasons of its own; it is asked for no other.
-      failures: blocks in a row that it could not make since another device gave it nothing.
+      failures: orders in a row for which other devices gave it nothing that it could keep.
     """
 
     rank: int
@@ -167,6 +169,8 @@ class Registry:
     def place(self, placed: Placed) -> None:
         """Takes in a block that is being made."""
         block = placed.block
+        if block.number in self.blocks:
+            block.fetched_nbytes = self.blocks[block.number].fetched_nbytes
         self.blocks[block.number] = block
         if isinstance(placed.order, Columns):
             block.making.update(part.partition for part in placed.order.parts)
