@@ -589,6 +589,26 @@ def test_one_that_joins_a_resumed_run_has_sent_nothing_before(monkeypatch: pytes
     assert [nbytes > 3 * 10**6 for nbytes in sent] == [True, True, False]
 
 
+@pytest.mark.parametrize("schedule", [one for one in SCHEDULES if "sync_every" in one])
+def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_state(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, states = Replica._join, list[tuple[State, list[torch.Tensor]]]()
+
+    async def noted(self: Replica) -> None:
+        await join(self)
+        for merger in self._exchanges._mergers.values():
+            states.append((merger.state_dict()[1], [one.clone() for one in merger.common() or ()]))
+
+    monkeypatch.setattr(Replica, "_join", noted)
+    for at_s in (0.2, 0.25, 0.3, 0.35):
+        check(run(3, FaultPlan().join(2, at_s=at_s), f"synchronous(schedule='{schedule}')"))
+    assert states
+    for own, common in states:
+        assert not any(own.get("fresh", ()))
+        assert all(torch.equal(given, common[int(index)]) for index, given in own.get("given", {}).items())
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one.startswith(LATE)])
 def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None:

@@ -63,6 +63,7 @@ __all__ = ["Device", "Queue"]
 _COORDINATOR = 0
 _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop, Probe)
 _WORK: tuple[type[Multiply | End], ...] = (Multiply, End)
+_REQUESTS: tuple[type[Fetch | Cancel], ...] = (Fetch, Cancel)
 _MAKERS = 2
 """Blocks that are made at a time, and drafts that are kept; each takes memory beside itself."""
 _MOST_ASKED = 64
@@ -539,7 +540,7 @@ class Device:
         while True:
             rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
             try:
-                request = unpacked(payload, (Fetch, Cancel))
+                request = unpacked(payload, _REQUESTS)
                 if isinstance(request, Cancel):
                     self._drop_requests(rank, request)
                     continue
