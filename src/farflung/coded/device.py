@@ -461,7 +461,7 @@ class Device:
             self._withdraw(flying)
 
     def _withdraw(self, flying: Iterable[tuple[_Share, int, Pending[Payload]]]) -> None:
-        """Forgets requests, and tells their sources, which would send what nobody waits for."""
+        """Forgets requests, and takes them back from their sources."""
         requests: dict[int, list[int]] = {}
         for share, number, answer in flying:
             if not answer.done or answer.error is not None:
