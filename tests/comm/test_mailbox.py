@@ -408,6 +408,19 @@ def test_messages_about_views_outlive_a_view() -> None:
     assert mailbox.kept_nbytes == 0
 
 
+def test_a_message_of_an_older_view_is_dropped_whether_or_not_it_is_waited_for() -> None:
+    mailbox = Mailbox()
+    mailbox.advance(2)
+    wait = mailbox.recv(1, tag(2), None, 0.0)
+    for payload in (numbered(1.0), numbered(2.0)):
+        mailbox.deliver(1, tag(2), payload, 1)
+    assert not wait.done
+    assert mailbox.dropped == 2
+    assert mailbox.kept_nbytes == 0
+    mailbox.deliver(1, tag(2), numbered(3.0), 2)
+    assert received(wait) == 3
+
+
 def test_the_state_of_a_run_belongs_to_the_view_that_it_is_sent_in() -> None:
     """That of a newer view is kept until it begins, and a wait for it ends with the view: it is sent again."""
     mailbox, state, sent = Mailbox(), Tag(Purpose.STATE.at(2)), numbered(1.0)

@@ -1,4 +1,4 @@
-"""Exchanges that are made again: the attempt of an earlier view has no part in the newer one."""
+"""Exchanges that are made again: the attempt of an earlier view has no part in the newer one; whose silence counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import WaitEnded
+from farflung.faults import FaultPlan
+from farflung.membership import View
 from farflung.membership.among import Among, ViewChannel
+from farflung.membership.connections import Connections
+from farflung.network import Link
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload
 
@@ -30,3 +35,22 @@ def test_an_attempt_that_resumes_in_a_newer_view_neither_sends_nor_takes_message
         with pytest.raises(WaitEnded, match="rank 2"):
             raise ended.error  # type: ignore[misc]
     assert (attempt.sent_nbytes, len(comm.mock_calls)) == (sent, calls)
+
+
+def test_one_that_stood_still_itself_counts_the_silence_of_others_from_then_on() -> None:
+    """An answer takes longer than the time between two questions, and what arrived meanwhile is not heard yet."""
+    world = VirtualWorld(2, Link(1.0), faults=FaultPlan().hang(0, at_s=0.2, for_s=50.0), whole=False)
+    view = View(1, ("0", "1"), (0,), (("0", "1"),))
+    member = Mock(connected={"1"})
+
+    async def watch(runtime: VirtualRuntime) -> float:
+        connections = Connections(runtime, member, lambda: view, 2.0, False, lambda: None)
+        assert await connections.asked(0.5) == {"1"}
+        return connections.silent_s("1")
+
+    async def rest(runtime: VirtualRuntime) -> float:
+        await runtime.sleep_until(60.0)
+        return 0.0
+
+    silent_s, _ = world.run([watch(world.runtimes[0]), rest(world.runtimes[1])])
+    assert silent_s == 0.5

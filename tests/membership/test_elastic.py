@@ -20,18 +20,21 @@ from farflung.comm import Purpose
 from farflung.errors import ConfigError, Left, RunLost
 from farflung.faults import Fault, FaultPlan
 from farflung.membership import Elastic, View
+from farflung.membership.among import ViewChannel
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import RECIPES
 from farflung.replica import Replica
 from farflung.replica.checkpoint import pack_tree
 from farflung.replica.in_flight import _packed, _unpacked
+from farflung.replica.summary import Summary
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
+from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
-from farflung.types import CodecState, Draw, PoolView, Reduced, State
+from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
 
 STEPS, DEADLINE_S = 12, 2.0
@@ -96,6 +99,7 @@ class Ended:
     replicas: list[Replica]
     steps: int = STEPS
     models: list[State] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     samples: set[int] = field(default_factory=set)
     error: RunLost | None = None
@@ -197,6 +201,7 @@ def run(
     try:
         for summary, model in world.run([whole(*each) for each in zip(ended.replicas, again, strict=True)]):
             ended.models.append(model)
+            ended.summaries.append(summary)
             ended.losses.append(summary.final_loss or 0.0)
             ended.samples.add(summary.samples)
     except RunLost as error:
@@ -516,6 +521,19 @@ def test_one_that_is_busy_for_too_long_is_left_out_by_name(caplog: pytest.LogCap
     assert "rank 1 counts as lost: it answers, but has not come to that exchange" in caplog.text
 
 
+def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the program, for which no member is left out; one is lost later, so that the run ends anyway."""
+    recv = ViewChannel.recv
+
+    def stall(self: ViewChannel, *message: Any) -> Pending[Payload]:
+        return Pending() if self.tag(0).exchange == Purpose.STEP.at(3) else recv(self, *message)
+
+    monkeypatch.setattr(ViewChannel, "recv", stall)
+    ended = run(2, FaultPlan().crash(1, at_s=30.0), deadline_s=0.1)
+    said = r"^exchange \d+ is not whole after 10 s, and nothing has moved for 10 s, but all members answer$"
+    assert re.search(said, str(ended.error))
+
+
 def test_one_that_flaps_comes_back_later_each_time() -> None:
     plan = FaultPlan()
     for number in range(3):
@@ -556,6 +574,62 @@ def test_one_that_is_connected_is_admitted_once_its_replica_is_there(monkeypatch
     assert change.t > 0.5
     assert change.step > 5  # the others have gone on
     check(ended)
+
+
+def test_one_that_joins_exchanges_by_the_collectives_that_the_others_have_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They agree on them before the run; one that took the usual ones would wait for messages that nobody sends."""
+    init, chosen = Elastic.__init__, dict.fromkeys(range(4, 1024, 4), "ring")
+
+    def choose(self: Elastic, runtime: Any, *options: Any, members: list[int], **more: Any) -> None:
+        if runtime.comm.rank in members:
+            runtime.comm.auto = chosen
+        init(self, runtime, *options, members=members, **more)
+
+    monkeypatch.setattr(Elastic, "__init__", choose)
+    ended = run(3, FaultPlan().join(2, at_s=0.2), "synchronous(collective=auto)")
+    assert len(ended.models) == 3
+    assert ended.replicas[2].runtime.comm.auto == chosen
+    check(ended)
+
+
+def test_one_that_joins_a_resumed_run_has_sent_nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that it gets is of another replica, which counts its bytes itself."""
+
+    make = make_replica
+
+    def resumed(*parts: Any) -> Replica:
+        replica = make(*parts)
+        if replica.runtime.comm.rank < 2:
+            replica._sent_before = {"gradients": [10**6] * 3}
+        return replica
+
+    monkeypatch.setattr("tests.membership.test_elastic.make_replica", resumed)
+    ended = run(3, FaultPlan().join(2, at_s=0.2))
+    check(ended)
+    sent = [sum(sum(each) for each in (summary.sent or {}).values()) for summary in ended.summaries]
+    assert [nbytes > 3 * 10**6 for nbytes in sent] == [True, True, False]
+
+
+@pytest.mark.parametrize("schedule", [one for one in SCHEDULES if "sync_every" in one])
+def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_state(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, states = Replica._join, list[tuple[State, list[torch.Tensor]]]()
+
+    async def noted(self: Replica) -> None:
+        await join(self)
+        for merger in self._exchanges._mergers.values():
+            states.append((merger.state_dict()[1], [one.clone() for one in merger.common() or ()]))
+
+    monkeypatch.setattr(Replica, "_join", noted)
+    for at_s in (0.2, 0.25, 0.3, 0.35):
+        check(run(3, FaultPlan().join(2, at_s=at_s), f"synchronous(schedule='{schedule}')"))
+    assert states
+    for own, common in states:
+        assert not any(own.get("fresh", ()))
+        assert all(torch.equal(given, common[int(index)]) for index, given in own.get("given", {}).items())
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.membership import Report, Transfer, View
+from farflung.membership import Report, Transfer, View, Vote
 from tests.membership.script import Script
 
 
@@ -22,6 +22,20 @@ def test_redo_is_no_wish_while_the_view_ends_anyway() -> None:
     script.members["a"].redo()
     script.members["a"].settle()
     assert script.kept["a"].ballot == ballot
+
+
+def test_a_member_votes_once_at_each_ballot() -> None:
+    """Another vote at the same ballot might be for another view, where a report has changed meanwhile."""
+    script = Script("abc")
+    script.lose("a", "c")
+    script.lose("b", "c")
+    script.pass_on("ab", "ba")
+    script.pass_on("ba")
+    (vote,) = [message for message in script.wires["a", "b"] if isinstance(message, Vote)]
+    script.held["a"] = (0, 1)
+    for _ in range(3):
+        script.members["a"].settle()
+    assert [message for message in script.wires["a", "b"] if isinstance(message, Vote)] == [vote]
 
 
 def test_the_last_member_leaves_a_view_without_members() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def test_a_write_that_fails_leaves_what_was_there(
         save_tree(tmp_path / "tree", {"step": 13})
     monkeypatch.undo()
     assert same_tree(load_tree(tmp_path / "tree"), TREE)
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power could leave a name of nothing, where an older checkpoint was removed already."""
+    on_disk, named = dict[int, bytes](), list[str]()
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk[os.fstat(descriptor).st_ino] = os.pread(descriptor, 1 << 20, 0)
+
+    def noted_replace(self: Path, target: Path) -> Path:
+        assert on_disk.get(self.stat().st_ino) == self.read_bytes(), "what is written is not on the disk yet"
+        named.append(target.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    Checkpoints(tmp_path, 0, 1, leader=True).save(1, TREE, TREE)
+    assert named == ["shared.safetensors", "rank-0-of-1.safetensors"]
 
 
 @pytest.mark.parametrize("moment", ["writing", "renaming"])

@@ -98,8 +98,8 @@ class Drawing:
 
         They are the same until :meth:`commit`, so a step that is broken off before loses none.
         """
-        if self._drawn is None:
-            self._drawn = await self._draw(step)
+        await self.pick(step)
+        assert self._drawn is not None
         self.random.install()
         rows = self.source.rows(self._drawn.ids)
         if self._lending.due(step):
@@ -110,6 +110,12 @@ class Drawing:
         if weights is not None and len(weights) < len(batch):
             weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
         return batch, weights
+
+    async def pick(self, step: int) -> int:
+        """Picks a step's samples, where that has not been done, and returns their number."""
+        if self._drawn is None:
+            self._drawn = await self._draw(step)
+        return len(self._drawn.ids)
 
     async def score_meanwhile(self, step: int) -> Spare | None:
         """Scores samples, where the sampler wants that; none that the step has used up."""

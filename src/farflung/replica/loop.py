@@ -456,7 +456,7 @@ class Replica:
         """Carries out a step by the results of its exchanges, to which this replica gives nothing."""
         step = self.step_done
         self._set_rate(step)
-        samples = await self._drawing.drawn(step)
+        samples = await self._drawing.pick(step)
         self._exchanges.begin(step, Vote(math.nan, 0.0, self._numbers(0)))
         self._buckets.without_data(self._exchanges.ready)
         apply = await self._exchanges.settle()
