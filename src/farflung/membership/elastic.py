@@ -386,8 +386,11 @@ class Elastic:
     def _new_follower(self) -> Follower:
         return Follower(self._runtime, self._want, self._ask_to_be_admitted, self._take_changes)
 
-    def _want(self) -> None:
-        self._in_background(self._ask())
+    def _want(self, anew: bool) -> None:
+        if anew and self._member.name in self._view.members:
+            self._cannot_begin()  # the others have gone on to where it was to begin
+        else:
+            self._in_background(self._ask())
 
     def _ask_to_be_admitted(self) -> None:
         if self._member.name not in self._view.members:
@@ -417,7 +420,7 @@ class Elastic:
         if not self._seeks:
             self._seeks = True
             self._in_background(self._seek())
-        self._want()
+        self._want(False)
         return await self._follower.snapshot()
 
     async def follows(self, step: int) -> bool:

@@ -249,7 +249,7 @@ class _Source:
 
     step: int
     parts: Mapping[str, int]
-    needed: Collection[int]
+    needed: frozenset[int]
     started: int
     results: set[int] = field(default_factory=set)
     """The numbers of the results that it holds."""
@@ -287,7 +287,7 @@ class Follower:
 
     Args:
       runtime: the world.
-      want: asks members for a snapshot.
+      want: asks members for a snapshot; for another one (True), or as before.
       ask: asks members to be admitted.
       take_changes: is given the changes of members, as JSON, whenever a member tells them.
     """
@@ -295,7 +295,7 @@ class Follower:
     def __init__(
         self,
         runtime: Runtime,
-        want: Callable[[], None],
+        want: Callable[[bool], None],
         ask: Callable[[], None],
         take_changes: Callable[[Sequence[Any]], None],
     ) -> None:
@@ -406,11 +406,14 @@ class Follower:
             logged.result.fail(error)
         self._wake()
 
-    @property
-    def _has_giver(self) -> bool:
-        """Whether a member that offers the chosen snapshot is connected."""
+    def _is_enough(self, source: _Source) -> bool:
+        """Returns True if a member has all of the snapshot and of the results that are not here."""
         chosen = self._chosen
-        return chosen is not None and any(one.snapshot == chosen.snapshot for one in self._sources.values())
+        assert chosen is not None
+        if self._step is None:
+            return source.snapshot == chosen.snapshot
+        lacking = {*chosen.needed, *range(chosen.started + 1, source.started + 1)} - source.needed
+        return all(n > source.started or n < self._forgotten or n in self.results for n in lacking)
 
     def _is_complete(self) -> bool:
         return self._chosen is not None and not any(
@@ -498,7 +501,7 @@ class Follower:
         lost = [each for each in self._index if each > base and each not in later]
         if any(each in self.followed for each in lost):
             self._restart("a result that this replica has followed is made again")
-            self._want()
+            self._want(True)
             return
         for each in lost:
             exchange, part, _ = self._index.pop(each)
@@ -518,7 +521,7 @@ class Follower:
             self._choose()
             self._request()
         else:
-            self._want()
+            self._want(False)
         self._wake()
 
     def ask_again(self, rank: int) -> None:
@@ -538,11 +541,11 @@ class Follower:
 
     def _choose(self) -> None:
         """Chooses a snapshot that is offered; where the replica follows another one, it begins anew."""
-        if self._has_giver:
+        if self._chosen is not None and any(map(self._is_enough, self._sources.values())):
             return
         if self._step is not None:
-            self._restart("no member is left that offers this state of the run")
-            self._want()
+            self._restart("no member is left that has what this replica lacks")
+            self._want(True)
             return
         self._chosen = max(self._sources.values(), key=lambda source: source.step)
         self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
