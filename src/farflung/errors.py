@@ -32,6 +32,7 @@ __all__ = [
     "ProtocolError",
     "RunLost",
     "StorageError",
+    "StateOutdated",
     "Suspended",
     "Undecodable",
     "UnknownName",

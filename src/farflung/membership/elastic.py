@@ -835,7 +835,7 @@ class Elastic:
         if self._view.number < view.number:  # a member that leaves does not install the view
             self._comm.advance(view.number)
         for giver, receiver, number in view.transfers():
-            # A member without the state is given it before its first step; see :meth:`give`.
+            # A member without the state asks for it.
             if giver == self._member.name and receiver in view.holders[0]:
                 kept = self._log[number].kept
                 assert kept is not None
