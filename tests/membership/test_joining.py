@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.faults import FaultPlan
+from benchmarks.elastic.run import SCHEDULES
+from farflung.faults import Fault, FaultPlan
 from farflung.membership.connections import text_payload
 from farflung.membership.joining import NEWS, StateGiver
 from farflung.network import NetworkProfile, network_profile
 from farflung.trees import pack_tensors, unpack_tensors
-from tests.membership.test_elastic import Ended, check, run
+from tests.membership.test_elastic import CODECS, Ended, check, run
 
 SPARSE = "codec='error_feedback(topk(density=0.01))'"
 BPS = 4e6
@@ -130,6 +132,50 @@ def test_malformed_news_lose_their_sender(
     assert ended.error is None
     joiner: Any = ended.replicas[3].runtime.elastic
     assert joiner._connections.malformed == {"1"}
+
+
+def plan_of(seed: int) -> tuple[int, int, FaultPlan, str, str]:
+    """Returns how many replicas there are in the end and at first, faults, schedule and codec.
+
+    One to three replicas join, and others crash, hang, leave or are cut off meanwhile.
+    """
+    draw = random.Random(f"joins {seed}")
+    first = size = draw.choice([3, 3, 4, 4, 5])
+    faults, begin_s = FaultPlan(), draw.uniform(0.05, 0.4)
+    for rank in range(first, first + draw.randint(1, 3)):
+        faults = faults.join(rank, at_s=begin_s + draw.uniform(0, 0.08))
+        size += 1
+    for _ in range(draw.randint(1, 2)):
+        kind = draw.choice(["crash", "crash", "hang", "cut", "reset", "leave"])
+        rank, at_s = draw.randrange(first), begin_s + draw.uniform(-0.02, 0.25)
+        peer = draw.choice([other for other in range(size) if other != rank])
+        more: dict[str, Any] = {}
+        if kind in ("hang", "cut"):
+            more["for_s"] = draw.choice([0.05, 0.2, 0.5])
+        if kind in ("cut", "reset"):
+            more["peer"] = peer
+        faults = FaultPlan((*faults.faults, Fault(kind, rank=rank, at_s=at_s, **more)))
+    if draw.random() < 0.4:
+        faults = faults.crash(draw.randrange(first, size), at_s=begin_s + draw.uniform(0.1, 0.4))
+    return size, first, faults, draw.choice(SCHEDULES), draw.choice(CODECS)
+
+
+def joins_under_faults(seed: int) -> None:
+    """Runs a plan: one model, or a stop by name; and all begin that join and do not crash, or the run had ended."""
+    size, first, faults, schedule, codec = plan_of(seed)
+    recipe = f"synchronous(schedule='{schedule}', {codec})"
+    ended = run(size, faults, recipe, seed=seed, steps=60, deadline_s=0.15, evaluate_every=60)
+    check(ended)
+    gone = {fault.rank for fault in faults.faults if fault.kind in ("crash", "leave")}
+    for rank in range(first, size) if ended.error is None else ():
+        elastic: Any = ended.replicas[rank].runtime.elastic
+        over = "the run has ended" in str(elastic._ended) if elastic is not None else False
+        assert rank in gone or over or ended.replicas[rank].step_done == 60, f"rank {rank}: {elastic._ended}"
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_replicas_join_while_others_fail(seed: int) -> None:
+    joins_under_faults(seed)
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
