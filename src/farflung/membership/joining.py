@@ -612,6 +612,6 @@ class Follower:
         if self._step is None or self._fetched < self._round:
             return
         backlog = sum(begun >= self._step for _, _, begun in self._index.values())
-        if self._round and backlog > 0.8 * self._round:
+        if self._round and backlog >= self._round:
             self._ask_once()
         self._round, self._fetched = backlog, 0
