@@ -808,6 +808,8 @@ class Elastic:
         self._connections.await_back(set(before.members).difference(view.members))
         if self.joins:
             self._unseen.append(view)
+            if self._follower is not None:
+                self._follower.is_waited_for = True
             if self._told is not None:
                 self._told(self.members)
             return

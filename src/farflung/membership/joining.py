@@ -29,9 +29,9 @@ __all__ = ["NEWS", "PIECES", "Follower", "Result", "StateGiver"]
 
 NEWS, PIECES, _REQUESTS = (Tag(Purpose.STATE.at(number)) for number in range(3))
 _PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 14, 1 << 20
-_QUEUE_S = 0.05
+_QUEUE_S, _WAITED_FOR_S = 0.1, 1.0
 """For how long answers may wait in queues: where others use the link, less is asked for, so that these come first (as
-LEDBAT does, RFC 6817)."""
+LEDBAT does, RFC 6817); and once the others wait for the replica."""
 _BACKLOG_NBYTES = 1 << 23
 """The size of results that are always kept for a replica that follows."""
 
@@ -271,13 +271,13 @@ class _Source:
         """How many more bytes may be asked for."""
         return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
 
-    def note_answer(self, nbytes: int, seconds: float) -> None:
-        """Adapts the window to how long an answer took."""
+    def note_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
+        """Adapts the window to how long an answer took, of which so many seconds may be in queues."""
         self.least_s = min(self.least_s, seconds)
-        if seconds < self.least_s + _QUEUE_S:
+        if seconds < self.least_s + queue_s:
             self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
         else:
-            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes // 2)
+            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes * 3 // 4)
 
 
 class Follower:
@@ -304,6 +304,8 @@ class Follower:
         self._parts: dict[str, _Content] = {}
         """Those of snapshots, by digest."""
         self._view = 0
+        self.is_waited_for = False
+        """Whether the others wait for this replica, which is a member."""
         self.nbytes = 0
         """Of snapshots and results that have come."""
         self.request = 1
@@ -583,7 +585,8 @@ class Follower:
             return
         if len(piece) != nbytes:
             raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
-        source.note_answer(nbytes, self._runtime.now() - asked_s)
+        queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
+        source.note_answer(nbytes, self._runtime.now() - asked_s, queue_s)
         content.put(begin, piece)
         self.nbytes += nbytes
         if not content.missing_nbytes and isinstance(name, int):

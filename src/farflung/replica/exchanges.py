@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from farflung.types import (
 if TYPE_CHECKING:
     from farflung.sampling import Gain
 
-__all__ = ["Exchanges", "Settled"]
+__all__ = ["Exchanges", "Settled", "given_nothing"]
 
 
 @dataclass(slots=True)
@@ -747,6 +747,25 @@ class Exchanges:
         means = [None] * len(buckets) if mean is None else mean.split(sizes) if len(buckets) > 1 else [mean]
         for bucket, each in zip(buckets, means, strict=True):
             merger.put(bucket.index, exchange, each)
+
+
+def given_nothing(own: State) -> State:
+    """Returns a replica's own half of :meth:`Exchanges.snapshot` with zeros for what it has given."""
+    flights = {
+        name: {
+            **flight,
+            "kept": {i: {**kept, "own": torch.zeros_like(kept["own"])} for i, kept in flight["kept"].items()},
+        }
+        for name, flight in own["flights"].items()
+    }
+    return {**own, "flights": flights, "merges": _zeros(own["merges"])}
+
+
+def _zeros(tree: Any) -> Any:
+    """Returns nested dicts with zeros for tensors."""
+    if isinstance(tree, dict):
+        return {name: _zeros(node) for name, node in tree.items()}
+    return torch.zeros_like(tree) if isinstance(tree, Tensor) else tree
 
 
 def _square(tensors: Iterable[Tensor]) -> float:

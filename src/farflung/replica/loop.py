@@ -21,7 +21,7 @@ from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, pack_tree, unpack_tree
 from farflung.replica.drawing import Drawing
 from farflung.replica.evaluation import Score, averaged, evaluate
-from farflung.replica.exchanges import Exchanges, Settled
+from farflung.replica.exchanges import Exchanges, Settled, given_nothing
 from farflung.replica.in_flight import InFlight
 from farflung.replica.keeping import BackgroundTasks, Keeping
 from farflung.replica.lockstep import Lockstep
@@ -481,7 +481,7 @@ class Replica:
         sampler: Any = self.parts.sampler
         del own["random"]
         own["parameters"] = {}
-        own["exchanges"] = {**own["exchanges"], "slots": {}, "votes": {}, "said": {}}
+        own["exchanges"] = {**given_nothing(own["exchanges"]), "slots": {}, "votes": {}, "said": {}}
         own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
         common = self._exchanges.common() or {}  # which is among the state of exchanges too
         shared["model"] = {name: t for name, t in shared["model"].items() if name not in common}
