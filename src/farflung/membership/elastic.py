@@ -386,8 +386,8 @@ class Elastic:
     def _new_follower(self) -> Follower:
         return Follower(self._runtime, self._want, self._ask_to_be_admitted, self._take_changes)
 
-    def _want(self, anew: bool) -> None:
-        if anew and self._member.name in self._view.members:
+    def _want(self, fresh: bool) -> None:
+        if fresh and self._member.name in self._view.members:
             self._cannot_begin()  # the others have gone on to where it was to begin
         else:
             self._in_background(self._ask())

@@ -287,7 +287,7 @@ class Follower:
 
     Args:
       runtime: the world.
-      want: asks members for a snapshot; for another one (True), or as before.
+      want: asks members for a snapshot; whether for another one than before.
       ask: asks members to be admitted.
       take_changes: is given the changes of members, as JSON, whenever a member tells them.
     """
@@ -332,8 +332,8 @@ class Follower:
         """Those that wait for theirs, by exchange and part."""
         self._step: int | None = None
         """The step that the replica follows; ``None``: it has not taken the snapshot."""
-        self._forgotten = 0
-        """All members have the results below this number."""
+        self._kept_from = 0
+        """The members may lack results from this number on; all have those below it."""
         self._round, self._fetched = 0, 0
         """How many results were lacking when the last round began, and how many were fetched since."""
         self._asks = False
@@ -415,7 +415,7 @@ class Follower:
         if self._step is None:
             return source.snapshot == chosen.snapshot
         lacking = {*chosen.needed, *range(chosen.started + 1, source.started + 1)} - source.needed
-        return all(n > source.started or n < self._forgotten or n in self.results for n in lacking)
+        return all(n > source.started or n < self._kept_from or n in self.results for n in lacking)
 
     def _is_complete(self) -> bool:
         return self._chosen is not None and not any(
@@ -426,13 +426,13 @@ class Follower:
         """Returns True if a result is not here of those that the snapshot lacks, or of some others."""
         assert self._chosen is not None
         numbers = {*self._chosen.needed, *range(self._chosen.started + 1, last + 1), *log}
-        return any(number >= self._forgotten and number not in self.results for number in numbers)
+        return any(number >= self._kept_from and number not in self.results for number in numbers)
 
     def _forget(self) -> None:
         """Forgets results that all members have and this replica needs no more."""
         assert self._step is not None
         for number, (_, _, begun) in list(self._index.items()):
-            if number < self._forgotten and begun < self._step and number in self.results:
+            if number < self._kept_from and begun < self._step and number in self.results:
                 del self.results[number], self._index[number]
                 self.followed.pop(number, None)
 
@@ -480,11 +480,11 @@ class Follower:
         self, source: _Source, number: int, exchange: int, part: int, begun: int, nbytes: int, least: int
     ) -> None:
         assert self._chosen is not None
-        self._forgotten = max(self._forgotten, least)
+        self._kept_from = max(self._kept_from, least)
         if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
             return
         source.results.add(number)
-        if number not in self._index and number >= self._forgotten:
+        if number not in self._index and number >= self._kept_from:
             self._index[number] = exchange, part, begun
             self._numbers[exchange, part] = number
             self._contents[number] = _Content(nbytes)
