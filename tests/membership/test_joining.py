@@ -212,3 +212,16 @@ def test_what_is_mostly_zeros_takes_its_other_values() -> None:
     tensor = torch.zeros(10_000)
     tensor[[3, 5_000]] = torch.tensor([1.5, -0.0])
     assert pack_tensors([tensor]).nbytes < 200
+
+
+@pytest.mark.parametrize(
+    ("schedule", "models"),
+    [("delayed(delay=3)", 1), ("pipelined(width=3)", 1), ("streaming_diloco(sync_every=8)", 2)],
+)
+def test_nothing_travels_of_what_others_have_given(schedule: str, models: int, homes: NetworkProfile) -> None:
+    """Beside results: parameters or an anchor, and the outer momentum."""
+    ended = slow_run(homes, schedule, FaultPlan().join(2, at_s=0.3))
+    check(ended)
+    event, model_nbytes = joined(ended), 4 * 40_000
+    of_a_result = 2 * 0.01 * 40_000 * 8 + 1_000
+    assert event["nbytes"] < (models + 0.2) * model_nbytes + (event["followed"] + 8) * of_a_result

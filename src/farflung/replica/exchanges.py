@@ -751,13 +751,13 @@ class Exchanges:
 
 def given_nothing(own: State) -> State:
     """Returns a replica's own half of :meth:`Exchanges.snapshot` with zeros for what it has given."""
-    flights = {
-        name: {
-            **flight,
-            "kept": {i: {**kept, "own": torch.zeros_like(kept["own"])} for i, kept in flight["kept"].items()},
+    flights = {}
+    for name, flight in own["flights"].items():
+        kept = {
+            index: {**each, "own": torch.zeros_like(each["own"])} for index, each in flight["kept"].items()
         }
-        for name, flight in own["flights"].items()
-    }
+        before = {**flight["before"], "local": _zeros(flight["before"]["local"])}
+        flights[name] = {**flight, "kept": kept, "before": before}
     return {**own, "flights": flights, "merges": _zeros(own["merges"])}
 
 
