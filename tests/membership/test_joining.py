@@ -220,7 +220,7 @@ def test_what_is_mostly_zeros_takes_its_other_values() -> None:
 )
 def test_nothing_travels_of_what_others_have_given(schedule: str, models: int, homes: NetworkProfile) -> None:
     """Beside results: parameters or an anchor, and the outer momentum."""
-    ended = slow_run(homes, schedule, FaultPlan().join(2, at_s=0.3))
+    ended = slow_run(homes, schedule, FaultPlan().join(2, at_s=2.0))
     check(ended)
     event, model_nbytes = joined(ended), 4 * 40_000
     of_a_result = 2 * 0.01 * 40_000 * 8 + 1_000
