@@ -109,6 +109,7 @@ class Ended:
     def survivors(self) -> list[Replica]:
         """Those that have done all steps and are in the newest view of these."""
         done: list[Any] = [replica for replica in self.replicas if replica.step_done == self.steps]
+        done = [replica for replica in done if not replica.runtime.elastic.joins]  # these have followed to the end
         newest = max((one.runtime.elastic._view.number for one in done), default=0)
         return [one for one in done if one.runtime.elastic._view.number == newest]
 

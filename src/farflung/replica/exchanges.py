@@ -253,6 +253,8 @@ class Exchanges:
 
     def common(self) -> dict[str, Tensor] | None:
         """The parameters without what is pending, alike on all replicas; ``None`` where there are none such."""
+        if self._behind:
+            return None  # no merge has looked at the parameters since replicas moved alike
         found = [flats for merger in self._mergers.values() if (flats := merger.common()) is not None]
         return self._buckets.named(found[0]) if found else None
 
@@ -532,7 +534,7 @@ class Exchanges:
         self._metadata = {number: [] for number in self._parts}
         self._said = {}
         for merger in self._mergers.values():
-            for index, weights in enumerate(merger.common() or ()):
+            for index, weights in enumerate((not self._behind and merger.common()) or ()):
                 self._buckets.load_weights(index, weights)
             merger.joined()
 
