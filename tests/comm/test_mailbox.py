@@ -419,15 +419,3 @@ def test_a_message_of_an_older_view_is_dropped_whether_or_not_it_is_waited_for()
     assert mailbox.kept_nbytes == 0
     mailbox.deliver(1, tag(2), numbered(3.0), 2)
     assert received(wait) == 3
-
-
-def test_the_state_of_a_run_belongs_to_the_view_that_it_is_sent_in() -> None:
-    """That of a newer view is kept until it begins, and a wait for it ends with the view: it is sent again."""
-    mailbox, state, sent = Mailbox(), Tag(Purpose.STATE.at(2)), numbered(1.0)
-    mailbox.advance(2)
-    wait = mailbox.recv_any(state, None, 0.0, math.inf)
-    mailbox.deliver(1, state, sent, 3)
-    assert not wait.done
-    mailbox.advance(3)
-    assert isinstance(wait.error, WaitEnded)
-    assert mailbox.recv_any(state, None, 0.0, math.inf).result() == (1, sent)

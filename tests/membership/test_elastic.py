@@ -109,7 +109,9 @@ class Ended:
     def survivors(self) -> list[Replica]:
         """Those that have done all steps and are in the newest view of these."""
         done: list[Any] = [replica for replica in self.replicas if replica.step_done == self.steps]
-        done = [replica for replica in done if not replica.runtime.elastic.joins]  # these have followed to the end
+        done = [
+            replica for replica in done if not replica.runtime.elastic.joins
+        ]  # these have followed to the end
         newest = max((one.runtime.elastic._view.number for one in done), default=0)
         return [one for one in done if one.runtime.elastic._view.number == newest]
 
@@ -238,7 +240,7 @@ def check(ended: Ended) -> None:
             )
             counts.update([] if returned else positions)
             drawn: Any = ended.replicas[rank].parts.sampler
-            assert returned or ended.replicas[rank].step_done < ended.steps or drawn.drawn[step] == positions
+            assert returned or ended.replicas[rank] not in survivors or drawn.drawn[step] == positions
     assert counts == Counter(range(sampler._cursor))
     assert ended.samples == {counts.total() - sum(map(len, sampler._returned))}
     contributed: dict[int, set[int]] = {}

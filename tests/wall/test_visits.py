@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from farflung.comm.visits import Access
 from farflung.errors import ConfigError, RunLost
+from farflung.membership import View
+from farflung.tasks import Pending
 from farflung.wall import WallRuntime, visits
 from farflung.wall.visits import Guest, Takes, elastic_on
 from tests.helpers import PATIENCE_S, in_threads
@@ -63,12 +65,23 @@ class Run:
         )
         guest.come(runtime)
         elastic = self._elastic(runtime, guest.members, guest=guest)
-        runtime.launch(elastic._given())
+        elastic.admitted = Pending[View]()
+        install = elastic.install
+
+        def noted(view: View) -> None:
+            install(view)
+            elastic.admitted.set(view)
+
+        async def ask() -> None:
+            elastic._ask_to_be_admitted()
+
+        elastic.install = noted
+        runtime.launch(ask())
         return elastic
 
     def admitted(self, elastic: Any) -> tuple[str, ...]:
         """The members of the view that admits a replica."""
-        (found,) = in_threads(lambda: elastic._admitted.wait().members)
+        (found,) = in_threads(lambda: elastic.admitted.wait().members)
         assert isinstance(found, tuple), found
         return found
 

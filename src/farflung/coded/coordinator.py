@@ -608,7 +608,7 @@ class Coordinator:
                     self._send(old.holder, Drop((old.number,)))
                 self.registry.discard(old)
         else:
-            self.registry.failed(block)
+            self.registry.failed(block, report.fetched_nbytes)
             self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
             if report.rank == member.rank:
                 member.unable = True

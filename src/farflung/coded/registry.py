@@ -203,11 +203,11 @@ class Registry:
         block.parts |= made
         block.making -= made
 
-    def failed(self, block: Block) -> None:
-        """Gives up an order; a block that was there before stays as it was."""
+    def failed(self, block: Block, fetched_nbytes: int) -> None:
+        """Gives up an order; a block that was there before stays as it was, and what was fetched of another is kept."""
         block.making.clear()
         if not block.ready:
-            block.begun_by = block.holder if block.replaces is None else None
+            block.begun_by = block.holder if fetched_nbytes and block.replaces is None else None
             self.discard(block)
 
     # --- members and partitions -------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ _AHEAD = 1
 """How many steps after the one under way a snapshot is made, so that all members can make it of the same state."""
 _STUCK = 100
 """For how many times the patience members are waited for that all have come to an exchange, without progress of any."""
+_IDLE_S = 1.0
+"""After so many seconds without an exchange under way a view admits others."""
 _ENTERED = 3
 """After so many steps a view admits others even though some exchange is always under way."""
 _BACK_OFF_S = 60.0
@@ -326,8 +328,8 @@ class Elastic:
 
     async def _offer(self, step: int, parts: Sequence[Tensor], started: int, merged: set[int]) -> None:
         needed = [one for one in self._log.values() if id(one) not in merged and one.number <= started]
-        begin_now = [rank for rank in self._joiners(step) if rank not in self._giver.ranks]
-        ranks = {*self._giver.due(step), *begin_now}
+        ranks = {*self._giver.due(step), *set(self._joiners(step)).difference(self._giver.ranks)}
+        begin_now = sorted(ranks.intersection(self._joiners(step)))
         self._giver.offer(ranks, step, parts, {one.number for one in needed}, started)
         for logged in needed:
             if logged.kept is not None:
@@ -384,13 +386,12 @@ class Elastic:
         }
 
     def _new_follower(self) -> Follower:
-        return Follower(self._runtime, self._want, self._ask_to_be_admitted, self._take_changes)
+        return Follower(
+            self._runtime, self._want, self._ask_to_be_admitted, self._cannot_begin, self._take_changes
+        )
 
-    def _want(self, fresh: bool) -> None:
-        if fresh and self._member.name in self._view.members:
-            self._cannot_begin()  # the others have gone on to where it was to begin
-        else:
-            self._in_background(self._ask())
+    def _want(self) -> None:
+        self._in_background(self._ask())
 
     def _ask_to_be_admitted(self) -> None:
         if self._member.name not in self._view.members:
@@ -420,7 +421,7 @@ class Elastic:
         if not self._seeks:
             self._seeks = True
             self._in_background(self._seek())
-        self._want(False)
+        self._want()
         return await self._follower.snapshot()
 
     async def follows(self, step: int) -> bool:
@@ -927,8 +928,11 @@ class Elastic:
         if not all(map(bytes.isdigit, numbers)) or len(numbers) != (1 if text.startswith(_WANT) else 3):
             self._lose_malformed(source)
         elif text.startswith(_WANT):
-            self._giver.want(int(source), int(numbers[0]))
-            self._plan_snapshots()
+            if source in self._view.members and self._begins.get(int(source), math.inf) <= self.step:
+                self._giver.refuse(int(source))
+            else:
+                self._giver.want(int(source), int(numbers[0]))
+                self._plan_snapshots()
         else:
             self._giver.plan(*map(int, numbers))
 
@@ -1052,9 +1056,15 @@ class Elastic:
         elif self._admits_s == math.inf:
             self._admits_s, self._entered = now + self._patience_s / 2, 0
             self._in_background(self._settle_at(self._admits_s))
+            self._in_background(self._settle_idle(now + min(_IDLE_S, self._patience_s / 8)))
         self._member.settle(ready=not self._connections.repair(), admits=between or now >= self._admits_s)
         if self._connections.more_cuts():
             self._settle_soon()
+
+    async def _settle_idle(self, seconds: float) -> None:
+        """Let the member act at a time, as between exchanges where none is under way here."""
+        await self._runtime.sleep_until(seconds)
+        await self._settle(between=not self._waited())
 
     async def _settle_at(self, seconds: float) -> None:
         await self._runtime.sleep_until(seconds)

@@ -115,6 +115,10 @@ class StateGiver:
         if request > known:
             self._wanted[rank] = request, None
 
+    def refuse(self, rank: int) -> None:
+        """Tells a replica that no snapshot can be made any more of a state before it begins."""
+        self._tell(rank, {"late": True})
+
     def unplanned(self) -> list[tuple[int, int]]:
         """Returns rank and request of replicas for which no step was named."""
         return [(rank, request) for rank, (request, step) in self._wanted.items() if step is None]
@@ -287,20 +291,22 @@ class Follower:
 
     Args:
       runtime: the world.
-      want: asks members for a snapshot; whether for another one than before.
+      want: asks members for a snapshot.
       ask: asks members to be admitted.
+      give_up: ends this replica, which cannot begin: the others have begun the step that it was to begin at.
       take_changes: is given the changes of members, as JSON, whenever a member tells them.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        want: Callable[[bool], None],
+        want: Callable[[], None],
         ask: Callable[[], None],
+        give_up: Callable[[], None],
         take_changes: Callable[[Sequence[Any]], None],
     ) -> None:
         self._runtime, self._comm = runtime, runtime.comm
-        self._want, self._ask, self._take_changes = want, ask, take_changes
+        self._want, self._ask, self._give_up, self._take_changes = want, ask, give_up, take_changes
         self._parts: dict[str, _Content] = {}
         """Those of snapshots, by digest."""
         self._view = 0
@@ -460,6 +466,8 @@ class Follower:
             parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}
             self._sources[rank] = _Source(offer["step"], parts, frozenset(offer["needed"]), offer["started"])
             self._choose()
+        if news.get("late") and self._chosen is None:
+            self._give_up()
         if (source := self._sources.get(rank)) is None:
             return
         if (result := news.get("result")) is not None:
@@ -503,7 +511,7 @@ class Follower:
         lost = [each for each in self._index if each > base and each not in later]
         if any(each in self.followed for each in lost):
             self._restart("a result that this replica has followed is made again")
-            self._want(True)
+            self._want()
             return
         for each in lost:
             exchange, part, _ = self._index.pop(each)
@@ -523,7 +531,7 @@ class Follower:
             self._choose()
             self._request()
         else:
-            self._want(False)
+            self._want()
         self._wake()
 
     def ask_again(self, rank: int) -> None:
@@ -547,7 +555,7 @@ class Follower:
             return
         if self._step is not None:
             self._restart("no member is left that has what this replica lacks")
-            self._want(True)
+            self._want()
             return
         self._chosen = max(self._sources.values(), key=lambda source: source.step)
         self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
