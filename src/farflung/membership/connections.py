@@ -69,7 +69,7 @@ class Connections:
         self._dials: dict[str, tuple[str | None, Pending[None]]] = {}
         """Connections of the view that are being made again, by member: the relay and when the connection is made.
 
-        They stay while the view lasts: the news that the other end was cut off may arrive after the connection."""
+        Those through a relay stay while the view lasts: the news that the other end was cut off may come after them."""
         self._dialled_in: View | None = None
         """The view of these."""
         self._made: dict[str, Pending[None]] = {}
@@ -177,9 +177,13 @@ class Connections:
             for seconds in (dial_s, repair_s):
                 self._runtime.launch(self._settle_in(seconds))
         self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
-        if self._dialled_in is not self._view():
-            self._dialled_in = self._view()
-            self._dials = {name: dial for name, dial in self._dials.items() if self._pair(name) in cuts}
+        stays = self._dialled_in is self._view()
+        self._dialled_in = self._view()
+        self._dials = {
+            name: (relay, made)
+            for name, (relay, made) in self._dials.items()
+            if self._pair(name) in cuts or (stays and relay is not None)
+        }
         waits = False
         for pair, since in self._cuts.items():
             relay = self._relay(pair)
