@@ -192,8 +192,6 @@ class Coordinator:
         self._plans = Plans[int](_PLANS)
         self._progress: dict[int, Progress] = {}
         """Of the devices, as they have answered probes."""
-        self._carried = Progress()
-        """Of the bytes to and from all devices."""
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
@@ -453,23 +451,11 @@ class Coordinator:
                 alarm = self._alarm_at(self._runtime.now() + left_s)
             elif event == self._look:
                 self._look_after()
-                self._runtime.launch(self._count_bytes())
                 self._look = self._alarm_at(self._runtime.now() + _LOOKS * self._settings.least_s)
             elif event == self._alarm and self._rounds:
                 self._pass_deadline()
         if paused:
             self.tell("goes_on")
-
-    async def _count_bytes(self) -> None:
-        """Has the bytes to and from devices counted as progress, such as those of an operand that is under way."""
-        nbytes = self._comm.moved_nbytes()
-        self._events.put(lambda: self._carries(nbytes))
-
-    def _carries(self, nbytes: int) -> bool:
-        """Tells whether bytes have come or gone since the last call, enough to count as progress."""
-        now = self._runtime.now()
-        self._carried.update(0, nbytes, now, self._settings.patience_s)
-        return self._carried.last_s == now
 
     def _alarm_at(self, t: float) -> int:
         """Asks for an event at a time; gives its number."""
@@ -506,7 +492,7 @@ class Coordinator:
     def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
         """Takes in a report, or a piece of the product of a round; tells whether it brings the run nearer.
 
-        A failed block does where some of its rows have come; otherwise it may fail for ever.
+        A failed block does not: it is ordered again, and may fail for ever.
         """
         if rank in self._gone:
             return False
@@ -516,7 +502,7 @@ class Coordinator:
                 self._report(rank, report)
                 if isinstance(report, Probe):
                     return self._gets_further(rank, report.nbytes)
-                return not isinstance(report, Failed) or not self.registry.members[rank].failures
+                return not isinstance(report, Failed)
             if round not in self._rounds:
                 self.counters.late += 1
                 return False
@@ -530,13 +516,13 @@ class Coordinator:
     def _gets_further(self, rank: int, nbytes: int) -> bool:
         """Tells whether a device that makes a block has exchanged rows since it was probed before.
 
-        One that got nothing for its last two orders may fail for ever.
+        One whose last block has failed may fail for ever.
         """
         now = self._runtime.now()
         progress = self._progress.setdefault(rank, Progress())
         progress.update(0, nbytes, now, self._settings.patience_s)
         makes = any(block.holder == rank for block in self.registry.making())
-        return makes and self.registry.members[rank].failures < 2 and progress.last_s == now
+        return makes and not self.registry.members[rank].failures and progress.last_s == now
 
     def _refuse(self, rank: int, why: str) -> None:
         """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
@@ -608,14 +594,12 @@ class Coordinator:
                     self._send(old.holder, Drop((old.number,)))
                 self.registry.discard(old)
         else:
-            self.registry.failed(block, report.fetched_nbytes)
+            self.registry.failed(block)
             self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
             if report.rank == member.rank:
                 member.unable = True
             else:
-                gained = report.fetched_nbytes > block.fetched_nbytes
-                block.fetched_nbytes = report.fetched_nbytes
-                member.failures = 0 if gained else member.failures + 1
+                member.failures += 1
                 self._silence({report.rank})
         self._repair()
 

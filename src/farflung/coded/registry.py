@@ -58,8 +58,6 @@ class Block:
       parts: of a block of columns, the partitions whose rows are in it.
       making: the partitions whose rows are being fetched.
       replaces: the block that is not needed any more when this one is made.
-      begun_by: of a block that no device holds, the one that has a part of it, as it could not get the rest.
-      fetched_nbytes: of that part.
     """
 
     number: int
@@ -70,8 +68,6 @@ class Block:
     parts: set[int] = field(default_factory=set)
     making: set[int] = field(default_factory=set)
     replaces: int | None = None
-    begun_by: int | None = None
-    fetched_nbytes: int = 0
 
     @property
     def raw(self) -> int | None:
@@ -89,7 +85,7 @@ class Member:
       silent: whether it has let a deadline pass, and not been heard since.
       leaving: whether it has asked to leave.
       unable: whether it could not make a block for reasons of its own; it is asked for no other.
-      failures: orders in a row for which other devices gave it nothing that it could keep.
+      failures: blocks in a row that it could not make since another device gave it nothing.
     """
 
     rank: int
@@ -169,8 +165,6 @@ class Registry:
     def place(self, placed: Placed) -> None:
         """Takes in a block that is being made."""
         block = placed.block
-        if block.number in self.blocks:
-            block.fetched_nbytes = self.blocks[block.number].fetched_nbytes
         self.blocks[block.number] = block
         if isinstance(placed.order, Columns):
             block.making.update(part.partition for part in placed.order.parts)
@@ -181,8 +175,6 @@ class Registry:
         for block in self.blocks.values():
             if block.holder == rank:
                 self.discard(block)
-            if block.begun_by == rank:
-                block.begun_by = None
 
     def forsake(self, partition: Partition) -> None:
         """Goes on without a partition that is lost, and without the blocks of rows that it is in."""
@@ -203,11 +195,10 @@ class Registry:
         block.parts |= made
         block.making -= made
 
-    def failed(self, block: Block, fetched_nbytes: int) -> None:
-        """Gives up an order; a block that was there before stays as it was, and what was fetched of another is kept."""
+    def failed(self, block: Block) -> None:
+        """Gives up an order; a block that was there before stays as it was."""
         block.making.clear()
         if not block.ready:
-            block.begun_by = block.holder if fetched_nbytes and block.replaces is None else None
             self.discard(block)
 
     # --- members and partitions -------------------------------------------------------------------------------------
@@ -258,11 +249,6 @@ class Registry:
     def of(self, kind: Kind) -> list[Block]:
         """Lists the blocks of a kind that devices hold, made or being made."""
         return [block for block in self.blocks.values() if block.kind == kind and block.holder is not None]
-
-    def begun(self, kind: Kind, rank: int | None) -> list[Block]:
-        """Lists the blocks of a kind of which a device has a part that it could not complete."""
-        blocks = self.blocks.values()
-        return [block for block in blocks if block.kind == kind and block.begun_by == rank is not None]
 
     def there(self, kind: Kind, *, silent: bool = False) -> list[Block]:
         """Lists the blocks that are made, with devices that are heard, or with silent ones too."""
