@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -353,9 +352,10 @@ class Elastic:
             "complete": [each for each in self._complete.items() if each[0] <= started],
             "log": [one.number for one in log],
         }
+        results = [_result(one) for one in log]
         for rank in ranks:
             if rank in self.members and self._begins.get(rank) == step:
-                self._giver.let_begin(rank, begins, map(_result, log))
+                self._giver.let_begin(rank, begins, results)
 
     def _keep(self, logged: _Logged[Any]) -> None:
         """Keep a result for replicas that follow."""
@@ -382,7 +382,7 @@ class Elastic:
             "number": view.number,
             "members": self.members,
             "newest": view.newest,
-            "changes": json.loads(json.dumps(self.changes, default=_plain)),
+            "changes": [[*one[:4], [one.again.start, one.again.stop], *one[5:]] for one in self.changes],
         }
 
     def _new_follower(self) -> Follower:
@@ -586,7 +586,7 @@ class Elastic:
         if logged.ends_step:
             self._complete[logged.number] = logged.step
         view = self._view
-        if self._member.has_candidates and not self._frozen:
+        if self._admits_s < math.inf and not self._frozen:
             self._entered += logged.ends_step
             if not self._waited() or self._entered > _ENTERED:
                 await self._settle(between=True)
@@ -635,7 +635,8 @@ class Elastic:
         if ranks := self._giver.ranks:
             begun = [rank for rank in ranks if logged.begun >= self._begins.get(rank, math.inf)]
             self._giver.close(set(begun).intersection(self.members))
-            self._keep(logged)
+            if self._giver.ranks:
+                self._keep(logged)
         while (later := self._log.get(self._base + 1)) is not None and later.kept is not None:
             self._base += 1
         for dropped in logged.drops:
@@ -1090,8 +1091,3 @@ class Elastic:
 def _result(logged: _Logged[Any]) -> Result:
     assert logged.kept is not None
     return Result(logged.number, logged.exchange, logged.part, logged.begun, pack_tensors(logged.kept))
-
-
-def _plain(value: object) -> object:
-    assert isinstance(value, range)
-    return [value.start, value.stop]
