@@ -14,6 +14,7 @@ from torch import Tensor
 from farflung.coded import messages
 from farflung.coded.messages import (
     Built,
+    Cancel,
     Columns,
     Command,
     Drop,
@@ -75,7 +76,7 @@ REPORTS: Sequence[Report] = (
     Failed(1, 2, "nothing came"),
     Failed(1 << 40, 1 << 40, "nothing came"),
 )
-FETCHES: Sequence[Fetch] = (
+FETCHES: Sequence[Fetch | Cancel] = (
     Fetch(1, 0, 0, 10),
     Fetch(2, 1, 0, 10, -1, (1.0, 0.5), (0, 5, FEATURES)),
     Fetch(3, 8, 0, 10, 1),
@@ -83,6 +84,7 @@ FETCHES: Sequence[Fetch] = (
     Fetch(5, 0, 1 << 40, 1 << 41),
     Fetch(6, 1, 10, 0),
     Fetch(7, 1, 0, 10, -1, (1.0,) * 4000, (0,) * 4000 + (FEATURES,)),
+    Cancel((1, 2, 1 << 40)),
 )
 OTHERS: Sequence[Message] = (End("enough"), Leaving())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import safe_open
 
 from benchmarks.coded.codes import LAWS
 from farflung.coded import record as record_module
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import CHUNK_NBYTES, Draft, Holding, RowBlock
 from farflung.coded.coordinator import Coordinator
 from farflung.coded.messages import Fetch, Malformed
 from farflung.coded.record import Record
@@ -21,7 +22,7 @@ from farflung.decisions import DecisionLog
 from farflung.errors import BadSamples, RunLost
 from farflung.faults import FaultPlan
 from farflung.replica import save_tree
-from tests.coded_runs import FEATURES, Notes, Run, part, products_agree
+from tests.coded_runs import FEATURES, Notes, Run, Seen, part, products_agree
 
 EXACT = 1e-9
 PLAN = FaultPlan()
@@ -161,17 +162,97 @@ def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
 
 def test_rows_that_are_under_way_are_waited_for() -> None:
     """A megabyte takes 50 s from a device to another, longer than either is waited for in silence."""
-
-    async def only_encode(coordinator: Coordinator) -> None:
-        del coordinator
-
-    plan = FaultPlan()
-    for rank in range(1, 4):
-        plan = plan.throttle(rank, bandwidth_bps=1.6e5, at_s=0.0)
     settings = {"patience_s": 35.0, "redundancy": 1}
-    seen = Run(2, 3, faults=plan, data=partial(part, rows=20_000), settings=settings)(only_encode)
+    seen = Run(2, 3, faults=slow_links(3, 1.6e5), data=partial(part, rows=20_000), settings=settings)(encode)
     assert seen.ended_s > 100
     assert seen.notes.of("failed") == []
+
+
+async def encode(coordinator: Coordinator) -> None:
+    del coordinator
+
+
+def slow_links(devices: int, bandwidth_bps: float) -> FaultPlan:
+    plan = FaultPlan()
+    for rank in range(1, devices + 1):
+        plan = plan.throttle(rank, bandwidth_bps=bandwidth_bps, at_s=0.0)
+    return plan
+
+
+def test_operands_that_are_under_way_are_waited_for() -> None:
+    """Weights of 8 MB take 64 s to a device, longer than an answer is waited for in silence."""
+    run = Run(2, 2, faults=slow_links(2, 1e6), data=partial(part, features=1000, rows=5))
+    run.settings = {"patience_s": 20.0, "redundancy": 0, "transposed": "repair"}
+
+    async def multiply(coordinator: Coordinator) -> float:
+        weights = torch.ones(coordinator.features, 1000, dtype=torch.float64)
+        product, due = await coordinator.times(weights), torch.cat([run.data(0)[0], run.data(1)[0]]) @ weights
+        return float((product - due).abs().max())
+
+    seen = run(multiply)
+    assert seen.found < EXACT
+    assert seen.ended_s > 60
+
+
+def test_labels_that_are_under_way_are_waited_for() -> None:
+    """Those of a million samples take 64 s."""
+    data = partial(part, features=1, rows=1_000_000)
+    seen = Run(1, 1, faults=slow_links(1, 1e6), data=data, settings={"patience_s": 20.0, "redundancy": 0})(
+        encode
+    )
+    assert seen.ended_s > 60
+
+
+@pytest.mark.parametrize("transposed", ["columns", "repair"])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_rows_that_have_come_are_kept_where_a_source_falls_silent(partitions: int, transposed: str) -> None:
+    """The next order of the block asks for the others alone, beside those that were under way."""
+    maker = partitions + 1
+
+    def fetched(seen: Seen) -> int:
+        return sum(nbytes for (_, to), nbytes in seen.sent["encoding"].items() if to == maker)
+
+    settings = {"transposed": transposed, "code": "mds"}
+    run = Run(partitions, maker, data=partial(part, features=500, rows=4000), settings=settings)
+    needed = fetched(run(encode))
+    cut = slow_links(maker, 2e7).cut(maker, peer=1, at_s=5.0, for_s=8.0)
+    run = replace(run, faults=cut, holdings={}, notes=Notes())
+    seen = run(products_agree(2, run.data), fetch_s=3.0)
+    assert seen.found < EXACT
+    failed = seen.notes.of("failed")
+    assert {event["rank"] for event in failed} == {maker}
+    under_way = 4 * CHUNK_NBYTES * len(failed)
+    assert fetched(seen) <= needed + under_way
+    assert not run.holdings[maker].drafts
+
+
+def test_rows_are_waited_for_after_a_source_was_silent() -> None:
+    """They take 64 s, longer than a run waits without progress; the first order fails early."""
+    faults = slow_links(2, 2e6).cut(2, peer=1, at_s=8.0, for_s=30.0)
+    data = partial(part, features=500, rows=4000)
+    settings = {"transposed": "repair", "patience_s": 20.0}
+    seen = Run(1, 2, faults=faults, data=data, settings=settings)(encode, fetch_s=10.0)
+    assert seen.notes.of("failed")
+    assert seen.ended_s > 60
+
+
+def test_a_sum_that_is_not_whole_begins_anew_with_other_terms() -> None:
+    into, first, second = torch.ones(2, 3), frozenset({(1, 0.5), (2, 0.5)}), frozenset({(3, 1.0)})
+    draft = Draft(RowBlock(into))
+    missing = draft.missing(-1, 0, first, into)
+    assert missing == first
+    assert not into.any()
+    missing.discard((1, 0.5))
+    into.fill_(1.0)
+    assert draft.missing(-1, 0, first, into) == {(2, 0.5)}
+    assert into.all()
+    missing = draft.missing(-1, 0, second, into)
+    assert missing == second
+    assert not into.any()
+    missing.clear()
+    into.fill_(1.0)
+    assert draft.missing(-1, 0, first, into) == set()
+    assert into.all(), "a sum that is whole stays, whatever its terms were"
 
 
 def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends() -> None:

@@ -26,6 +26,7 @@ from farflung.coded.device import Device, Queue
 from farflung.coded.meeting import Address, admitted, attending, coordinating
 from farflung.coded.messages import (
     Built,
+    Cancel,
     Columns,
     End,
     Failed,
@@ -285,6 +286,37 @@ def test_a_hostile_device_in_virtual_time() -> None:
     ]
     worst, coordinator = world.run(bodies)[0]
     check(worst, coordinator, devices, said[0])
+
+
+def test_requests_that_are_taken_back_are_not_answered() -> None:
+    """But for those that are being answered."""
+    world = VirtualWorld(3, Link(0.001, 1e6), whole=False)
+
+    async def command(runtime: Runtime) -> None:
+        await sent(runtime.comm, packed(Welcome("run", 0)), 1, messages.COMMAND)
+        await runtime.sleep_until(10.0)
+        await sent(runtime.comm, packed(End()), 1, messages.OPERAND)
+
+    async def attend(runtime: Runtime) -> int:
+        device = Device(runtime, Holding("part 0", *part(0, rows=5000)))
+        await device.run()
+        return device.sent["encoding"]
+
+    async def ask(runtime: Runtime) -> list[int]:
+        await runtime.sleep_until(1.0)
+        for number in range(5):
+            request = Fetch(number, 0, 1000 * number, 1000 * (number + 1))
+            await sent(runtime.comm, packed(request), 1, messages.ASK)
+        await sent(runtime.comm, packed(Cancel((0, 2, 3))), 1, messages.ASK)
+        answers = [runtime.comm.recv(1, messages.reply(number), deadline_s=math.inf) for number in range(5)]
+        await runtime.sleep_until(9.0)
+        return [number for number, answer in enumerate(answers) if answer.done]
+
+    _, nbytes, answered = world.run(
+        [command(world.runtimes[0]), attend(world.runtimes[1]), ask(world.runtimes[2])]
+    )
+    assert answered == [0, 1, 4]
+    assert nbytes == 3 * 1000 * FEATURES * 8
 
 
 def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from farflung.errors import ConfigError
 __all__ = [
     "MAX_PIECES",
     "ColumnBlock",
+    "Draft",
     "Holding",
     "RowBlock",
     "bounds_of",
@@ -36,6 +38,8 @@ MAX_PIECES = 1 << 12
 _MAX_NBYTES = 1 << 31
 """Of a message."""
 _MAX_NAME = 200
+Term: TypeAlias = tuple[int, float]
+"""A block that is added to another one, by number, and its weight."""
 CHUNK_NBYTES = 1 << 20
 """The most that one device gives another at once; a block may be larger than the memory that is left beside it."""
 
@@ -151,6 +155,40 @@ class ColumnBlock:
         return self.parts[request.partition][:, request.begin : request.end].contiguous()
 
 
+@dataclass(slots=True)
+class Draft:
+    """A block that is not whole: what has been added to it is kept for the next order of the same block.
+
+    Args:
+      block: the sums so far.
+      sums: of each stretch of rows, the terms of its sum and those that are missing, by partition and first row.
+      fetched_nbytes: that other devices gave for it.
+    """
+
+    block: RowBlock | ColumnBlock
+    sums: dict[tuple[int, int], tuple[frozenset[Term], set[Term]]] = field(default_factory=dict)
+    fetched_nbytes: int = 0
+
+    def missing(self, partition: int, begin: int, terms: frozenset[Term], into: Tensor) -> set[Term]:
+        """Returns the terms that are to be added to a stretch of rows.
+
+        A block has one content, whatever its terms are. So a stretch that is whole stays. One that is not begins anew
+        where its sum has other terms now.
+
+        Args:
+          partition: of a block of columns; -1: it is one of rows.
+          begin: the first row.
+          terms: of the sum, as ordered now.
+          into: the stretch.
+        """
+        earlier, missing = self.sums.get((partition, begin), (None, set(terms)))
+        if earlier != terms and missing:
+            into.zero_()
+            missing = set(terms)
+            self.sums[partition, begin] = terms, missing
+        return missing
+
+
 class Holding:
     """The data and blocks of a device; they outlast its connection to a coordinator.
 
@@ -174,6 +212,8 @@ class Holding:
         self.run = ""
         """The run that the numbers of blocks are of."""
         self.blocks: dict[int, RowBlock | ColumnBlock] = {}
+        self.drafts: dict[int, Draft] = {}
+        """The blocks that could not be made, by number."""
 
     @property
     def coded(self) -> tuple[int, ...]:
@@ -182,12 +222,14 @@ class Holding:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks.values())
+        drafts = (draft.block for draft in self.drafts.values())
+        return sum(block.nbytes for block in (*self.blocks.values(), *drafts))
 
     def settle(self, run: str, raw: int) -> None:
         """Takes a run's number for its own data; blocks of another run are dropped."""
         if run != self.run:
             self.blocks.clear()
+            self.drafts.clear()
         self.blocks.pop(self.raw, None)
         self.run, self.raw = run, raw
         if self.data is not None and raw >= 0:
@@ -204,6 +246,7 @@ class Holding:
         """Removes a block that is not needed any more."""
         if block != self.raw:
             self.blocks.pop(block, None)
+            self.drafts.pop(block, None)
 
     def answering(self, task: Multiply) -> Mapping[int, RowBlock | ColumnBlock]:
         """Finds the blocks of a task that are here and can be multiplied.

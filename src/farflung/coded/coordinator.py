@@ -192,6 +192,8 @@ class Coordinator:
         self._plans = Plans[int](_PLANS)
         self._progress: dict[int, Progress] = {}
         """Of the devices, as they have answered probes."""
+        self._carried = Progress()
+        """Of the bytes to and from devices."""
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
         }
@@ -451,11 +453,29 @@ class Coordinator:
                 alarm = self._alarm_at(self._runtime.now() + left_s)
             elif event == self._look:
                 self._look_after()
+                stuck = [rank for rank, member in self.registry.members.items() if member.is_stuck]
+                self._runtime.launch(self._count_bytes(stuck))
                 self._look = self._alarm_at(self._runtime.now() + _LOOKS * self._settings.least_s)
             elif event == self._alarm and self._rounds:
                 self._pass_deadline()
         if paused:
             self.tell("goes_on")
+
+    async def _count_bytes(self, stuck: Sequence[int]) -> None:
+        """Counts bytes to and from devices as progress, such as those of an operand that is under way.
+
+        Args:
+          stuck: the devices whose bytes do not count, as they are orders that fail again and again.
+        """
+        moved = self._comm.moved_nbytes
+        nbytes = moved() - sum(map(moved, stuck))
+        self._events.put(lambda: self._carries(nbytes))
+
+    def _carries(self, nbytes: int) -> bool:
+        """Tells whether bytes have come or gone since the last call, enough to count as progress."""
+        now = self._runtime.now()
+        self._carried.update(0, nbytes, now, self._settings.patience_s)
+        return self._carried.last_s == now
 
     def _alarm_at(self, t: float) -> int:
         """Asks for an event at a time; gives its number."""
@@ -492,7 +512,7 @@ class Coordinator:
     def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
         """Takes in a report, or a piece of the product of a round; tells whether it brings the run nearer.
 
-        A failed block does not: it is ordered again, and may fail for ever.
+        A failed block does where some of its rows have come; otherwise it may fail for ever.
         """
         if rank in self._gone:
             return False
@@ -502,7 +522,7 @@ class Coordinator:
                 self._report(rank, report)
                 if isinstance(report, Probe):
                     return self._gets_further(rank, report.nbytes)
-                return not isinstance(report, Failed)
+                return not isinstance(report, Failed) or not self.registry.members[rank].failures
             if round not in self._rounds:
                 self.counters.late += 1
                 return False
@@ -514,15 +534,12 @@ class Coordinator:
         return True
 
     def _gets_further(self, rank: int, nbytes: int) -> bool:
-        """Tells whether a device that makes a block has exchanged rows since it was probed before.
-
-        One whose last block has failed may fail for ever.
-        """
+        """Tells whether a device that makes a block has exchanged rows since it was probed before."""
         now = self._runtime.now()
         progress = self._progress.setdefault(rank, Progress())
         progress.update(0, nbytes, now, self._settings.patience_s)
         makes = any(block.holder == rank for block in self.registry.making())
-        return makes and not self.registry.members[rank].failures and progress.last_s == now
+        return makes and not self.registry.members[rank].is_stuck and progress.last_s == now
 
     def _refuse(self, rank: int, why: str) -> None:
         """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
@@ -577,7 +594,7 @@ class Coordinator:
             return
         if isinstance(report, Built):
             self.registry.built(block, report.partitions)
-            member.failures = 0
+            member.failures = member.fetched_nbytes = 0
             if self._record is not None:
                 self._record.keep_registry(self.registry)
             self.tell(
@@ -599,7 +616,7 @@ class Coordinator:
             if report.rank == member.rank:
                 member.unable = True
             else:
-                member.failures += 1
+                member.count_failure(report.fetched_nbytes)
                 self._silence({report.rank})
         self._repair()
 

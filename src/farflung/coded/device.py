@@ -6,7 +6,8 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -15,9 +16,20 @@ import torch
 from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.blocks import ColumnBlock, Holding, RowBlock, fit, piece_of, rows_at_once, widest
+from farflung.coded.blocks import (
+    ColumnBlock,
+    Draft,
+    Holding,
+    RowBlock,
+    Term,
+    fit,
+    piece_of,
+    rows_at_once,
+    widest,
+)
 from farflung.coded.messages import (
     Built,
+    Cancel,
     Columns,
     Command,
     Drop,
@@ -51,8 +63,9 @@ __all__ = ["Device", "Queue"]
 _COORDINATOR = 0
 _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop, Probe)
 _WORK: tuple[type[Multiply | End], ...] = (Multiply, End)
+_REQUESTS: tuple[type[Fetch | Cancel], ...] = (Fetch, Cancel)
 _MAKERS = 2
-"""Blocks that are made at a time; each takes memory beside itself."""
+"""Blocks that are made at a time, and drafts that are kept; each takes memory beside itself."""
 _MOST_ASKED = 64
 """Requests of one device that may wait; more are refused."""
 _NO_BLOCK = Payload(())
@@ -102,12 +115,14 @@ class _Share:
       request: for the source.
       into: the part of the block that is being made to which they are added.
       most: the most rows that may come, where those beyond the part's add up to zeros.
+      missing: the terms that are missing there.
     """
 
     source: Source
     request: Fetch
     into: Tensor
     most: int
+    missing: set[Term]
 
     def add(self, given: Tensor) -> None:
         """Adds rows, times their weight; smaller ones count as if zeros followed."""
@@ -116,6 +131,11 @@ class _Share:
             raise Malformed(f"rows of {list(given.shape)} where {[self.most, width]} were due")
         given = given[: len(self.into)]
         self.into[: given.shape[0], : given.shape[1]].add_(given, alpha=self.source.weight)
+        self.missing.discard(_term(self.source))
+
+
+def _term(source: Source) -> Term:
+    return source.block, source.weight
 
 
 def _numbers(order: Rows | Columns) -> int:
@@ -134,36 +154,66 @@ def _numbers(order: Rows | Columns) -> int:
     return widest(order.weights, order.bounds) * sum(rows)
 
 
-def _begun(order: Rows | Columns) -> tuple[RowBlock | ColumnBlock, Iterator[_Share]]:
-    """Makes a block of zeros, and the shares that are added to it."""
+def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
+    """Makes a draft of zeros; it has the parts of an earlier draft of the block that fit."""
+    sums = {} if earlier is None else earlier.sums
     if isinstance(order, Rows):
-        data = torch.zeros(order.rows, order.features, dtype=torch.float64)
-        return RowBlock(data), _shares_of_rows(order, data)
+        shape = order.rows, order.features
+        if earlier is not None and isinstance(earlier.block, RowBlock) and earlier.block.data.shape == shape:
+            return earlier
+        return Draft(RowBlock(torch.zeros(shape, dtype=torch.float64)))
     width = widest(order.weights, order.bounds)
-    parts = {part.partition: torch.zeros(width, part.rows, dtype=torch.float64) for part in order.parts}
-    return ColumnBlock(order.bounds[-1], parts), _shares_of_columns(order, parts)
+    before = earlier.block.parts if earlier is not None and isinstance(earlier.block, ColumnBlock) else {}
+    parts = {}
+    for part in order.parts:
+        data = before.get(part.partition)
+        if data is None or data.shape != (width, part.rows):
+            data = torch.zeros(width, part.rows, dtype=torch.float64)
+            sums = {place: sum for place, sum in sums.items() if place[0] != part.partition}
+        parts[part.partition] = data
+    fetched_nbytes = 0 if earlier is None else earlier.fetched_nbytes
+    return Draft(ColumnBlock(order.bounds[-1], parts), sums, fetched_nbytes)
 
 
-def _shares_of_rows(order: Rows, data: Tensor) -> Iterator[_Share]:
-    step = rows_at_once(order.features)
+def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
+    """Lists what is missing in a draft."""
+    if isinstance(draft.block, RowBlock):
+        assert isinstance(order, Rows)
+        return _shares_of_rows(order, draft, draft.block.data)
+    assert isinstance(order, Columns)
+    return _shares_of_columns(order, draft, draft.block.parts)
+
+
+def _shares_of_rows(order: Rows, draft: Draft, data: Tensor) -> Iterator[_Share]:
+    step, terms = rows_at_once(order.features), frozenset(map(_term, order.sources))
     for begin in range(0, order.rows, step):
         end = min(order.rows, begin + step)
-        for source in order.sources:
-            yield _Share(source, Fetch(0, source.block, begin, end), data[begin:end], end - begin)
+        into = data[begin:end]
+        missing = draft.missing(-1, begin, terms, into)
+        for source in _sources(order.sources, missing):
+            yield _Share(source, Fetch(0, source.block, begin, end), into, end - begin, missing)
 
 
-def _shares_of_columns(order: Columns, parts: Mapping[int, Tensor]) -> Iterator[_Share]:
+def _shares_of_columns(order: Columns, draft: Draft, parts: Mapping[int, Tensor]) -> Iterator[_Share]:
     # Blocks of columns that are summed may be wider than their sum.
     most = max(end - begin for begin, end in itertools.pairwise(order.bounds))
     step = rows_at_once(most)
     for part in order.parts:
+        terms = frozenset(map(_term, part.sources))
         for begin in range(0, part.rows, step):
             end = min(part.rows, begin + step)
-            for source in part.sources:
+            into = parts[part.partition][:, begin:end]
+            missing = draft.missing(part.partition, begin, terms, into)
+            for source in _sources(part.sources, missing):
                 request = Fetch(0, source.block, begin, end, part.partition)
                 if part.raw:
                     request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
-                yield _Share(source, request, parts[part.partition][:, begin:end], most)
+                yield _Share(source, request, into, most, missing)
+
+
+def _sources(sources: Sequence[Source], terms: Set[Term]) -> list[Source]:
+    """Lists the sources of some terms."""
+    return [source for source in sources if _term(source) in terms]
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -340,7 +390,9 @@ class Device:
             try:
                 fetched_nbytes = await self._made(order)
             except PeerLost as error:
-                self._report(Failed(order.block, error.rank, _one_line(error.detail)))
+                draft = self._holding.drafts.get(order.block)
+                fetched_nbytes = 0 if draft is None else draft.fetched_nbytes
+                self._report(Failed(order.block, error.rank, _one_line(error.detail), fetched_nbytes))
             except (ConfigError, RuntimeError, ValueError):
                 self.refused += 1
                 self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
@@ -352,6 +404,8 @@ class Device:
     async def _made(self, order: Rows | Columns) -> int:
         """Makes a block, or adds parts to one of columns.
 
+        Where that fails, the rows that have come are kept, and the next order of the block asks for the others alone.
+
         Returns:
           The bytes that other devices gave for it.
 
@@ -362,34 +416,59 @@ class Device:
         nbytes = 8 * _numbers(order)
         if order.block in (-1, self._holding.raw):
             raise Malformed("an order of a block that is there")
+        drafts = self._holding.drafts
+        earlier = drafts.pop(order.block, None)
+        if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
+            drafts.clear()
         if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
             raise Malformed(f"no room for {nbytes} bytes more")
         self._making_nbytes += nbytes
         try:
-            block, shares = _begun(order)
-            fetched_nbytes = await self._gather(shares)
-            self._holding.keep(order.block, block)
+            draft = _drafted(order, earlier)
+            try:
+                await self._gather(order, draft)
+            except PeerLost:
+                drafts[order.block] = draft
+                while len(drafts) > _MAKERS:
+                    del drafts[next(iter(drafts))]
+                raise
+            self._holding.keep(order.block, draft.block)
         finally:
             self._making_nbytes -= nbytes
-        return fetched_nbytes
+        return draft.fetched_nbytes
 
-    async def _gather(self, shares: Iterator[_Share]) -> int:
+    async def _gather(self, order: Rows | Columns, draft: Draft) -> None:
         flying: deque[tuple[_Share, int, Pending[Payload]]] = deque()
-        nbytes = 0
         try:
-            for share in shares:
+            for share in _shares(order, draft):
                 if share.source.rank == self._comm.rank:
                     share.add(self._holding.give(share.request))
                     continue
                 if len(flying) == _WINDOW:
-                    nbytes += await self._land(*flying.popleft())
+                    draft.fetched_nbytes += await self._land(*flying[0])
+                    flying.popleft()
                 flying.append(await self._ask(share))
             while flying:
-                nbytes += await self._land(*flying.popleft())
+                draft.fetched_nbytes += await self._land(*flying[0])
+                flying.popleft()
+        except PeerLost:
+            for share, _, answer in flying:
+                if answer.done and answer.error is None:
+                    with suppress(Malformed):
+                        draft.fetched_nbytes += self._add(share, answer.result())
+            raise
         finally:
-            for _, number, _ in flying:
-                self._forget(number)
-        return nbytes
+            self._withdraw(flying)
+
+    def _withdraw(self, flying: Iterable[tuple[_Share, int, Pending[Payload]]]) -> None:
+        """Forgets requests, and takes them back from their sources."""
+        requests: dict[int, list[int]] = {}
+        for share, number, answer in flying:
+            if not answer.done or answer.error is not None:
+                requests.setdefault(share.source.rank, []).append(number)
+            self._forget(number)
+        for rank, numbers in requests.items() if not self._stopped else ():
+            self._runtime.launch(sent(self._comm, packed(Cancel(tuple(numbers))), rank, messages.ASK))
 
     async def _stop(self) -> None:
         """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
@@ -434,17 +513,25 @@ class Device:
 
     async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
         try:
-            given = list((await answer).tensors())
-            if len(given) != 1 or given[0].dtype != torch.float64:
-                raise Malformed("it has no such block")
-            if not bool(torch.isfinite(given[0]).all()):
-                raise Malformed("numbers that are not finite")
-            share.add(given[0])
-            return given[0].nbytes
+            return self._add(share, await answer)
         except (FarflungError, Malformed) as error:
             raise PeerLost(share.source.rank, str(error)) from None
         finally:
             self._forget(number)
+
+    def _add(self, share: _Share, answer: Payload) -> int:
+        """Adds the rows of an answer, and returns their bytes.
+
+        Raises:
+          Malformed: it has others, or none.
+        """
+        given = list(answer.tensors())
+        if len(given) != 1 or given[0].dtype != torch.float64:
+            raise Malformed("it has no such block")
+        if not bool(torch.isfinite(given[0]).all()):
+            raise Malformed("numbers that are not finite")
+        share.add(given[0])
+        return given[0].nbytes
 
     # --- rows for other devices ------------------------------------------------------------------------------------
 
@@ -453,7 +540,10 @@ class Device:
         while True:
             rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
             try:
-                request = unpacked(payload, (Fetch,))
+                request = unpacked(payload, _REQUESTS)
+                if isinstance(request, Cancel):
+                    self._drop_requests(rank, request)
+                    continue
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
             except Malformed:
@@ -464,6 +554,11 @@ class Device:
             else:
                 self._asked[rank] = deque([request])
                 self._runtime.launch(self._answer(rank))
+
+    def _drop_requests(self, rank: int, request: Cancel) -> None:
+        waiting = self._asked.get(rank, deque())
+        for one in [one for one in waiting if one.reply in request.replies]:
+            waiting.remove(one)
 
     async def _answer(self, rank: int) -> None:
         asked = self._asked[rank]

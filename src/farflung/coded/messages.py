@@ -311,11 +311,13 @@ class Failed:
       block: its number.
       rank: of the device that the failure is blamed on.
       detail: what was seen.
+      fetched_nbytes: that other devices have given for it, and that are kept.
     """
 
     block: int
     rank: int
     detail: str
+    fetched_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,17 @@ class Leaving:
 
 
 # --- between devices ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Takes back requests that are not waited for any more.
+
+    Args:
+      replies: the numbers of their answers.
+    """
+
+    replies: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +364,7 @@ class Fetch:
 
 Command: TypeAlias = Welcome | Meet | Lost | Rows | Columns | Multiply | Drop | Probe | End
 Report: TypeAlias = Hello | Ready | Built | Failed | Leaving | Probe
-Message: TypeAlias = Command | Report | Fetch
+Message: TypeAlias = Command | Report | Fetch | Cancel
 M = TypeVar("M", bound=Message)
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}

@@ -82,7 +82,7 @@ class Placement:
         data = {block.holder for block in registry.of("rows") if block.raw is not None}
         for rank in sorted(registry.makers, key=lambda rank: rank not in data):
             if rank not in holders:
-                for row in (*self._copies(registry, kind), *self._rows(registry, kind)):
+                for row in (*self._copies(registry, kind), *self._rows(registry, kind, rank)):
                     yield from self._made(registry, kind, rank, row)
 
     def _best(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
@@ -109,16 +109,19 @@ class Placement:
             yield from self._made(registry, kind, host, row)
         if kind == "rows":
             yield from self._extended(registry)
-        for row in self._rows(registry, kind):
+        for row in self._rows(registry, kind, host):
             yield from self._made(registry, kind, host, row)
 
-    def _copies(self, registry: Registry, kind: Kind) -> list[dict[int, float]]:
+    def _copies(self, registry: Registry, kind: Kind) -> list[Mapping[int, float]]:
         """Lists the plain copies that no host has or makes."""
         raw = {block.raw for block in self._staying(registry, kind)}
         return [{unknown: 1.0} for unknown in registry.unknowns(kind) if unknown not in raw]
 
-    def _rows(self, registry: Registry, kind: Kind) -> Iterator[dict[int, float]]:
-        """Draws rows of the code that no block has been given."""
+    def _rows(self, registry: Registry, kind: Kind, rank: int | None) -> Iterator[Mapping[int, float]]:
+        """Lists the rows of coded blocks that a device has begun, and draws rows that no block has been given."""
+        for block in registry.begun(kind, rank):
+            if block.raw is None:
+                yield block.coefficients
         unknowns, seed = registry.unknowns(kind), self.seed + (kind == "columns")
         plain = len(registry.partitions) if kind == "rows" else registry.column_blocks
         begin = max(0, sum(block.kind == kind for block in registry.blocks.values()) - plain)
@@ -178,7 +181,7 @@ class Placement:
             if sources is not None:
                 yield self._placed(registry, rank, coefficients, sources)
             return
-        block = Block(registry.next_number, "columns", coefficients, rank)
+        block = Block(self._number(registry, "columns", rank, coefficients), "columns", coefficients, rank)
         order = self._columns(registry, block, registry.active)
         if order is not None:
             yield Placed(block, order)
@@ -191,9 +194,19 @@ class Placement:
         sources: tuple[Source, ...],
         replaces: int | None = None,
     ) -> Placed:
-        block = Block(registry.next_number, "rows", coefficients, rank, replaces=replaces)
+        number = (
+            registry.next_number
+            if replaces is not None
+            else self._number(registry, "rows", rank, coefficients)
+        )
+        block = Block(number, "rows", coefficients, rank, replaces=replaces)
         height = max(registry.partitions[one].rows for one in coefficients)
         return Placed(block, Rows(block.number, height, registry.features, sources))
+
+    def _number(self, registry: Registry, kind: Kind, rank: int, coefficients: Mapping[int, float]) -> int:
+        """Numbers a block: one that the device has begun goes on."""
+        begun = (block.number for block in registry.begun(kind, rank) if block.coefficients == coefficients)
+        return next(begun, registry.next_number)
 
     def _columns(self, registry: Registry, block: Block, partitions: Sequence[Partition]) -> Columns | None:
         """Orders parts of a block of columns, from plain copies, or else from the same parts of other blocks."""

@@ -58,6 +58,7 @@ class Block:
       parts: of a block of columns, the partitions whose rows are in it.
       making: the partitions whose rows are being fetched.
       replaces: the block that is not needed any more when this one is made.
+      begun_by: of a block that no device holds, the one that has a part of it, as it could not get the rest.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Block:
     parts: set[int] = field(default_factory=set)
     making: set[int] = field(default_factory=set)
     replaces: int | None = None
+    begun_by: int | None = None
 
     @property
     def raw(self) -> int | None:
@@ -85,7 +87,8 @@ class Member:
       silent: whether it has let a deadline pass, and not been heard since.
       leaving: whether it has asked to leave.
       unable: whether it could not make a block for reasons of its own; it is asked for no other.
-      failures: blocks in a row that it could not make since another device gave it nothing.
+      failures: orders in a row that failed and brought it no further than an earlier one.
+      fetched_nbytes: the most bytes of a block that it could not complete, since it completed one.
     """
 
     rank: int
@@ -93,11 +96,28 @@ class Member:
     leaving: bool = False
     unable: bool = False
     failures: int = 0
+    fetched_nbytes: int = 0
 
     @property
     def rests(self) -> bool:
         """Whether it has failed so often that it is asked for no block for a while."""
         return self.failures >= _TRIES
+
+    @property
+    def is_stuck(self) -> bool:
+        """Returns True if its last two orders brought it no further, so that it may fail for ever."""
+        return self.failures > 1
+
+    def count_failure(self, fetched_nbytes: int) -> None:
+        """Counts a failed order, unless more bytes came for its block than for any failed one before.
+
+        So a device for which one source answers and another refuses stops counting as progress.
+
+        Args:
+          fetched_nbytes: the bytes of the block that the device keeps.
+        """
+        self.failures = 0 if fetched_nbytes > self.fetched_nbytes else self.failures + 1
+        self.fetched_nbytes = max(self.fetched_nbytes, fetched_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +195,8 @@ class Registry:
         for block in self.blocks.values():
             if block.holder == rank:
                 self.discard(block)
+            if block.begun_by == rank:
+                block.begun_by = None
 
     def forsake(self, partition: Partition) -> None:
         """Goes on without a partition that is lost, and without the blocks of rows that it is in."""
@@ -199,6 +221,7 @@ class Registry:
         """Gives up an order; a block that was there before stays as it was."""
         block.making.clear()
         if not block.ready:
+            block.begun_by = block.holder if block.replaces is None else None
             self.discard(block)
 
     # --- members and partitions -------------------------------------------------------------------------------------
@@ -249,6 +272,11 @@ class Registry:
     def of(self, kind: Kind) -> list[Block]:
         """Lists the blocks of a kind that devices hold, made or being made."""
         return [block for block in self.blocks.values() if block.kind == kind and block.holder is not None]
+
+    def begun(self, kind: Kind, rank: int | None) -> list[Block]:
+        """Lists the blocks of a kind of which a device has a part that it could not complete."""
+        blocks = self.blocks.values()
+        return [block for block in blocks if block.kind == kind and block.begun_by == rank is not None]
 
     def there(self, kind: Kind, *, silent: bool = False) -> list[Block]:
         """Lists the blocks that are made, with devices that are heard, or with silent ones too."""
