@@ -100,13 +100,18 @@ def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkP
     assert joined(ended)["nbytes"] < 1.5 * plain["nbytes"]
 
 
+@pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=4)"])
 def test_one_that_is_too_far_behind_is_waited_for(
-    homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch
+    schedule: str, homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are longer than the state, and come faster than the link carries them."""
+    """Results are longer than the state, and come faster than the link carries them.
+
+    With delayed results the members tell of some after later ones.
+    """
     monkeypatch.setattr("farflung.membership.joining._BACKLOG_NBYTES", 0)
-    faults = FaultPlan().join(2, at_s=0.05).throttle(2, at_s=0.0, for_s=60.0, bandwidth_bps=2e5)
-    ended = run(3, faults, "synchronous", steps=200, network=homes, evaluate_every=0, deadline_s=20.0)
+    faults = FaultPlan().join(2, at_s=0.3).throttle(2, at_s=0.0, for_s=60.0, bandwidth_bps=2e5)
+    how: dict[str, Any] = {"steps": 30, "network": homes, "evaluate_every": 0, "deadline_s": 20.0}
+    ended = run(3, faults, f"synchronous(schedule='{schedule}')", workload="large", **how)
     check(ended)
     assert len(ended.models) == 3
     assert joined(ended)["followed"] == 0

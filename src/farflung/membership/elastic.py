@@ -34,7 +34,7 @@ from farflung.membership.messages import Malformed, Message, MessageCodec, Repor
 from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending
-from farflung.trees import pack_tensors
+from farflung.trees import pack_tensors, unpack_tensors
 from farflung.types import Change, Payload, Runtime, Tag
 
 __all__ = ["Elastic"]
@@ -626,7 +626,8 @@ class Elastic:
                 self._settle_soon()
             return
         if view is self._view and not self._frozen:
-            self._has(logged, logged.values.unpack(tuple(tensor.clone() for tensor in payload.tensors())))
+            (content,) = payload.tensors()
+            self._has(logged, logged.values.unpack(unpack_tensors(content)))
 
     def _has(self, logged: _Logged[Any], value: Any) -> None:
         """Hold an exchange whole."""
@@ -843,7 +844,7 @@ class Elastic:
             if giver == self._member.name and receiver in view.holders[0]:
                 kept = self._log[number].kept
                 assert kept is not None
-                self._comm.send(Payload(kept), int(receiver), Tag(Purpose.ADOPTION.at(number)))
+                self._comm.send(Payload((pack_tensors(kept),)), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
     def stop(self, reason: str, error: RunLost | None = None) -> None:
         self._ended = error or (Left(reason) if self._member.left else RunLost(reason))

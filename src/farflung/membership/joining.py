@@ -205,15 +205,15 @@ class StateGiver:
         while True:
             rank, payload = await self._comm.recv_any(_REQUESTS, deadline_s=math.inf)
             with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
-                least, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
-                self._answer(rank, least, name, begin, nbytes)
+                fetched, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
+                self._answer(rank, fetched, name, begin, nbytes)
 
-    def _answer(self, rank: int, least: int, name: Name, begin: int, nbytes: int) -> None:
-        """Sends a piece of a part of the snapshot or of a result; results below ``least`` have been fetched."""
+    def _answer(self, rank: int, fetched: Iterable[int], name: Name, begin: int, nbytes: int) -> None:
+        """Sends a piece of a part of the snapshot or of a result, and drops results that have been fetched."""
         if (offer := self._offers.get(rank)) is None:
             return
-        for number in [number for number in offer.results if number < least]:
-            del offer.results[number]
+        for number in fetched:
+            offer.results.pop(number, None)
         content = offer.parts.get(name) if isinstance(name, str) else offer.results[name].content
         if content is not None and 0 <= begin < begin + nbytes <= content.nbytes:
             head = as_bytes(json.dumps([name, begin]).encode())
@@ -257,6 +257,8 @@ class _Source:
     started: int
     results: set[int] = field(default_factory=set)
     """The numbers of the results that it holds."""
+    fetched: list[int] = field(default_factory=list)
+    """Those of them that are here, until it is told so."""
     begins: Mapping[str, Any] | None = None
     asked: dict[tuple[Name, int], tuple[int, float]] = field(default_factory=dict)
     """Size and time of each request without an answer, by name and begin."""
@@ -492,6 +494,8 @@ class Follower:
         if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
             return
         source.results.add(number)
+        if number in self.results or number < self._kept_from:
+            source.fetched.append(number)
         if number not in self._index and number >= self._kept_from:
             self._index[number] = exchange, part, begun
             self._numbers[exchange, part] = number
@@ -572,7 +576,6 @@ class Follower:
         if self._is_complete():
             wanted = sorted(self._contents.items())
         wanted = [(name, content) for name, content in wanted if content.ranges]
-        least = min(self._contents, default=max(self._index, default=0) + 1)
         for rank, source in sorted(self._sources.items()):
             for name, content in wanted:
                 holds = name in source.parts if isinstance(name, str) else name in source.results
@@ -580,7 +583,8 @@ class Follower:
                     most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
                     begin, nbytes = content.next_piece(most_nbytes)
                     source.asked[name, begin] = nbytes, self._runtime.now()
-                    text = json.dumps([least, name, begin, nbytes]).encode()
+                    text = json.dumps([source.fetched, name, begin, nbytes]).encode()
+                    source.fetched.clear()
                     self._comm.send(text_payload(text), rank, _REQUESTS, -1)
 
     def take(self, rank: int, head: bytes, piece: Tensor) -> None:
@@ -600,6 +604,9 @@ class Follower:
         if not content.missing_nbytes and isinstance(name, int):
             self.results[name] = unpack_tensors(content.data)
             del self._contents[name]
+            for other in self._sources.values():
+                if name in other.results:
+                    other.fetched.append(name)
             self._fetched += 1
             self._give_results()
             self._look_at_backlog()
