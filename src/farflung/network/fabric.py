@@ -62,15 +62,13 @@ class Fabric:
         self._touched: dict[int, None] = {}
         self._changes: dict[int, float] = {}
         self._next = 0
-        self.in_flight = 0
-        """Flows under way."""
 
     def start(self, bits: float, uses: Iterable[Use]) -> Flow:
         """Begins a flow of ``bits`` bits that uses at least one resource; it moves once :meth:`settle` is called.
 
         Args:
           bits: what is to arrive.
-          uses: of resources; one flow may stand for several that are alike, and use a resource for all of them.
+          uses: of resources.
         """
         self._next += 1
         flow = Flow(self._next, bits, tuple((use.resource, use.times) for use in uses))
@@ -79,7 +77,6 @@ class Fabric:
         for resource, _ in flow.uses:
             self._users[resource][flow.number] = flow
             self._touched[resource] = None
-        self.in_flight += 1
         return flow
 
     def shorten(self, flow: Flow, now: float, left_bits: float) -> None:
@@ -138,7 +135,6 @@ class Fabric:
                 for resource, _ in flow.uses:
                     del self._users[resource][flow.number]
                     self._touched[resource] = None
-        self.in_flight -= len(done)
         for resource, change in self._changes.items():
             if change <= now:
                 self._touched[resource] = None

@@ -6,7 +6,6 @@ from farflung.lazy import lazy
 
 if TYPE_CHECKING:
     from farflung.sim.clock import VirtualClock
-    from farflung.sim.fleet import FleetTimes, time_fleet
     from farflung.sim.network import LinkModel, VirtualCommunicator, VirtualNetwork
     from farflung.sim.recording import RecordedReplica, TrafficRecorder
     from farflung.sim.retime import Retimed, retimed_events
@@ -30,7 +29,6 @@ else:
 
 __all__ = [
     "Costs",
-    "FleetTimes",
     "LinkModel",
     "Move",
     "RecordedReplica",
@@ -44,6 +42,5 @@ __all__ = [
     "VirtualRuntime",
     "VirtualWorld",
     "retimed_events",
-    "time_fleet",
     "timeline",
 ]
