@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 
+import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import collective_named
+from farflung.comm.collectives.segments import cut, sum_in_order
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.receiving import Receiving
 from farflung.errors import PeerLost, Unsupported
@@ -24,13 +26,15 @@ from farflung.sim.pauses import Pauses
 from farflung.tasks import Pending, failed
 from farflung.types import (
     AllReduce,
+    Channel,
     CodingLane,
     Payload,
+    SegmentCoding,
     Sent,
     Tag,
 )
 
-__all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
+__all__ = ["LinkModel", "UntimedSums", "VirtualCommunicator", "VirtualNetwork"]
 
 LinkModel = Link
 """Another name of :class:`farflung.network.Link`."""
@@ -79,7 +83,10 @@ class VirtualNetwork:
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
-        self._flows = Flows(clock, Wiring(self.profile), seed, sealed=encrypted)
+        self.untimed_sums: UntimedSums | None = None
+        """What carries out ``direct`` without messages, on a network where none takes time and none is lost."""
+        self._wiring = Wiring(self.profile)
+        self._flows = Flows(clock, self._wiring, seed, sealed=encrypted)
 
     def charge(self, lanes: Sequence[Lane | None]) -> None:
         """Charges devices for exchanges that begin from now on."""
@@ -114,16 +121,17 @@ class VirtualNetwork:
             if members is None or members.connection(src, dst) is connection:
                 mailbox.deliver(src, tag, payload, view)
 
+        nbytes = payload.nbytes
         if not self._charged:
-            return self._route(src, dst, payload.nbytes, priority, arrived)
+            return self._route(src, dst, nbytes, priority, arrived)
         left: Pending[None] = Pending()
-        link = self.profile.link(src, dst)
+        path = self._wiring.path(src, dst)
 
         def move(came: Callable[[float], None]) -> None:
-            self._route(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
+            self._route(src, dst, nbytes, priority, came).on_done(lambda _: left.set(None))
 
         ends = Ends(self.lanes[src], self.lanes[dst])
-        ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
+        ends.carry(self._clock, nbytes, path.latency_s - path.jitter_s, move, arrived)
         return left
 
     def _route(
@@ -229,11 +237,46 @@ class VirtualCommunicator(Receiving):
         self._network.membership.serve(self.rank, one, other)
 
     def collective(self, name: str) -> AllReduce:
-        return collective_named(name).run
+        sums = self._network.untimed_sums
+        return sums.direct if sums is not None and name == "direct" else collective_named(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """There is no backend in virtual time."""
+        """Fails: there is no backend in virtual time."""
         del tensor, tag
         return failed(
             Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")
         )
+
+
+class UntimedSums:
+    """All-reduces over all ranks in which no message takes time: each ends when its last rank joins.
+
+    Bits and bytes are those of :func:`farflung.comm.collectives.direct`, without its 2 n (n - 1) messages.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[Tag, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._totals: dict[Tag, Pending[tuple[Tensor, Tensor]]] = {}
+
+    async def direct(
+        self, channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Sums as :func:`farflung.comm.collectives.direct` does."""
+        assert coding is None
+        rank, size = channel.rank, channel.size
+        if size == 1:
+            return tensor, side
+        shards = np.array([shard.length for shard in cut(tensor.numel(), size)]) * tensor.element_size()
+        sent = shards + shards[rank] + side.nbytes
+        sent[rank] = 0
+        channel.count(sent)
+        tag = channel.tag(channel.hops(1))
+        joined = self._joined.setdefault(tag, {})
+        joined[rank] = tensor, side
+        total: Pending[tuple[Tensor, Tensor]] = self._totals.setdefault(tag, Pending())
+        if len(joined) == size:
+            del self._joined[tag], self._totals[tag]
+            tensors, sides = zip(*(joined[each] for each in range(size)), strict=True)
+            total.set((sum_in_order(tensors), sum_in_order(sides)))
+        sums = await total
+        return tensor.copy_(sums[0]), sums[1].clone()

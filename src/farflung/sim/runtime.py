@@ -20,7 +20,7 @@ from farflung.network import Link, NetworkProfile
 from farflung.seeding import RandomState
 from farflung.sim.clock import VirtualClock
 from farflung.sim.lane import Lane
-from farflung.sim.network import VirtualNetwork
+from farflung.sim.network import UntimedSums, VirtualNetwork
 from farflung.sim.stage import VirtualStage
 from farflung.tasks import Pending, Task
 from farflung.types import Communicator, Cost, Decision, Elastic, Json
@@ -87,6 +87,8 @@ class VirtualWorld:
         """Carries messages that take no virtual time; losses and deadlines apply to it as to the network."""
         if not count_evaluation:
             self.off_clock = VirtualNetwork(self.clock, size, Link(), mailboxes=self.network.mailboxes)
+            if whole and not faults.faults:
+                self.off_clock.untimed_sums = UntimedSums()
         self.seed = seed
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole, absent=absent)
@@ -347,7 +349,10 @@ class VirtualRuntime:
 
     def _slowdown(self) -> float:
         """How many times as long everything takes now."""
-        return self._world.stage.slowed(self.comm.rank) * self.device.slowdown_at(self._moment())
+        slowed = self._world.stage.slowed(self.comm.rank)
+        return slowed * (
+            self.device.slowdown_at(self._moment()) if self.device.stragglers else self.device.slowdown
+        )
 
     def _moment(self) -> Moment:
         return Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
