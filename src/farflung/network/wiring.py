@@ -68,7 +68,7 @@ class Wiring:
         self.profile = profile
         self.capacities: list[Capacity] = []
         """Of each resource; grows as paths are asked for."""
-        self._numbers: dict[tuple[str, int, int], int | None] = {}
+        self._numbers: dict[tuple[str, int, int], int] = {}
         self._paths: dict[tuple[int, int], Path] = {}
         self._media = {medium.name: (index, medium) for index, medium in enumerate(profile.media)}
 
@@ -110,11 +110,11 @@ class Wiring:
         )
 
     def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:
+        if not isinstance(capacity, Trace) and capacity == math.inf:
+            return None
         if key not in self._numbers:
-            limited = isinstance(capacity, Trace) or capacity < math.inf
-            self._numbers[key] = len(self.capacities) if limited else None
-            if limited:
-                self.capacities.append(capacity)
+            self._numbers[key] = len(self.capacities)
+            self.capacities.append(capacity)
         return self._numbers[key]
 
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-MESSAGE_S = 5e-5
+MESSAGE_S = 1e-4
 """What it takes to simulate one message, on a processor of today."""
 LONG_S = 10.0
 """An exchange that takes as long to simulate is warned of."""

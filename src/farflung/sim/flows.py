@@ -114,7 +114,10 @@ class Flows:
     def _laid(self, src: int, dst: int) -> _Line:
         path = self._wiring.path(src, dst)
         capacities = [mean_capacity(self._wiring.capacities[use.resource]) for use in path.uses]
-        path = replace(path, uses=tuple(Use(use.resource, use.times * path.connections) for use in path.uses))
+        if path.connections > 1:
+            path = replace(
+                path, uses=tuple(Use(use.resource, use.times * path.connections) for use in path.uses)
+            )
         if (src, dst) in self._ceilings:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
         tcp = None if path.congestion is None else Tcp(path.congestion, path.round_trip_s)
