@@ -17,7 +17,6 @@ else:
         __name__,
         {
             "clock": "VirtualClock",
-            "fleet": "FleetTimes time_fleet",
             "network": "LinkModel VirtualCommunicator VirtualNetwork",
             "recording": "RecordedReplica TrafficRecorder",
             "retime": "Retimed retimed_events",
