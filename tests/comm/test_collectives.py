@@ -197,6 +197,27 @@ def test_one_replica_sends_nothing(name: str) -> None:
     assert result.nbytes == 0
 
 
+@pytest.mark.parametrize("numel", [0, 1, 5, 1000])
+@each_size
+def test_a_sum_off_the_clock_is_direct_without_messages(size: int, numel: int) -> None:
+    world = VirtualWorld(size, FAR)
+
+    async def body(runtime: Runtime) -> tuple[Result, dict[str, list[int]]]:
+        await runtime.sleep_until(0.5 * runtime.comm.rank)
+        assert runtime.off_clock is not None
+        own = contribution(runtime.comm.rank, numel)
+        result = await exchange(runtime.off_clock, "direct", own)
+        return result, runtime.off_clock.comm.sent.to_json()
+
+    found = world.run([body(runtime) for runtime in world.runtimes])
+    assert_same([result for result, _ in found], simulated(size, "direct", numel))
+    for result, sent in found:
+        assert sent == ({"gradients": result.sent} if size > 1 else {})
+    assert world.clock.now() == 0.5 * (size - 1)
+    assert world.off_clock is not None
+    assert not world.off_clock.message_counts
+
+
 # --- bytes and delays -------------------------------------------------------------------------------------------
 
 SIDE = side_of(0).nbytes
