@@ -194,11 +194,9 @@ def in_virtual_time(
     size: int,
     body: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
     link: LinkModel | None = None,
-    *,
-    closed_form: bool = True,
 ) -> tuple[list[T], float]:
     """Runs ``body`` on every rank; the results, and the virtual seconds it took."""
-    world = VirtualWorld(size, link, closed_form=closed_form)
+    world = VirtualWorld(size, link)
     results = world.run([body(runtime) for runtime in world.runtimes])
     return results, world.clock.now()
 

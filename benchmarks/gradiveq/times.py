@@ -139,7 +139,7 @@ class Cluster:
     def _exchanges_s(self, reducer: Reducer, count: int) -> list[float]:
         assert self.network.nodes is not None
         device = DeviceProfile(coding=self.coding, cores=1.0)
-        world = VirtualWorld(self.network.nodes, device=device, network=self.network, closed_form=False)
+        world = VirtualWorld(self.network.nodes, device=device, network=self.network)
         return [seconds for seconds, _ in _exchanged(world, reducer, self.spec, range(count))]
 
 

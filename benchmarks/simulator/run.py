@@ -1,4 +1,4 @@
-"""How large simulations may be: replicas with real arithmetic, devices in classes, and exactness of closed forms."""
+"""How large simulations with real arithmetic may be."""
 
 from __future__ import annotations
 
@@ -7,32 +7,22 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import ROOT, environment
 from benchmarks.simulator import worker
-from farflung.comm import ExchangeChannel
-from farflung.network import Link, NetworkProfile, network_profile
-from farflung.sim import VirtualWorld
-from farflung.tasks import Pending
-from farflung.types import Runtime
 
 ROUNDS = 3
 COUNTS = (1, 4, 16, 64, 256, 1024)
 """Numbers of replicas whose cost is stored."""
-COLLECTIVE_NAMES = ("ring", "direct", "parameter_server", "multi_parameter_server")
-MLP_SECONDS = "1,024 replicas, all gradients different, MLP 64-256-10, 20 steps"
+MLP_SECONDS = "1,024 replicas and a parameter server, MLP 64-256-10, 20 steps"
 MLP_MEMORY = "same, memory"
-RESNET = "128 replicas, resnet8 on CIFAR-10, 10 steps"
-FLEET = "a million devices in classes, timing only, 100 steps"
-EXACT = "closed-form against hop-by-hop collectives, N = 2 to 64"
+RESNET = "128 replicas and a parameter server, resnet8 on CIFAR-10, 10 steps"
 
 
 def mlp(quick: bool) -> Mapping[str, Measured]:
@@ -51,49 +41,6 @@ def resnet(quick: bool) -> Mapping[str, Measured]:
     """Seconds of a simulation whose arithmetic is convolutions."""
     runs = [_worker("resnet8", 4 if quick else 128, 2 if quick else 10, quick)]
     return {RESNET: Measured(*_middle([one["seconds"] for one in runs]), _config(runs))}
-
-
-def fleet(quick: bool) -> Mapping[str, Measured]:
-    """Seconds of a timing without arithmetic."""
-    runs = _rounds("fleet", 1_000_000, 10 if quick else 100, quick)
-    return {FLEET: Measured(*_middle([one["processor_s"] for one in runs]), _config(runs))}
-
-
-def exact(quick: bool) -> Mapping[str, Measured]:
-    """The largest relative difference of any rank's end, over collectives, networks and numbers of ranks."""
-    profiles = {
-        "links": NetworkProfile.uniform(Link(0.0123, 3.7e6)),
-        "switch": network_profile("lan-1g"),
-        "air": network_profile("wifi-shared-100mbps"),
-        "regions": network_profile("four-regions"),
-        "servers": network_profile("edge-5gbps"),
-    }
-    sizes = (2, 5) if quick else (*range(2, 17), 24, 32, 48, 63, 64)
-    worst, compared = 0.0, 0
-    for profile in profiles.values():
-        for size in sizes:
-            for name in COLLECTIVE_NAMES:
-                whole, hops = (_ends_s(profile, size, name, closed) for closed in (True, False))
-                compared += size
-                worst = max(worst, *(abs(a - b) / b for a, b in zip(whole, hops, strict=True)))
-    config = {"networks": list(profiles), "ranks": list(sizes), "ends_compared": compared, "numel": 10_007}
-    return {EXACT: Measured(worst, (worst, worst), config, simulated=True)}
-
-
-def _ends_s(profile: NetworkProfile, size: int, name: str, closed_form: bool) -> list[float]:
-    """When each rank has the sum."""
-    world = VirtualWorld(size, network=profile, closed_form=closed_form)
-
-    def body(runtime: Runtime) -> Coroutine[Pending[Any], None, float]:
-        channel = ExchangeChannel(runtime.comm, 1, 0)
-
-        async def run() -> float:
-            await channel.collective(name)(channel, torch.zeros(10_007), torch.zeros(6, dtype=torch.float64))
-            return runtime.now()
-
-        return run()
-
-    return world.run([body(runtime) for runtime in world.runtimes])
 
 
 def _cost_ms(replicas: int) -> float:
@@ -130,8 +77,6 @@ CANARIES = ("preset synchronous", "preset ring", "preset parameter_server")
 BENCHMARK = Benchmark(
     Path(__file__).parent,
     [
-        Group((EXACT,), exact, "simulated", 1.5, CANARIES),
-        Group((FLEET,), fleet, "measured", 0.2, CANARIES),
         Group((MLP_SECONDS, MLP_MEMORY), mlp, "measured", 6.0, CANARIES),
         Group((RESNET,), resnet, "measured", 1.0, CANARIES),
     ],

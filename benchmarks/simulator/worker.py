@@ -2,7 +2,6 @@
 
 python -m benchmarks.simulator.worker mlp REPLICAS STEPS
 python -m benchmarks.simulator.worker resnet8 REPLICAS STEPS
-python -m benchmarks.simulator.worker fleet DEVICES STEPS
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch._dynamo  # what the first optimizer would import
 
 from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
-from farflung.devices import DeviceProfile, Varying
-from farflung.network import Link, NetworkProfile, Site
+from farflung.devices import DeviceProfile
+from farflung.network import Link
 from farflung.recipes import Recipe
 from farflung.replica import Replica, keep_once
 from farflung.runs import make_replica
-from farflung.sim import VirtualWorld, time_fleet
+from farflung.sim import VirtualWorld
 from farflung.types import Workload
 from farflung.workloads import workload
 
@@ -32,18 +31,17 @@ __all__ = ["simulate"]
 
 LINK = Link(0.01, 1e8)
 DEVICE = DeviceProfile(forward_s=1e-4)
-CLASSES = 40
 
 
 def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) -> dict[str, Any]:
-    """Trains replicas with direct all-reduce over links that are alike; no evaluation."""
+    """Trains replicas with a parameter server over links that are alike; no evaluation."""
     world = VirtualWorld(replicas, LINK, device=DEVICE)
     training = Training.resolve(work.defaults, {"steps": steps, "seed": 0})
     shares = None
     if own_samples:
         shares = [torch.arange(SAMPLES_EACH) + SAMPLES_EACH * rank for rank in range(replicas)]
     made = [
-        make_replica(runtime, work, Recipe(collective="direct"), training, shares=shares)
+        make_replica(runtime, work, Recipe(collective="parameter_server"), training, shares=shares)
         for runtime in world.runtimes
     ]
 
@@ -60,35 +58,11 @@ def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) ->
     return {"virtual_s": world.clock.now(), "parameters": sum(p.numel() for p in first)}
 
 
-def fleet(devices: int, steps: int) -> dict[str, Any]:
-    """A server and classes of phones that differ in network and speed; a parameter server."""
-    base, more = divmod(devices - 1, CLASSES)
-    phones = tuple(
-        Site(
-            f"phones {k}",
-            base + (k < more),
-            Link(0.02 + 0.001 * k),
-            up_bps=(6 + k) * 1e6,
-            down_bps=(20 + 3 * k) * 1e6,
-        )
-        for k in range(CLASSES)
-    )
-    server = Site("server", 1, up_bps=100e9, down_bps=100e9)
-    network = NetworkProfile("fleet", (server, *phones), default=Link(0.03))
-    speeds = [DeviceProfile("server", 1e-4)] + [
-        DeviceProfile(f"phone {k}", 2e-3 * (1 + k % 7), stragglers=(Varying(0.2),)) for k in range(CLASSES)
-    ]
-    times = time_fleet(network, speeds, numel=19_210, batch_size=32, steps=steps)
-    return {"virtual_s": times.ends_s[-1], "classes": times.classes, "devices": times.devices}
-
-
 def run(what: str, count: int, steps: int) -> dict[str, Any]:
     """One simulation, by name."""
     if what == "mlp":
         return simulate(MLP(count), count, steps, own_samples=True)
-    if what == "resnet8":
-        return simulate(workload("cifar10/resnet8"), count, steps, own_samples=False)
-    return fleet(count, steps)
+    return simulate(workload("cifar10/resnet8"), count, steps, own_samples=False)
 
 
 def measured(what: str, count: int, steps: int) -> dict[str, Any]:

@@ -33,7 +33,6 @@ FAR = LinkModel(latency_s=0.05)
 
 each_collective = pytest.mark.parametrize("name", OURS)
 each_size = pytest.mark.parametrize("size", SIZES)
-either_way = pytest.mark.parametrize("closed_form", [False, True], ids=["hop by hop", "in one"])
 
 
 @dataclass
@@ -74,12 +73,11 @@ def exchange(
 def simulated(
     size: int, name: str, numel: int, codec: Codec | None = None, dtype: torch.dtype = torch.float32
 ) -> list[Result]:
-    """Hop by hop in virtual time."""
+    """In virtual time."""
     return in_virtual_time(
         size,
         lambda r: exchange(r, name, contribution(r.comm.rank, numel, dtype), codec),
         FAR,
-        closed_form=False,
     )[0]
 
 
@@ -179,21 +177,15 @@ def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.Monk
     assert_same(in_pieces, whole)
 
 
-@either_way
 @covered("name, size, codec, numel", OURS, SIZES, CODECS, [1, 5, 1000], strength=2)
-def test_the_communicator_counts_what_channels_do(
-    name: str, size: int, codec: str, numel: int, closed_form: bool
-) -> None:
-    """To each rank as much as hop by hop, with a codec inside and without."""
-
+def test_the_communicator_counts_what_channels_do(name: str, size: int, codec: str, numel: int) -> None:
     async def counted(runtime: Runtime) -> tuple[Result, dict[str, list[int]]]:
         result = await exchange(runtime, name, contribution(runtime.comm.rank, numel), CODECS[codec])
         return result, runtime.comm.sent.to_json()
 
-    found, _ = in_virtual_time(size, counted, FAR, closed_form=closed_form)
-    for (result, sent), want in zip(found, simulated(size, name, numel, CODECS[codec]), strict=True):
-        assert result.sent == want.sent
-        assert sent == ({"gradients": want.sent} if size > 1 else {})
+    found, _ = in_virtual_time(size, counted, FAR)
+    for result, sent in found:
+        assert sent == ({"gradients": result.sent} if size > 1 else {})
 
 
 @each_collective
@@ -203,6 +195,27 @@ def test_one_replica_sends_nothing(name: str) -> None:
     assert same_bits(result.total, own)
     assert same_bits(result.side, side_of(0))
     assert result.nbytes == 0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 1000])
+@each_size
+def test_a_sum_off_the_clock_is_direct_without_messages(size: int, numel: int) -> None:
+    world = VirtualWorld(size, FAR)
+
+    async def body(runtime: Runtime) -> tuple[Result, dict[str, list[int]]]:
+        await runtime.sleep_until(0.5 * runtime.comm.rank)
+        assert runtime.off_clock is not None
+        own = contribution(runtime.comm.rank, numel)
+        result = await exchange(runtime.off_clock, "direct", own)
+        return result, runtime.off_clock.comm.sent.to_json()
+
+    found = world.run([body(runtime) for runtime in world.runtimes])
+    assert_same([result for result, _ in found], simulated(size, "direct", numel))
+    for result, sent in found:
+        assert sent == ({"gradients": result.sent} if size > 1 else {})
+    assert world.clock.now() == 0.5 * (size - 1)
+    assert world.off_clock is not None
+    assert not world.off_clock.message_counts
 
 
 # --- bytes and delays -------------------------------------------------------------------------------------------
@@ -253,27 +266,21 @@ def test_truncation_halves_what_moves(size: int) -> None:
         ("ring", lambda n: 2 * (n - 1)),
     ],
 )
-@either_way
-def test_how_many_one_way_delays_it_takes(name: str, delays: Callable[[int], int], closed_form: bool) -> None:
+def test_how_many_one_way_delays_it_takes(name: str, delays: Callable[[int], int]) -> None:
     def body(runtime: Runtime, numel: int) -> Coroutine[Pending[Any], None, Result]:
         return exchange(runtime, name, contribution(runtime.comm.rank, numel))
 
     for size, numel in itertools.product(SIZES, (0, 16)):
-        _, seconds = in_virtual_time(
-            size, partial(body, numel=numel), LinkModel(latency_s=0.25), closed_form=closed_form
-        )
+        _, seconds = in_virtual_time(size, partial(body, numel=numel), LinkModel(latency_s=0.25))
         assert seconds == (0.25 * delays(size) if size > 1 else 0.0), (size, numel)
 
 
 @pytest.mark.usefixtures("unframed")
 @pytest.mark.parametrize(("name", "seconds"), [("ring", 6 * 2000e-6), ("direct", 2 * 2000e-6)])
-@either_way
-def test_every_link_is_used_at_once(name: str, seconds: float, closed_form: bool) -> None:
+def test_every_link_is_used_at_once(name: str, seconds: float) -> None:
     # 1 MB/s each way and no delay: of 8 kB, each of 4 ranks sends 2 (n-1)/n, three quarters to one rank or to three.
     link = LinkModel(bandwidth_bps=8e6)
-    _, took = in_virtual_time(
-        4, lambda r: exchange(r, name, torch.zeros(2000)), link, closed_form=closed_form
-    )
+    _, took = in_virtual_time(4, lambda r: exchange(r, name, torch.zeros(2000)), link)
     assert took == pytest.approx(seconds, rel=0.02)
 
 
@@ -281,8 +288,7 @@ def test_every_link_is_used_at_once(name: str, seconds: float, closed_form: bool
 
 
 @each_collective
-@either_way
-def test_a_late_rank_changes_no_bit(name: str, closed_form: bool) -> None:
+def test_a_late_rank_changes_no_bit(name: str) -> None:
     async def body(runtime: Runtime, late: int) -> Result:
         if runtime.comm.rank == late:
             await runtime.sleep_until(10.0)
@@ -290,7 +296,7 @@ def test_a_late_rank_changes_no_bit(name: str, closed_form: bool) -> None:
 
     wanted = simulated(4, name, 50)
     for late in range(4):
-        results, seconds = in_virtual_time(4, partial(body, late=late), FAR, closed_form=closed_form)
+        results, seconds = in_virtual_time(4, partial(body, late=late), FAR)
         assert seconds > 10.0
         assert_same(results, wanted)
 
@@ -313,7 +319,7 @@ def test_the_order_of_arrival_changes_no_bit(name: str, codec: str, monkeypatch:
     monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
     wanted = simulated(4, name, 100, CODECS[codec])
     for seed in range(20):
-        world = VirtualWorld(4, closed_form=False)
+        world = VirtualWorld(4)
         shuffled(world, seed)
         results = world.run(
             [exchange(r, name, contribution(r.comm.rank, 100), CODECS[codec]) for r in world.runtimes]
@@ -338,7 +344,7 @@ def test_exchanges_under_way_together_do_not_mix(name: str, cluster: Cluster) ->
         }
         return [await running[numel] for numel in wanted]
 
-    simulated_together = in_virtual_time(3, lambda r: body(r, 1), FAR, closed_form=False)[0]
+    simulated_together = in_virtual_time(3, lambda r: body(r, 1), FAR)[0]
     for together in (cluster.run(3, body), simulated_together):
         for index, numel in enumerate(wanted):
             assert_same([results[index] for results in together], wanted[numel])
@@ -356,8 +362,7 @@ def test_native_is_refused_where_there_is_none() -> None:
 
 @each_collective
 @pytest.mark.parametrize("odd", ["numel", "codec", "dtype"])
-@either_way
-def test_another_kind_of_segment_names_its_sender(name: str, odd: str, closed_form: bool) -> None:
+def test_another_kind_of_segment_names_its_sender(name: str, odd: str) -> None:
     def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Result]:
         other = runtime.comm.rank == 1
         tensor = contribution(0, 12 if other and odd == "numel" else 8)
@@ -366,7 +371,7 @@ def test_another_kind_of_segment_names_its_sender(name: str, odd: str, closed_fo
         return exchange(runtime, name, tensor, codec)
 
     with pytest.raises(ProtocolError, match=r"rank [01] sent another kind of segment"):
-        in_virtual_time(2, body, closed_form=closed_form)
+        in_virtual_time(2, body)
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------

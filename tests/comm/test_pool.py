@@ -95,7 +95,7 @@ def test_sums_side_by_side_never_write_where_somebody_still_reads(name: str) -> 
     size, rounds, numel = 3, 4, 3 * WORTH_NBYTES // 4
     parts = torch.arange(size * rounds * 2 * numel, dtype=torch.float32).remainder_(8191.0)
     parts = parts.view(rounds * 2, size, numel)
-    world = VirtualWorld(size, LinkModel(latency_s=1.0), closed_form=False)
+    world = VirtualWorld(size, LinkModel(latency_s=1.0))
     totals: list[list[Tensor]] = [[] for _ in range(size)]
 
     async def replica(rank: int) -> None:

@@ -10,7 +10,6 @@ import pytest
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, Site, Wiring, network_profile
 from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, repaired_s
-from farflung.sim import VirtualWorld
 from farflung.sim.clock import VirtualClock
 from farflung.sim.flows import Flows
 
@@ -112,15 +111,6 @@ def test_a_stalled_flow_leaves_its_share_to_others() -> None:
     clock.run()
     # Ten of each fill the way for a second, five of each follow.
     assert found == pytest.approx({1: 2.0, 2: 2.0})
-
-
-def test_collectives_go_hop_by_hop_where_rates_have_to_be_found() -> None:
-    ideal, real = (
-        VirtualWorld(4, network=replace(NetworkProfile.uniform(Link(0.1, 1e6)), congestion=control))
-        for control in (None, "bbr")
-    )
-    assert ideal.network.collective(0, "direct") != ideal.network.collective(1, "direct")
-    assert real.network.collective(0, "direct") == real.network.collective(1, "direct")
 
 
 def test_a_named_network_may_have_a_congestion_control() -> None:

@@ -33,7 +33,6 @@ def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use]]]
             _, bits, used = starts[index]
             numbers[fabric.start(bits, used).number] = index
         fabric.settle(now)
-    assert fabric.in_flight == sum(end == math.inf for end in ends)
     return ends
 
 
@@ -167,7 +166,6 @@ def test_every_flow_gets_its_bits_and_no_capacity_is_exceeded(made: Any) -> None
             fabric.flows[flow.number], wanted[flow.number] = flow, bits
         fabric.settle(now)
     assert not fabric.flows
-    assert fabric.in_flight == 0
 
 
 @given(traffic())

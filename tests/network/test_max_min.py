@@ -22,7 +22,7 @@ def over(*resources: str) -> Flow:
 
 
 def shares(flows: list[Flow], capacities: dict[str, float]) -> list[float]:
-    return max_min_rates(flows, capacities.__getitem__)
+    return max_min_rates([flow.uses for flow in flows], capacities.__getitem__)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------

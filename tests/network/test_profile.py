@@ -21,7 +21,6 @@ from farflung.network import (
     Trace,
     Wiring,
     connections_for,
-    is_dedicated,
     network_profile,
 )
 
@@ -336,10 +335,3 @@ def test_figures_of_the_papers() -> None:
     cities = network_profile("shanghai-boston").for_nodes(2).link(0, 1)
     assert cities.latency_s - cities.jitter_s == pytest.approx(0.078 / 2)
     assert cities.latency_s == 0.7 / 2
-
-
-def test_which_profiles_share_nothing() -> None:
-    dedicated = {name for name in NETWORKS if is_dedicated(network_profile(name))}
-    assert dedicated == {"loopback", "four-regions", "shanghai-boston"}
-    assert not is_dedicated(NetworkProfile.uniform(Link(0.1, Trace((0.0,), (8.0,), 1.0))))
-    assert not is_dedicated(TWO_SITES)

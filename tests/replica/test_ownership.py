@@ -59,7 +59,6 @@ class Resharded:
       plan: of what goes wrong.
       steps: how many.
       stop: the step after which somebody asks to stop.
-      closed_form: of the world.
       seconds_per_sample: of each replica's forward pass; a backward pass takes twice that.
       link: of every pair.
       device: of each replica, in place of that.
@@ -76,7 +75,6 @@ class Resharded:
         plan: FaultPlan | None = None,
         steps: int = 23,
         stop: int | None = None,
-        closed_form: bool = True,
         seconds_per_sample: float = 2e-3,
         link: LinkModel = LINK,
         device: Sequence[DeviceProfile] | None = None,
@@ -91,7 +89,6 @@ class Resharded:
             link,
             0.0 if device else seconds_per_sample,
             device=device,
-            closed_form=closed_form,
             faults=plan,
         )
         shares = shares or IID().split(work.datasets()[0], size, seed=3)
@@ -346,18 +343,14 @@ def aggregations(events: Sequence[Event]) -> list[tuple[float, float]]:
     return list(found.values())
 
 
-@pytest.mark.parametrize(
-    ("collective", "closed_form"),
-    [("direct", True), ("direct", False), ("ring", False), ("parameter_server", False)],
-)
+@pytest.mark.parametrize("collective", ["direct", "ring", "parameter_server"])
 @pytest.mark.parametrize("schedule", ["synchronous", "local_sgd(2)"])
 def test_no_swap_sets_out_during_an_aggregation_and_none_takes_longer_than_stated(
-    schedule: str, collective: str, closed_form: bool
+    schedule: str, collective: str
 ) -> None:
     run = Resharded(
         schedule=schedule,
         collective=collective,
-        closed_form=closed_form,
         bucket_nbytes=16,
         steps=40,
         sharing=LONG,
@@ -401,7 +394,7 @@ def resharded_over(mbps: float, speeds: str, **members: Any) -> Resharded:
 def test_at_any_speed_an_aggregation_waits_for_the_rest_of_one_piece_at_most(
     mbps: float, collective: str, speeds: str
 ) -> None:
-    run = resharded_over(mbps, speeds, collective=collective, closed_form=False)
+    run = resharded_over(mbps, speeds, collective=collective)
     ahead: list[Ahead] = []
     sent = swaps_of(run, ahead)
     run.run()

@@ -133,27 +133,6 @@ def test_the_same_seed_gives_the_same_telemetry_byte_for_byte(settings: dict[str
     assert first != telemetry(2)
 
 
-def test_closed_forms_change_no_event_of_a_run() -> None:
-    """Parameters, bytes, losses and times, on links that are alike and on capacities that are shared."""
-    device = DeviceProfile(forward_s=1e-3)
-    four = (DeviceProfile(forward_s=1e-3 * (rank + 1)) for rank in range(4))
-    slow = list(four)
-    for network in (NetworkProfile.uniform(Link(0.01, 1e5)), network_profile("lan-1g")):
-        for devices in (device, slow):
-            whole, hops = (
-                trained(VirtualWorld(4, network=network, device=devices, closed_form=closed_form))
-                for closed_form in (True, False)
-            )
-
-            def by_rank(events: list[Event]) -> list[str]:
-                return [
-                    json.dumps(event)
-                    for event in sorted(events, key=lambda e: (int(str(e["rank"])), float(str(e["t"]))))
-                ]
-
-            assert by_rank(whole) == by_rank(hops)
-
-
 def test_a_network_with_sites() -> None:
     far = Connection("a", "b", Link(0.5)), Connection("b", "a", Link(0.5))
     network = NetworkProfile("x", (Site("a", 1), Site("b", 1)), far)

@@ -284,7 +284,7 @@ def test_what_passes_changes_the_time_and_nothing_else(plan: FaultPlan) -> None:
 
 
 def test_a_plan_that_never_strikes_changes_no_time() -> None:
-    """The watched world goes hop by hop, with the gates of faults in its way."""
+    """The watched world has the gates of faults in its way."""
     assert trained(FaultPlan().hang(0, at_step=1000)) == trained(FaultPlan())
 
 

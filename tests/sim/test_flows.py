@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from farflung.comm import ExchangeChannel
 from farflung.comm.framing import LEAST_PIECE_NBYTES
-from farflung.errors import ConfigError, Unsupported
+from farflung.errors import ConfigError
 from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace, window_share_bps
 from farflung.noise import uniform
 from farflung.sim import VirtualCommunicator, VirtualWorld
@@ -95,12 +95,12 @@ def test_an_urgent_message_follows_the_pieces_that_were_handed_over() -> None:
         (1, 0, 1.0, PIECE, 0),
     ]
     # At 1.5 the second piece is leaving and the third is unsent; then come both urgent ones, and what they overtook.
-    assert arrivals(PACED, 2, messages, closed_form=False) == [7.0, 8.0, 5.0, 4.0, 8.0, 2.5]
+    assert arrivals(PACED, 2, messages) == [7.0, 8.0, 5.0, 4.0, 8.0, 2.5]
 
 
 def test_the_end_of_a_message_is_not_torn_off() -> None:
     messages: list[Message] = [(0, 1, 0.0, 2 * PIECE, 0), (0, 1, 0.25, PIECE, -1), (0, 1, 0.5, PIECE, -1)]
-    assert arrivals(PACED, 2, messages, closed_form=False) == [2.5, 3.5, 4.5]
+    assert arrivals(PACED, 2, messages) == [2.5, 3.5, 4.5]
 
 
 def test_a_priority_concerns_one_receiver() -> None:
@@ -108,16 +108,11 @@ def test_a_priority_concerns_one_receiver() -> None:
     assert arrivals(up, 3, [(0, 1, 0.0, PIECE, 1), (0, 2, 0.0, PIECE, -1)]) == [2.5, 2.5]
 
 
-def test_worlds_that_compute_collectives_as_a_whole_have_no_priorities() -> None:
-    with pytest.raises(Unsupported, match="closed_form=False"):
-        arrivals(PACED, 2, [(0, 1, 0.0, 1, -1)])
-
-
 def test_a_control_message_behind_4_mb_at_10_mbit() -> None:
     """In the lab, over one socket with TCP_NOTSENT_LOWAT, it took 36 to 50 ms with BBR; 76 to 79 at the beginning."""
     network = NetworkProfile.uniform(Link(0.02, 10e6))
     messages: list[Message] = [(0, 1, 0.0, 4_000_000, 0), (0, 1, 1.0, 100, -1)]
-    bulk, control = arrivals(network, 2, messages, closed_form=False)
+    bulk, control = arrivals(network, 2, messages)
     assert 0.02 + PIECE * 8e-7 <= control - 1.0 <= 0.02 + 2 * PIECE * 8e-7 + 1e-3
     assert bulk == pytest.approx(3.2 + 0.02 + 100 * 8e-7)
     messages[1] = (0, 1, 0.0005, 100, -1)
@@ -138,7 +133,7 @@ def test_no_message_waits_for_more_than_two_pieces_of_less_urgent_ones(
     messages: list[Message], count: int
 ) -> None:
     """And all bits leave, with no pause in between: the last is there when one queue for all would be empty."""
-    found = arrivals(replace(PACED, tcp_connections=count), 2, messages, closed_form=False)
+    found = arrivals(replace(PACED, tcp_connections=count), 2, messages)
     free = 0.0
     for _, _, at, nbytes, _ in sorted(messages, key=lambda message: message[2]):
         free = max(free, at) + nbytes / PIECE
@@ -157,26 +152,16 @@ def test_messages_of_one_priority_keep_their_order(messages: list[Message]) -> N
             assert not (other == priority and at < other_at and arrival > other_arrival)
 
 
-@given(queued, st.sampled_from([0.0, 0.04]))
-@settings(max_examples=60, deadline=None)
-def test_a_link_of_its_own_is_the_same_as_a_flow(messages: list[Message], jitter_s: float) -> None:
-    network = NetworkProfile.uniform(Link(0.05, 8.3e3, jitter_s=jitter_s))
-    plain = [(*message[:4], 0) for message in messages]
-    whole = arrivals(network, 2, plain, seed=4, closed_form=True)
-    assert whole == arrivals(network, 2, plain, seed=4, closed_form=False)
-
-
 # --- several connections ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed_form", [True, False])
 @pytest.mark.parametrize("count", [1, 3, 4, 8])
-def test_connections_add_up_until_the_link_is_full(count: int, closed_form: bool) -> None:
+def test_connections_add_up_until_the_link_is_full(count: int) -> None:
     link = Link(0.05, 5e6, loss=0.01)
     network = replace(NetworkProfile.uniform(link), tcp_connections=count)
     one_bps = window_share_bps(None, 0.01, 0.1)
     rate = min(count * one_bps, 0.99 * 5e6)
-    found = arrivals(network, 2, [(0, 1, 0.0, 10**6, 0)], closed_form=closed_form)
+    found = arrivals(network, 2, [(0, 1, 0.0, 10**6, 0)])
     assert found == pytest.approx([0.05 + 8e6 / rate])
     assert (rate == 0.99 * 5e6) == (count >= 4)
 
@@ -259,15 +244,14 @@ def test_a_shared_connection() -> None:
     assert arrivals(network, 4, messages) == [2.5, 2.5, 1.5, 1.5]
 
 
-@pytest.mark.parametrize("closed_form", [True, False])
-def test_jitter_is_drawn_per_message_and_keeps_the_order(closed_form: bool) -> None:
+def test_jitter_is_drawn_per_message_and_keeps_the_order() -> None:
     network = NetworkProfile.uniform(Link(1.0, jitter_s=0.75))
     messages: list[Message] = [(0, 1, 0.001 * k, 10, 0) for k in range(20)]
-    found = arrivals(network, 2, messages, seed=5, closed_form=closed_form)
+    found = arrivals(network, 2, messages, seed=5)
     drawn = [0.001 * k + 1.0 + 0.75 * (2 * uniform(5, 0, 1, k) - 1) for k in range(20)]
     assert found == pytest.approx([max(drawn[: k + 1]) for k in range(20)], rel=1e-12)
-    assert found == arrivals(network, 2, messages, seed=5, closed_form=not closed_form)
-    assert found != arrivals(network, 2, messages, seed=6, closed_form=closed_form)
+    assert found == arrivals(network, 2, messages, seed=5)
+    assert found != arrivals(network, 2, messages, seed=6)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------
@@ -284,8 +268,7 @@ def collective_s(network: NetworkProfile, size: int, name: str, numel: int, **se
     return world.clock.now()
 
 
-@pytest.mark.parametrize("closed_form", [True, False])
-def test_a_ring_over_unequal_links(closed_form: bool) -> None:
+def test_a_ring_over_unequal_links() -> None:
     """Segments of a kilobyte; links of 1, 2 and 4 kbyte/s and of 0.5, 0.25 and 0 s."""
     ways = {("a", "b"): (0.5, 8e3), ("b", "c"): (0.25, 16e3), ("c", "a"): (0.0, 32e3)}
     back = [Connection(dst, src, Link(9.0)) for src, dst in ways]
@@ -298,13 +281,12 @@ def test_a_ring_over_unequal_links(closed_form: bool) -> None:
     #   a: 0.25  1.00  2.50  3.50      (c's k-1st and 0.25)
     #   b: 1.50  2.50  3.50  4.50      (a's link is busy a second for each)
     #   c: 0.75  2.25  3.25  4.25      (b's k-1st and 0.75)
-    assert collective_s(network, 3, "ring", 3000, closed_form=closed_form) == 4.5
+    assert collective_s(network, 3, "ring", 3000) == 4.5
 
 
-@pytest.mark.parametrize("closed_form", [True, False])
 @pytest.mark.parametrize("network", [UP, NetworkProfile.uniform(Link(0.5, 8e3))], ids=["switch", "links"])
-def test_direct_takes_two_one_way_delays(network: NetworkProfile, closed_form: bool) -> None:
-    assert collective_s(network, 4, "direct", 0, closed_form=closed_form) == 1.0
+def test_direct_takes_two_one_way_delays(network: NetworkProfile) -> None:
+    assert collective_s(network, 4, "direct", 0) == 1.0
 
 
 def test_direct_on_a_switch_by_hand() -> None:

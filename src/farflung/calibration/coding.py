@@ -197,7 +197,7 @@ def _exchange(
     clock: Callable[[], float],
     taken: dict[CodingCost, list[float]],
 ) -> None:
-    world = VirtualWorld(replicas, closed_form=False)
+    world = VirtualWorld(replicas)
     unlike = max(WARM_UP, reducer.exchanges_until(1))
 
     async def replica(rank: int) -> None:

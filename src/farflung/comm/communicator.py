@@ -29,7 +29,6 @@ class WallCommunicator(Receiving):
     """
 
     lane: None = None
-    has_priorities = True
 
     def __init__(
         self,

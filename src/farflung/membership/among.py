@@ -58,9 +58,7 @@ class ViewChannel(ExchangeChannel):
 
     @override
     def count(self, nbytes: Counts) -> None:
-        raise Unsupported(
-            "exchanges that are computed as a whole, in a run that outlives the loss of members"
-        )
+        raise Unsupported("native collectives in a run that outlives the loss of members")
 
 
 class Among:

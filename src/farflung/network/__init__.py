@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from farflung.network.named import NETWORKS, network_profile
     from farflung.network.profile import Connection, Medium, NetworkProfile, Site
     from farflung.network.tcp import Tcp, check_connections, connections_for, repaired_s, window_share_bps
-    from farflung.network.wiring import Path, Use, Wiring, is_dedicated
+    from farflung.network.wiring import Path, Use, Wiring
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -26,7 +26,7 @@ else:
             "named": "NETWORKS network_profile",
             "profile": "Connection Medium NetworkProfile Site",
             "tcp": "Tcp check_connections connections_for repaired_s window_share_bps",
-            "wiring": "Path Use Wiring is_dedicated",
+            "wiring": "Path Use Wiring",
         },
     )
 
@@ -46,7 +46,6 @@ __all__ = [
     "Wiring",
     "check_connections",
     "connections_for",
-    "is_dedicated",
     "load_profile",
     "max_min_rates",
     "network_profile",

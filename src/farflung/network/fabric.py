@@ -29,7 +29,13 @@ class Flow:
     def change_rate(self, now: float, rate_bps: float) -> None:
         """From here on at another rate; at the same rate the end stays what it was, to the last bit."""
         if rate_bps != self.rate_bps:
-            self._go_on(now, self.left_at(now), rate_bps)
+            left_bits = self.left_bits - self.rate_bps * (now - self._since)
+            self._since, self.left_bits, self.rate_bps = (
+                now,
+                (left_bits if left_bits > 0.0 else 0.0),
+                rate_bps,
+            )
+            self.ends_at = now + self.left_bits / rate_bps if rate_bps else math.inf
 
     def left_at(self, now: float) -> float:
         """Bits that have not passed."""
@@ -37,11 +43,8 @@ class Flow:
 
     def shorten(self, now: float, left_bits: float) -> None:
         """No more than so many bits pass from here on."""
-        self._go_on(now, left_bits, self.rate_bps)
-
-    def _go_on(self, now: float, left_bits: float, rate_bps: float) -> None:
-        self._since, self.left_bits, self.rate_bps = now, left_bits, rate_bps
-        self.ends_at = now + left_bits / rate_bps if rate_bps else math.inf
+        self._since, self.left_bits = now, left_bits
+        self.ends_at = now + left_bits / self.rate_bps if self.rate_bps else math.inf
 
 
 class Fabric:
@@ -62,15 +65,13 @@ class Fabric:
         self._touched: dict[int, None] = {}
         self._changes: dict[int, float] = {}
         self._next = 0
-        self.in_flight = 0
-        """Flows under way."""
 
     def start(self, bits: float, uses: Iterable[Use]) -> Flow:
         """Begins a flow of ``bits`` bits that uses at least one resource; it moves once :meth:`settle` is called.
 
         Args:
           bits: what is to arrive.
-          uses: of resources; one flow may stand for several that are alike, and use a resource for all of them.
+          uses: of resources.
         """
         self._next += 1
         flow = Flow(self._next, bits, tuple((use.resource, use.times) for use in uses))
@@ -79,7 +80,6 @@ class Fabric:
         for resource, _ in flow.uses:
             self._users[resource][flow.number] = flow
             self._touched[resource] = None
-        self.in_flight += 1
         return flow
 
     def shorten(self, flow: Flow, now: float, left_bits: float) -> None:
@@ -109,16 +109,32 @@ class Fabric:
           ConfigError: a trace has ended.
         """
         while self._touched:
-            flows, resources = self._reached(next(iter(self._touched)))
+            first = next(iter(self._touched))
+            if not self._users[first]:
+                del self._touched[first]
+                self._watch(first, now)
+                continue
+            flows, resources = self._reached(first)
             for resource in resources:
                 self._touched.pop(resource, None)
                 self._watch(resource, now)
-            rates = max_min_rates(flows, lambda resource: capacity_at(self._capacities[resource], now))
-            for flow, rate in zip(flows, rates, strict=True):
-                before = flow.ends_at
-                flow.change_rate(now, rate)
-                if flow.ends_at < math.inf and flow.ends_at != before:
-                    heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
+            classes: dict[tuple[tuple[int, int], ...], list[Flow]] = {}
+            for flow in flows:
+                classes.setdefault(flow.uses, []).append(flow)
+            sharers = [
+                tuple((resource, times * len(alike)) for resource, times in uses)
+                for uses, alike in classes.items()
+            ]
+            rates = max_min_rates(sharers, lambda resource: capacity_at(self._capacities[resource], now))
+            for alike, rate in zip(classes.values(), rates, strict=True):
+                for flow in alike:
+                    flow.change_rate(now, rate)
+            # The others' rates are worked out again when the first of them has ended.
+            first_ends_at = min(flow.ends_at for flow in flows)
+            if first_ends_at < math.inf:
+                for flow in flows:
+                    if flow.ends_at == first_ends_at:
+                        heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
 
     def due(self) -> float:
         """When the next flow ends or the next capacity changes; infinity when neither will."""
@@ -138,7 +154,6 @@ class Fabric:
                 for resource, _ in flow.uses:
                     del self._users[resource][flow.number]
                     self._touched[resource] = None
-        self.in_flight -= len(done)
         for resource, change in self._changes.items():
             if change <= now:
                 self._touched[resource] = None

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
-__all__ = ["Sharer", "max_min_rates"]
+__all__ = ["max_min_rates"]
 
 R = TypeVar("R", bound=Hashable)
-R_co = TypeVar("R_co", bound=Hashable, covariant=True)
+Uses: TypeAlias = Sequence[tuple[R, int]]
 
 
-class Sharer(Protocol[R_co]):
-    """A flow, or a class of flows that are alike: ``uses`` says how often one unit of its rate counts on what."""
-
-    @property
-    def uses(self) -> Sequence[tuple[R_co, int]]: ...
-
-
-def max_min_rates(flows: Iterable[Sharer[R]], capacity_bps: Callable[[R], float]) -> list[float]:
-    r"""The rate of each flow, by progressive filling.
+def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) -> list[float]:
+    r"""Computes the rate of each flow, by progressive filling.
 
     All rates grow together until a resource is full; what crosses it is done, the others go on with what is left. With
     :math:`m_{fr}` the use flow :math:`f` makes of resource :math:`r`, :math:`\sum_f m_{fr} x_f \le c_r`.
@@ -29,7 +22,7 @@ def max_min_rates(flows: Iterable[Sharer[R]], capacity_bps: Callable[[R], float]
     for the class. The number of levels is at most the number of resources.
 
     Args:
-      flows: what shares them.
+      flows: for each flow, how often one unit of its rate counts on which resource.
       capacity_bps: of each resource that is used.
 
     Returns:
@@ -37,7 +30,7 @@ def max_min_rates(flows: Iterable[Sharer[R]], capacity_bps: Callable[[R], float]
 
     References: Bertsekas & Gallager 1992, section 6.5.2.
     """
-    members = [flow.uses for flow in flows]
+    members = [*flows]
     rates = [0.0] * len(members)
     left: dict[R, float] = {}
     users: dict[R, list[int]] = {}

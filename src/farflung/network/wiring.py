@@ -1,9 +1,9 @@
-"""Which capacities flows between nodes use up: one flow's, and those of whole collectives in bundles of flows alike."""
+"""The capacities that flows between nodes share: those of one flow, and those of a collective's flows in bundles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -14,7 +14,6 @@ from farflung.network.tcp import CongestionControl
 
 __all__ = [
     "Bundle",
-    "Bundles",
     "Group",
     "Path",
     "Resource",
@@ -23,7 +22,6 @@ __all__ = [
     "groups_of",
     "loads_s",
     "mesh",
-    "used_by",
 ]
 
 
@@ -70,7 +68,7 @@ class Wiring:
         self.profile = profile
         self.capacities: list[Capacity] = []
         """Of each resource; grows as paths are asked for."""
-        self._numbers: dict[tuple[str, int, int], int | None] = {}
+        self._numbers: dict[tuple[str, int, int], int] = {}
         self._paths: dict[tuple[int, int], Path] = {}
         self._media = {medium.name: (index, medium) for index, medium in enumerate(profile.media)}
 
@@ -112,11 +110,11 @@ class Wiring:
         )
 
     def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:
+        if not isinstance(capacity, Trace) and capacity == math.inf:
+            return None
         if key not in self._numbers:
-            limited = isinstance(capacity, Trace) or capacity < math.inf
-            self._numbers[key] = len(self.capacities) if limited else None
-            if limited:
-                self.capacities.append(capacity)
+            self._numbers[key] = len(self.capacities)
+            self.capacities.append(capacity)
         return self._numbers[key]
 
 
@@ -133,16 +131,6 @@ def crossings(
         index, medium = media[other]
         found.append((index, medium, 1))
     return found
-
-
-def is_dedicated(profile: NetworkProfile) -> bool:
-    """Whether every ordered pair has a link of its own that nothing else limits and that is the same at all times."""
-    if profile.media or any(way.shared for way in profile.connections):
-        return False
-    limits = (limit for s in profile.sites for limit in (s.up_bps, s.down_bps, s.exit_bps, s.entry_bps))
-    if any(isinstance(limit, Trace) or limit < math.inf for limit in limits):
-        return False
-    return not any(isinstance(link.bandwidth_bps, Trace) for link in profile.all_links())
 
 
 Resource: TypeAlias = tuple[str, int, int]
@@ -183,15 +171,14 @@ class Bundle:
     per_dst: int
 
 
-def groups_of(profile: NetworkProfile, owners: int, cuts: Iterable[int] = ()) -> list[Group]:
+def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
     """The nodes of a profile by site, the first ``owners`` of all apart from the others.
 
     Args:
       profile: with its number of nodes.
       owners: how many own a shard.
-      cuts: nodes at which other groups begin.
     """
-    starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners, *cuts}
+    starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
     bounds = [*sorted(start for start in starts if 0 <= start < _nodes(profile)), _nodes(profile)]
     return [
         Group(profile.site_index(first), first, end - first, first < owners)
@@ -249,43 +236,6 @@ def loads_s(
             seconds = 8 * nbytes * count / mean_capacity(capacity)
             loads[resource] = loads.get(resource, 0.0) + seconds
     return loads
-
-
-class Bundles:
-    """Like :class:`farflung.network.Wiring`, for groups: one path stands for all that join two groups.
-
-    Args:
-      profile: with its number of nodes.
-      groups: of its nodes.
-    """
-
-    def __init__(self, profile: NetworkProfile, groups: Sequence[Group]) -> None:
-        self._profile, self._groups = profile, groups
-        self.capacities: list[Capacity] = []
-        """Of each resource; grows as paths are asked for."""
-        self._numbers: dict[Resource, int] = {}
-
-    def path(self, src: int, dst: int) -> Path:
-        """The way from each node of one group to each of another."""
-        one, other = self._groups[src], self._groups[dst]
-        same = src == dst
-        bundle = Bundle(src, dst, other.count - same, one.count - same)
-        link = self._profile.connection(one.site, other.site).link
-        uses = []
-        for resource, (capacity, count) in used_by(self._profile, self._groups, bundle).items():
-            if resource not in self._numbers:
-                self._numbers[resource] = len(self.capacities)
-                self.capacities.append(capacity)
-            uses.append(Use(self._numbers[resource], count))
-        round_trip_s = self._profile.round_trip_s(one.site, other.site)
-        return Path(
-            link.latency_s,
-            link.jitter_s,
-            tuple(uses),
-            self._profile.congestion,
-            round_trip_s,
-            connections=self._profile.connections_of(one.site, other.site),
-        )
 
 
 def _nodes(profile: NetworkProfile) -> int:

@@ -128,10 +128,9 @@ class StopAgreement:
         comm.forget(request.exchange)
         known = int(self.last_step) if self.last_step < math.inf else -1
         own = torch.tensor([self._begun, known])
-        priority = -1 if comm.has_priorities else 0
         for rank in others:
-            comm.send(Payload((torch.empty(0),)), rank, request, priority)
-            comm.send(Payload((own,)), rank, report, priority)
+            comm.send(Payload((torch.empty(0),)), rank, request, priority=-1)
+            comm.send(Payload((own,)), rank, report, priority=-1)
         reports = [own]
         if elastic is None:
             reports += [next((await comm.recv(rank, report, _REPORT)).tensors()) for rank in others]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from farflung.codecs import CODECS
-from farflung.comm import AUTO
+from farflung.comm import AUTO, collective_named
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, DataError, Suspended
 from farflung.files import naming, reading, write_json, write_whole
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-MESSAGE_S = 5e-5
+MESSAGE_S = 1e-4
 """What it takes to simulate one message, on a processor of today."""
 LONG_S = 10.0
 """An exchange that takes as long to simulate is warned of."""
@@ -221,7 +221,8 @@ def _say_if_long(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
         auto.get(spec.nbytes, "direct") if recipe.collective == AUTO else recipe.collective
         for spec in replica.bucket_specs
     ]
-    messages = sum(map(world.network.messages, names))
+    size = len(world.runtimes)
+    messages = sum(count(size) for name in names if (count := collective_named(name).messages))
     if messages * MESSAGE_S >= LONG_S:
         logging.getLogger("farflung").warning(
             "an exchange of %s replicas by %s has about %s messages, which are simulated one by one: each will take "

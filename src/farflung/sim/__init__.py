@@ -6,7 +6,6 @@ from farflung.lazy import lazy
 
 if TYPE_CHECKING:
     from farflung.sim.clock import VirtualClock
-    from farflung.sim.fleet import FleetTimes, time_fleet
     from farflung.sim.network import LinkModel, VirtualCommunicator, VirtualNetwork
     from farflung.sim.recording import RecordedReplica, TrafficRecorder
     from farflung.sim.retime import Retimed, retimed_events
@@ -18,7 +17,6 @@ else:
         __name__,
         {
             "clock": "VirtualClock",
-            "fleet": "FleetTimes time_fleet",
             "network": "LinkModel VirtualCommunicator VirtualNetwork",
             "recording": "RecordedReplica TrafficRecorder",
             "retime": "Retimed retimed_events",
@@ -30,7 +28,6 @@ else:
 
 __all__ = [
     "Costs",
-    "FleetTimes",
     "LinkModel",
     "Move",
     "RecordedReplica",
@@ -44,6 +41,5 @@ __all__ = [
     "VirtualRuntime",
     "VirtualWorld",
     "retimed_events",
-    "time_fleet",
     "timeline",
 ]

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from farflung.comm.framing import piece_nbytes, wire_nbytes
-from farflung.network import Fabric, Flow, Path, Tcp, Use, repaired_s
+from farflung.network import Fabric, Flow, Path, Tcp, Use, Wiring, repaired_s
 from farflung.network.link import Capacity, map_capacity, mean_capacity
 from farflung.noise import uniform
-from farflung.sim.clock import Clock
+from farflung.sim.clock import VirtualClock
 from farflung.tasks import Pending
 
-__all__ = ["Flows", "Paths"]
+__all__ = ["Flows"]
 
 UNLIMITED_BPS = 1e21
 """At which a message takes less time than the clock can tell, in the place of a limit that was lifted."""
@@ -73,17 +73,6 @@ class _Line:
     last_arrival: float = 0.0
 
 
-class Paths(Protocol):
-    """Which way a message goes, between nodes or between groups of them."""
-
-    capacities: list[Capacity]
-    """Of the resources that paths use; grows with them."""
-
-    def path(self, src: int, dst: int) -> Path:
-        """From one to another."""
-        ...
-
-
 class Flows:
     """Messages share links, nodes' capacities and media max-min fairly.
 
@@ -93,15 +82,14 @@ class Flows:
 
     Args:
       clock: virtual time.
-      paths: :class:`farflung.network.Wiring` of a profile, or the like.
+      wiring: of the network.
       seed: of the jitter.
       sealed: whether connections are encrypted.
     """
 
-    def __init__(self, clock: Clock, paths: Paths, seed: int, *, sealed: bool = False) -> None:
-        self._clock, self._paths, self._seed, self._sealed = clock, paths, seed, sealed
-        self._fabric = Fabric(paths.capacities)
-        self._under_way = 0
+    def __init__(self, clock: VirtualClock, wiring: Wiring, seed: int, *, sealed: bool = False) -> None:
+        self._clock, self._wiring, self._seed, self._sealed = clock, wiring, seed, sealed
+        self._fabric = Fabric(wiring.capacities)
         self._sent = 0
         self._lines: dict[tuple[int, int], _Line] = {}
         self._flying: dict[Flow, _Line] = {}
@@ -115,7 +103,6 @@ class Flows:
         line = self._lines.get((src, dst)) or self._laid(src, dst)
         bits = 8.0 * wire_nbytes(nbytes, line.piece, sealed=self._sealed) / line.path.connections
         message = _Message(bits, bits, arrived)
-        self._under_way += 1
         self._sent += 1
         heappush(line.queue, (priority, self._sent, message))
         if line.sending is None:
@@ -125,9 +112,12 @@ class Flows:
         return message.left
 
     def _laid(self, src: int, dst: int) -> _Line:
-        path = self._paths.path(src, dst)
-        capacities = [mean_capacity(self._paths.capacities[use.resource]) for use in path.uses]
-        path = replace(path, uses=tuple(Use(use.resource, use.times * path.connections) for use in path.uses))
+        path = self._wiring.path(src, dst)
+        capacities = [mean_capacity(self._wiring.capacities[use.resource]) for use in path.uses]
+        if path.connections > 1:
+            path = replace(
+                path, uses=tuple(Use(use.resource, use.times * path.connections) for use in path.uses)
+            )
         if (src, dst) in self._ceilings:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
         tcp = None if path.congestion is None else Tcp(path.congestion, path.round_trip_s)
@@ -142,9 +132,9 @@ class Flows:
         if ceiling is not None:
             self._fabric.set_capacity(ceiling.resource, capacity)
         else:
-            connections = self._paths.path(src, dst).connections
-            ceiling = self._ceilings[src, dst] = Use(len(self._paths.capacities), connections)
-            self._paths.capacities.append(capacity)
+            connections = self._wiring.path(src, dst).connections
+            ceiling = self._ceilings[src, dst] = Use(len(self._wiring.capacities), connections)
+            self._wiring.capacities.append(capacity)
             line = self._lines.get((src, dst))
             if line is not None:
                 line.path = replace(line.path, uses=(*line.path.uses, ceiling))
@@ -161,11 +151,6 @@ class Flows:
         flying = 0.0 if line.flow is None else line.flow.left_at(self._clock.now())
         bits = line.passed + sum(message.whole - message.bits for message in begun) - flying
         return int(bits * line.path.connections / 8)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return not self._under_way
 
     def _start(self, line: _Line) -> None:
         """The most urgent messages of a line go on; what takes no time has left at once."""
@@ -256,7 +241,6 @@ class Flows:
         return repaired_s(bits, took_s, path.round_trip_s, path.loss, (lost, again), last=not line.queue)
 
     def _arrive(self, message: _Message) -> None:
-        self._under_way -= 1
         message.arrived(self._clock.now())
 
     def _settle_soon(self) -> None:

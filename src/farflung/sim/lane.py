@@ -8,7 +8,7 @@ from functools import partial
 
 from farflung.comm.framing import MOST_PIECE_NBYTES
 from farflung.devices import CodingRates
-from farflung.sim.clock import Clock
+from farflung.sim.clock import VirtualClock
 from farflung.tasks import Pending, done
 from farflung.types import CodingCost
 
@@ -70,39 +70,35 @@ class Lane:
         self._at(self._through_at, partial(through.set, None))
         return through
 
-    def send(self, nbytes: int, leave: Callable[[float], None], count: int = 1) -> None:
-        """Messages are sent, one after the other.
+    def send(self, nbytes: int, leave: Callable[[float], None]) -> None:
+        """Sends a message of ``nbytes`` bytes.
 
-        Args:
-          nbytes: of each.
-          leave: called when the first piece of the first is ready, with the seconds after which the last of all is.
-          count: how many.
+        ``leave`` is called when its first piece is ready, with the seconds after which its last piece is.
         """
-        piece_s, all_s = self._seconds(nbytes, count)
+        piece_s, all_s = self._seconds(nbytes)
         self._take(piece_s)
         first_at = self._through_at
         self._take(all_s - piece_s)
         self._at(first_at, partial(leave, self._through_at - first_at))
 
-    def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None], count: int = 1) -> None:
-        """The last byte of a message is there, or of the last of several.
+    def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None]) -> None:
+        """Receives a message whose last byte has arrived.
 
         Args:
-          nbytes: of each.
-          since_s: how long ago the first could have been.
-          deliver: called when they can be used.
-          count: how many.
+          nbytes: of the message.
+          since_s: how long ago the first byte could have arrived.
+          deliver: called when the message can be used.
         """
-        piece_s, all_s = self._seconds(nbytes, count)
+        piece_s, all_s = self._seconds(nbytes)
         self._take(all_s - piece_s, since_s)
         self._take(piece_s)
         self._at(self._through_at, deliver)
 
-    def _seconds(self, nbytes: int, count: int) -> tuple[float, float]:
-        """What the first or last piece of messages takes, and what all of them take."""
+    def _seconds(self, nbytes: int) -> tuple[float, float]:
+        """Returns the seconds that the first or last piece of a message takes, and those of the whole message."""
         message_s, byte_s = self._rates.message_s, self._byte_s
         piece_s = message_s + byte_s * min(nbytes, MOST_PIECE_NBYTES)
-        return piece_s, count * (message_s + byte_s * nbytes)
+        return piece_s, message_s + byte_s * nbytes
 
     def beside(self, seconds: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` when a processor has worked for ``seconds`` that stands still while the thread works."""
@@ -141,23 +137,19 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The devices at both ends of a message; of several of one size where they stand for groups of devices.
+    """The devices at both ends of a message.
 
     Args:
       sender: its lane, where it has one.
       receiver: likewise.
-      sent: how many messages leave a sender.
-      received: how many come to a receiver.
     """
 
     sender: Lane | None
     receiver: Lane | None
-    sent: int = 1
-    received: int = 1
 
     def carry(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         nbytes: int,
         least_s: float,
         move: Callable[[Callable[[float], None]], None],
@@ -167,7 +159,7 @@ class Ends:
 
         Args:
           clock: virtual time.
-          nbytes: of each.
+          nbytes: of its payload.
           least_s: the shortest delay of the link.
           move: puts it on the network; is given what to call when it is there.
           arrived: called when it is heard, with the time.
@@ -187,11 +179,11 @@ class Ends:
                 if self.receiver is None:
                     arrived(t)
                 else:
-                    self.receiver.receive(nbytes, t - begins, lambda: arrived(clock.now()), self.received)
+                    self.receiver.receive(nbytes, t - begins, lambda: arrived(clock.now()))
 
             move(came)
 
         if self.sender is None:
             leave(0.0)
         else:
-            self.sender.send(nbytes, leave, self.sent)
+            self.sender.send(nbytes, leave)

@@ -5,39 +5,36 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from functools import partial
 
+import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm.channel import kind_of
-from farflung.comm.collectives import COLLECTIVES, collective_named
+from farflung.comm.collectives import collective_named
+from farflung.comm.collectives.segments import cut, sum_in_order
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.receiving import Receiving
 from farflung.errors import PeerLost, Unsupported
-from farflung.network import Link, NetworkProfile, Wiring, is_dedicated
+from farflung.network import Link, NetworkProfile, Wiring
 from farflung.network.link import map_capacity
-from farflung.sim.clock import Carrier, Clock, ClockInUse, VirtualClock
-from farflung.sim.closed_form import ClosedForms
+from farflung.sim.clock import VirtualClock
 from farflung.sim.flows import Flows
 from farflung.sim.lane import Ends, Lane
 from farflung.sim.membership import Membership
-from farflung.sim.pairs import Pairs
 from farflung.sim.pauses import Pauses
-from farflung.sim.symmetric import Symmetric
 from farflung.tasks import Pending, failed
 from farflung.types import (
     AllReduce,
     Channel,
     CodingLane,
-    Communicator,
     Payload,
     SegmentCoding,
     Sent,
     Tag,
 )
 
-__all__ = ["LinkModel", "VirtualCommunicator", "VirtualNetwork"]
+__all__ = ["LinkModel", "UntimedSums", "VirtualCommunicator", "VirtualNetwork"]
 
 LinkModel = Link
 """Another name of :class:`farflung.network.Link`."""
@@ -55,10 +52,6 @@ class VirtualNetwork:
       network: a profile, or one link that every ordered pair has for itself.
       seed: of the jitter.
       encrypted: whether messages are.
-      closed_form: whether collectives may be computed as a whole, which changes neither a bit nor a time. On links
-        that nothing shares all of them are, and no message has a priority; elsewhere those in which owners add, where
-        all ranks join at one time, nothing else is under way, and no link jitters. None is where the profile names a
-        congestion control, since what a message takes then depends on those before it.
       mailboxes: where messages arrive, one for each rank; its own when not given.
 
     Raises:
@@ -67,19 +60,18 @@ class VirtualNetwork:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         size: int,
         network: NetworkProfile | Link,
         *,
         seed: int = 0,
         encrypted: bool = False,
-        closed_form: bool = True,
         mailboxes: MutableSequence[Mailbox] | None = None,
     ) -> None:
         profile = NetworkProfile.uniform(network) if isinstance(network, Link) else network
         self.profile = profile.for_nodes(size)
         self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
-        self._clock, self._encrypted = clock, encrypted
+        self._clock = clock
         self.pauses: Pauses | None = None
         """The links that are cut; ``None`` in a world without faults."""
         self.membership: Membership | None = None
@@ -87,31 +79,17 @@ class VirtualNetwork:
         self.heard_s: dict[tuple[int, int], float] = {}
         """When a message has arrived last, by sender and receiver."""
         self.message_counts: Counter[int] = Counter()
-        """Messages from and to each rank so far, of those that are carried one by one."""
+        """Messages from and to each rank so far."""
         self.lanes: Sequence[Lane | None] = [None] * size
         """What the devices compute for exchanges is charged to; see :meth:`charge`."""
         self._charged = False
-        self._carrier: Carrier
-        self._whole: ClosedForms | None = None
-        self._symmetric: Symmetric | None = None
-        closed_form = closed_form and self.profile.congestion is None
-        if closed_form and is_dedicated(self.profile):
-            self._carrier = pairs = Pairs(clock, self.profile, seed, sealed=encrypted)
-            self._whole = ClosedForms(clock, pairs, size)
-        else:
-            self._carrier = self._flows = Flows(clock, Wiring(self.profile), seed, sealed=encrypted)
-            if closed_form and not any(link.jitter_s for link in self.profile.all_links()):
-                self._symmetric = Symmetric(
-                    clock, self.profile, lambda: self._flows.idle, self.communicator, encrypted, self._replay
-                )
-
-    @property
-    def has_priorities(self) -> bool:
-        """Whether messages may overtake others."""
-        return self._whole is None
+        self.untimed_sums: UntimedSums | None = None
+        """What carries out ``direct`` without messages, on a network where none takes time and none is lost."""
+        self._wiring = Wiring(self.profile)
+        self._flows = Flows(clock, self._wiring, seed, sealed=encrypted)
 
     def charge(self, lanes: Sequence[Lane | None]) -> None:
-        """Charges devices for exchanges that begin from now on; where any has a lane, all collectives go hop by hop."""
+        """Charges devices for exchanges that begin from now on."""
         self.lanes, self._charged = lanes, any(lanes)
 
     def communicator(self, rank: int) -> VirtualCommunicator:
@@ -143,16 +121,17 @@ class VirtualNetwork:
             if members is None or members.connection(src, dst) is connection:
                 mailbox.deliver(src, tag, payload, view)
 
+        nbytes = payload.nbytes
         if not self._charged:
-            return self._route(src, dst, payload.nbytes, priority, arrived)
+            return self._route(src, dst, nbytes, priority, arrived)
         left: Pending[None] = Pending()
-        link = self.profile.link(src, dst)
+        path = self._wiring.path(src, dst)
 
         def move(came: Callable[[float], None]) -> None:
-            self._route(src, dst, payload.nbytes, priority, came).on_done(lambda _: left.set(None))
+            self._route(src, dst, nbytes, priority, came).on_done(lambda _: left.set(None))
 
         ends = Ends(self.lanes[src], self.lanes[dst])
-        ends.carry(self._clock, payload.nbytes, link.latency_s - link.jitter_s, move, arrived)
+        ends.carry(self._clock, nbytes, path.latency_s - path.jitter_s, move, arrived)
         return left
 
     def _route(
@@ -172,10 +151,8 @@ class VirtualNetwork:
         self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
         """Bytes from one device to another."""
-        if self._symmetric is not None:
-            self._symmetric.interrupt()
         heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
-        return self._carrier.send(src, dst, nbytes, priority, heard)
+        return self._flows.send(src, dst, nbytes, priority, heard)
 
     def signal(self, src: int, dst: int, heard: Callable[[], None]) -> None:
         """A message without a payload, behind those of priority 0."""
@@ -186,7 +163,7 @@ class VirtualNetwork:
         self._clock.at(self._clock.now() + self.profile.link(src, dst).latency_s, seen)
 
     def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
-        """From now on there is less bandwidth from one rank to another, in a world without closed forms.
+        """From now on there is less bandwidth from one rank to another.
 
         Args:
           src: the sender.
@@ -198,8 +175,8 @@ class VirtualNetwork:
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
 
     def carried_nbytes(self, src: int, dst: int) -> int:
-        """Returns the bytes that have left one rank for another so far; 0 where all arrivals are known before."""
-        return 0 if self._whole is not None else self._flows.carried_nbytes(src, dst)
+        """Returns the bytes that have left one rank for another so far."""
+        return self._flows.carried_nbytes(src, dst)
 
     def now(self) -> float:
         return self._clock.now()
@@ -210,43 +187,12 @@ class VirtualNetwork:
             due = self._clock.now() + deadline_s
             self._clock.at(due, lambda: self.mailboxes[rank].fail_due(due))
 
-    def collective(self, rank: int, name: str) -> AllReduce:
-        """A collective for one rank: as a whole where there is a form of it, else hop by hop."""
-        collective, forms = collective_named(name), self._forms
-        if forms is None or not forms.has(collective):
-            return collective.run
-        return partial(_as_a_whole, forms, rank, name)
-
-    def messages(self, name: str) -> int:
-        """How many messages of an exchange by a collective are carried one by one; 0 where that is not known."""
-        collective, forms = collective_named(name), self._forms
-        if collective.messages is None or (forms is not None and forms.has(collective)):
-            return 0
-        return collective.messages(len(self.mailboxes))
-
-    @property
-    def _forms(self) -> ClosedForms | Symmetric | None:
-        return None if self._charged else self._whole or self._symmetric
-
-    def _replay(self, begin_s: float, start: Callable[[Clock, Callable[[int], Communicator]], None]) -> None:
-        """Runs ``start`` on a clock and a network of its own from ``begin_s`` to now, then continues on this clock."""
-        replayed = VirtualClock(begin_s)
-        clock = ClockInUse(replayed)
-        other = VirtualNetwork(
-            clock, len(self.mailboxes), self.profile, encrypted=self._encrypted, closed_form=False
-        )
-        start(clock, other.communicator)
-        replayed.run(until=self._clock.now())
-        replayed.hand_over(self._clock)
-        clock.used = self._clock
-        self._carrier = self._flows = other._flows
-
     def waits_for(self, rank: int) -> str | None:
         """Describes the sender and the message that a rank waits for; ``None``: it waits for none."""
         waiting = self.mailboxes[rank].any_wait()
-        if waiting is not None:
-            return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
-        return None if self._whole is None else self._whole.waits_for(rank)
+        if waiting is None:
+            return None
+        return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
 
 
 class VirtualCommunicator(Receiving):
@@ -262,10 +208,6 @@ class VirtualCommunicator(Receiving):
     @property
     def lane(self) -> CodingLane | None:
         return self._network.lanes[self.rank]
-
-    @property
-    def has_priorities(self) -> bool:
-        return self._network.has_priorities
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Sends by reference; the smallest ``priority`` is served first."""
@@ -295,33 +237,46 @@ class VirtualCommunicator(Receiving):
         self._network.membership.serve(self.rank, one, other)
 
     def collective(self, name: str) -> AllReduce:
-        """As a whole where that is exact."""
-        return self._network.collective(self.rank, name)
+        sums = self._network.untimed_sums
+        return sums.direct if sums is not None and name == "direct" else collective_named(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """There is no backend in virtual time."""
+        """Fails: there is no backend in virtual time."""
         del tensor, tag
         return failed(
             Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")
         )
 
 
-async def _as_a_whole(
-    forms: ClosedForms | Symmetric,
-    rank: int,
-    name: str,
-    channel: Channel,
-    tensor: Tensor,
-    side: Tensor,
-    *,
-    coding: SegmentCoding | None = None,
-) -> tuple[Tensor, Tensor]:
-    """A collective of which there is a form; goes hop by hop where that would not be exact."""
-    if channel.size > 1:
-        first = channel.tag(channel.hops(0))
-        whole = forms.enter(rank, name, tensor, side, coding is not None, first)
-        if whole is not None:
-            channel.hops(whole.hops)
-            channel.count(whole.sent)
-            return await whole.result
-    return await COLLECTIVES[name].run(channel, tensor, side, coding=coding)
+class UntimedSums:
+    """All-reduces over all ranks in which no message takes time: each ends when its last rank joins.
+
+    Bits and bytes are those of :func:`farflung.comm.collectives.direct`, without its 2 n (n - 1) messages.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[Tag, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._totals: dict[Tag, Pending[tuple[Tensor, Tensor]]] = {}
+
+    async def direct(
+        self, channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Sums as :func:`farflung.comm.collectives.direct` does."""
+        assert coding is None
+        rank, size = channel.rank, channel.size
+        if size == 1:
+            return tensor, side
+        shards = np.array([shard.length for shard in cut(tensor.numel(), size)]) * tensor.element_size()
+        sent = shards + shards[rank] + side.nbytes
+        sent[rank] = 0
+        channel.count(sent)
+        tag = channel.tag(channel.hops(1))
+        joined = self._joined.setdefault(tag, {})
+        joined[rank] = tensor, side
+        total: Pending[tuple[Tensor, Tensor]] = self._totals.setdefault(tag, Pending())
+        if len(joined) == size:
+            del self._joined[tag], self._totals[tag]
+            tensors, sides = zip(*(joined[each] for each in range(size)), strict=True)
+            total.set((sum_in_order(tensors), sum_in_order(sides)))
+        sums = await total
+        return tensor.copy_(sums[0]), sums[1].clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import partial
 
-from farflung.sim.clock import Clock
+from farflung.sim.clock import VirtualClock
 
 __all__ = ["Pauses"]
 
@@ -20,7 +20,7 @@ class Pauses:
       clock: virtual time.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._since: dict[Hashable, float] = {}
         self._lost_s: dict[Hashable, float] = {}

@@ -20,7 +20,7 @@ from farflung.network import Link, NetworkProfile
 from farflung.seeding import RandomState
 from farflung.sim.clock import VirtualClock
 from farflung.sim.lane import Lane
-from farflung.sim.network import VirtualNetwork
+from farflung.sim.network import UntimedSums, VirtualNetwork
 from farflung.sim.stage import VirtualStage
 from farflung.tasks import Pending, Task
 from farflung.types import Communicator, Cost, Decision, Elastic, Json
@@ -44,8 +44,6 @@ class VirtualWorld:
       network: a profile, in the place of ``link``.
       device: a profile in the place of ``seconds_per_sample``, or one for each replica.
       seed: of jitter and stragglers.
-      closed_form: whether collectives may be computed as a whole; see :class:`farflung.sim.VirtualNetwork`. With
-        faults, and where members come and go, they are not.
       faults: what goes wrong; replicas tell :attr:`injector` of their steps.
       deadline_s: how long a replica that is waited for may be silent where something goes wrong, in virtual seconds.
       decisions: where decisions are kept; a fresh log when not given.
@@ -70,7 +68,6 @@ class VirtualWorld:
         network: NetworkProfile | None = None,
         device: DeviceProfile | Sequence[DeviceProfile] | None = None,
         seed: int = 0,
-        closed_form: bool = True,
         faults: FaultPlan | None = None,
         deadline_s: float = DEADLINE_S,
         decisions: DecisionLog | None = None,
@@ -82,19 +79,16 @@ class VirtualWorld:
         if link is not None and network is not None:
             raise ConfigError("give a link or a network profile, not both")
         self.clock = VirtualClock()
-        closed_form = closed_form and whole and not faults.faults
         self.encrypted = link is not None or network is not None
         """Whether messages are, as those of real runs are that leave a machine."""
         profile = network or link or Link()
-        self.network = VirtualNetwork(
-            self.clock, size, profile, seed=seed, encrypted=self.encrypted, closed_form=closed_form
-        )
+        self.network = VirtualNetwork(self.clock, size, profile, seed=seed, encrypted=self.encrypted)
         self.off_clock: VirtualNetwork | None = None
         """Carries messages that take no virtual time; losses and deadlines apply to it as to the network."""
         if not count_evaluation:
-            self.off_clock = VirtualNetwork(
-                self.clock, size, Link(), closed_form=closed_form, mailboxes=self.network.mailboxes
-            )
+            self.off_clock = VirtualNetwork(self.clock, size, Link(), mailboxes=self.network.mailboxes)
+            if whole and not faults.faults:
+                self.off_clock.untimed_sums = UntimedSums()
         self.seed = seed
         self.decisions = decisions or DecisionLog()
         self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole, absent=absent)
@@ -355,7 +349,10 @@ class VirtualRuntime:
 
     def _slowdown(self) -> float:
         """How many times as long everything takes now."""
-        return self._world.stage.slowed(self.comm.rank) * self.device.slowdown_at(self._moment())
+        slowed = self._world.stage.slowed(self.comm.rank)
+        return slowed * (
+            self.device.slowdown_at(self._moment()) if self.device.stragglers else self.device.slowdown
+        )
 
     def _moment(self) -> Moment:
         return Moment(self._world.seed, self.comm.rank, self._forwards, self.now())

@@ -115,11 +115,6 @@ class Communicator(Protocol):
     :meth:`Channel.count`."""
 
     @property
-    def has_priorities(self) -> bool:
-        """Whether messages may overtake others; not in virtual time where collectives are computed as a whole."""
-        ...
-
-    @property
     def lane(self) -> CodingLane | None:
         """What the arithmetic of exchanges is charged to; ``None`` where it takes the time that it takes, or none."""
         ...
@@ -245,7 +240,7 @@ class Communicator(Protocol):
         ...
 
     def collective(self, name: str) -> AllReduce:
-        """A collective by its name. Virtual time may compute it as a whole: same times, bytes and bits."""
+        """Returns the collective with a name."""
         ...
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:

@@ -18,8 +18,6 @@ class Collective:
     Args:
       run: carries it out by messages.
       cost_s: seconds by the latency-bandwidth model; ``None``: they cannot be predicted.
-      owners: how many of so many ranks own a shard, the first ones, where the sum is made by owners as in
-        :func:`farflung.comm.collectives.direct`. Simulations and fleets then compute it as a whole.
       messages: how many an exchange of so many ranks has, where no tensor is cut into pieces; ``None``: not known.
       in_rank_order: whether it adds in the order of ranks, so that ``auto`` may take it and changes no bit.
       by_backend: whether the sums are those of the torch.distributed backend. These match by their order, carry no
@@ -28,7 +26,6 @@ class Collective:
 
     run: AllReduce
     cost_s: Cost | None = None
-    owners: Callable[[int], int] | None = None
     messages: Callable[[int], int] | None = None
     in_rank_order: bool = False
     by_backend: bool = False

@@ -20,7 +20,6 @@ __all__ = [
     "multi_parameter_server",
     "one_owns",
     "parameter_server",
-    "shard_pieces",
     "shards_of",
 ]
 
@@ -46,13 +45,6 @@ def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment
     shards = cut(numel, owners)
     pieces = pieces_of(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
-
-
-def shard_pieces(numel: int, element_nbytes: int, owners: int, owner: int) -> list[int]:
-    """The lengths of the pieces of one owner's shard."""
-    base, longer = divmod(numel, owners)
-    pieces = pieces_of((base + (longer > 0)) * element_nbytes)
-    return [piece.length for piece in cut(base + (owner < longer), pieces)]
 
 
 async def direct(

@@ -32,7 +32,6 @@ def _by_owners(run: AllReduce, owners: Callable[[int], int]) -> Collective:
     return Collective(
         run,
         partial(owners_s, owners),
-        owners,
         messages=lambda size: 2 * owners(size) * (size - 1),
         in_rank_order=True,
     )
