@@ -22,8 +22,8 @@ from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import MissingExtra
 from farflung.lab import Lab
 from farflung.network import network_profile
-from farflung.report import comparison_table, partition_table, run_picture, summary_table
-from farflung.telemetry import Event
+from farflung.report import comparison_table, partition_table, summary_table
+from farflung.report.pictures import picture
 
 
 def import_everything() -> None:
@@ -63,7 +63,7 @@ def say_the_version_and_what_the_command_needs() -> None:
         assert said.getvalue() == told
 
 
-def simulate() -> list[Event]:
+def simulate() -> None:
     """What is printed is lines, where tables need an extra."""
     run = farflung.simulate("synthetic/quadratic", workers=2, steps=3, network="wifi-10mbps")
     assert refusal(run.table) == "a table needs rich: pip install 'farflung[report]'"
@@ -72,7 +72,6 @@ def simulate() -> list[Event]:
     assert any(line.startswith("time_s.compute ") for line in lines)
     found = farflung.compare(["ring"], workload="synthetic/quadratic", workers=2, steps=3)
     assert {"network wifi-10mbps", "recipe ring", "reached 1"} <= set(str(found).splitlines())
-    return run.events[0]
 
 
 def refusal(attempt: Callable[[], object]) -> str:
@@ -83,11 +82,11 @@ def refusal(attempt: Callable[[], object]) -> str:
     return "it did without"
 
 
-def say_what_is_missing(events: list[Event]) -> None:
+def say_what_is_missing() -> None:
     here = Path()
     needs: list[tuple[Callable[[], object], str]] = [
         (
-            lambda: run_picture({0: events}, here, title="", simulated=True),
+            lambda: picture(here, (1, 1)).__enter__(),
             "a picture needs matplotlib: [report]",
         ),
         (lambda: summary_table({}), "a table needs rich: [report]"),
@@ -115,8 +114,8 @@ def say_what_is_missing(events: list[Event]) -> None:
 if __name__ == "__main__":
     train()
     assert "farflung.runs" not in sys.modules
-    events = simulate()
+    simulate()
     assert "farflung.cli" not in sys.modules
-    say_what_is_missing(events)
+    say_what_is_missing()
     say_the_version_and_what_the_command_needs()
     import_everything()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import select
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import torch
 
 from farflung.comm import Listener, Peer, Traffic
 from farflung.comm.keys import Keys
+from farflung.comm.loop import Loop
 from farflung.comm.wire import Frame, Message, WireError, read_head
 from farflung.errors import PeerLost
 from farflung.tasks import Pending, done, failed
@@ -42,7 +42,8 @@ class InMemoryTransport:
         self._taken: Counter[int] = Counter()
         """Messages that have arrived, by rank."""
         self._ear, self._bell = os.pipe()
-        self._watched: dict[int, Callable[[], None]] = {}
+        self._loop = Loop()
+        self._loop.watch(self._ear, readable=self._heard)
         with _lock:
             _here[self.me.token] = self
 
@@ -98,17 +99,18 @@ class InMemoryTransport:
         del view
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        self._watched[fd] = readable
+        self._loop.watch(fd, readable=readable)
+
+    def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
+        self._loop.call_later(seconds, fn)
 
     def poll(self, timeout_s: float | None) -> None:
-        ready, _, _ = select.select([self._ear, *self._watched], [], [], timeout_s)
-        if self._ear in ready:
-            os.read(self._ear, 4096)
-            for _ in range(len(self._arrived)):
-                self._take(*self._arrived.popleft())
-        for fd in ready:
-            if fd in self._watched:
-                self._watched[fd]()
+        self._loop.once(timeout_s)
+
+    def _heard(self) -> None:
+        os.read(self._ear, 4096)
+        for _ in range(len(self._arrived)):
+            self._take(*self._arrived.popleft())
 
     def _take(self, token: bytes, frames: list[bytearray] | None) -> None:
         rank = next((rank for rank, peer in self._peers.items() if peer.token == token), None)
@@ -136,5 +138,6 @@ class InMemoryTransport:
             self._tell(peer.token, None)
         with _lock:
             del _here[self.me.token]
+        self._loop.close()
         os.close(self._ear)
         os.close(self._bell)

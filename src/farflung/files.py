@@ -23,11 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from farflung.errors import BadInput, ConfigError, FarflungError, MissingExtra, StorageError
+from farflung.errors import BadInput, CheckpointError, ConfigError, FarflungError, MissingExtra, StorageError
 from farflung.types import Json
 
 __all__ = [
     "JsonLinesFile",
+    "RunFiles",
+    "check_folder",
     "deciding",
     "drop_cut_line",
     "held",
@@ -320,22 +322,83 @@ class JsonLinesFile:
                 raise
 
 
-# --- one at a time ------------------------------------------------------------------------------------------------
+# --- folders ------------------------------------------------------------------------------------------------------
+
+
+class RunFiles:
+    """The files of a run of any kind: settings, trained model and summary.
+
+    Args:
+      path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.model = path / "model.safetensors"
+        self.summary = path / "summary.json"
+
+    def stored_config(self) -> dict[str, Json]:
+        """Reads the settings of the run.
+
+        Raises:
+          CheckpointError: there is no run, or the file is damaged.
+        """
+        if not self.config.exists():
+            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)")
+        return self.stored(self.config)
+
+    def stored_summary(self) -> dict[str, Json]:
+        """Reads how the run ended.
+
+        Raises:
+          CheckpointError: it has not ended, or the file is damaged.
+        """
+        return self.stored(self.summary)
+
+    def stored(self, path: Path) -> dict[str, Json]:
+        """Reads one of the run's files, which holds an object.
+
+        Raises:
+          CheckpointError: it is damaged.
+        """
+        with reading(path, "damaged; start the run afresh", CheckpointError):
+            found = json_of(read_text(path))
+            if not isinstance(found, dict):
+                raise TypeError(f"keys and values were due, not {type(found).__name__}")
+            return found
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a path at which no folder can be made.
+
+    Raises:
+      ConfigError: a file is there.
+      StorageError: it cannot be looked at.
+    """
+    with writing(path):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path}: a file: a run is kept in a folder")
 
 
 @contextmanager
 def held(folder: Path, what: str) -> Iterator[None]:
-    """Inside, no other process holds a folder; the kernel lets go of it when this one ends, however that is.
+    """Makes a folder where there is none; inside, no other process holds it.
+
+    The kernel releases the folder when this process ends, however that is.
 
     Args:
-      folder: is there; the file that is locked stays in it as ``.lock``.
+      folder: the file that is locked stays in it as ``.lock``.
       what: others would do there, for the message.
 
     Raises:
-      ConfigError: another process holds it; names that one.
+      ConfigError: another process holds it, which is named; or there is a file in its place.
       StorageError: the folder cannot be written.
     """
+    check_folder(folder)
     path = folder / ".lock"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with writing(path):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

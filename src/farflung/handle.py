@@ -402,7 +402,7 @@ class Handle:
     def sent(self) -> dict[str, list[int]]:
         """Payload bytes that this replica has sent to each rank so far, whatever for, by kind.
 
-        See :data:`farflung.comm.KINDS`. Exchanges under way count with what has left.
+        See :class:`farflung.comm.Purpose`. Exchanges under way count with what has left.
         """
         return self._runtime.comm.sent.to_json()
 

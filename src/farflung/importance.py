@@ -16,7 +16,6 @@ from typing_extensions import override
 from farflung.errors import CheckpointError, ConfigError
 from farflung.options import choice_option, whole_option
 from farflung.sampling import Gain, Uniform
-from farflung.sampling.gain import LOOK
 from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule
 from farflung.sampling.scores import check_scores, scores_by
 from farflung.seeding import derive, generator
@@ -359,7 +358,7 @@ class ImportanceSampler(Sampler[list[int]]):
     def _score(
         self, candidates: _Candidates, model: nn.Module, losses: Callable[[nn.Module], Tensor]
     ) -> None:
-        if candidates.rule == "uniform" and not (self.gain.looks and candidates.number % LOOK == 0):
+        if candidates.rule == "uniform" and not self.gain.scores_at(candidates.number):
             return
         modes = [(module, module.training) for module in model.modules()]
         try:

@@ -26,13 +26,14 @@ from benchmarks.workloads import aid, covtype, news, speech_commands, svhn
 from benchmarks.workloads.speech_commands import BANDS, FRAMES, RATE, log_mel, read_wav
 from farflung.config import Training
 from farflung.data import TensorDataset
-from farflung.data.source import File, Location
+from farflung.data.catalog import source_named
+from farflung.data.source import File, Location, Source
 from farflung.errors import DataError
 from farflung.replica import Replica
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.types import Batch
-from farflung.workloads import registry, workload
+from farflung.workloads import workload
 from tests.data.test_source import pack
 
 ROOT = Path(__file__).parents[2]
@@ -52,10 +53,32 @@ GOLDEN: dict[str, tuple[tuple[int, ...], int, int, int, float]] = {
 }
 
 
+MADE_BY = {
+    "ag-news/attentive-lstm": "news:ag_news_attentive_lstm",
+    "ag-news/lstm": "news:ag_news_lstm",
+    "aid/mobilenet": "aid:mobilenet",
+    "aid/mobilenetv2": "aid:mobilenetv2",
+    "newsgroups/lstm": "news:newsgroups_lstm",
+    "speech-commands/vgg": "speech_commands:vgg",
+    "speech-commands/vgg13": "speech_commands:vgg13",
+    "svhn/resnet18": "svhn:resnet18",
+    "svhn/resnet8": "svhn:resnet8",
+}
+SOURCES = (
+    "news:NEWSGROUPS", "news:AG_NEWS", "aid:SOURCE", "speech_commands:NINE", "speech_commands:V0_01",
+    "speech_commands:V0_02", "svhn:SOURCE",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_data_sets_are_found_by_module(name: str) -> None:
+    assert isinstance(source_named(f"benchmarks.workloads.{name}"), Source)
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_models_and_data(name: str) -> None:
     """Names are those of stored results."""
-    task = workload(f"benchmarks.workloads.{registry._MOVED[name]}")
+    task = workload(f"benchmarks.workloads.{MADE_BY[name]}")
     assert task.name == name
     shape, values, classes, parameters, first = GOLDEN[name]
     random = torch.Generator().manual_seed(1)

@@ -72,14 +72,6 @@ def test_nothing_is_said_before_a_refusal(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_schedule_is_refused_before_its_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown network profile" in refused(capsys, "schedule", "ring", "--network", "nowhere")
-    assert "--steps 100000: a grid shows at most 200" in refused(
-        capsys, "schedule", "ring", "--steps", "100000"
-    )
-    assert "--out x.xyz: the picture is a PNG" in refused(capsys, "schedule", "ring", "--out", "x.xyz")
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from farflung.cli.main import MOVED, main
+from farflung.cli.main import main
 from farflung.codecs import CODECS, TopK
 from farflung.data import CATALOG
 from farflung.devices import DEVICES
@@ -206,8 +206,7 @@ def test_data_sets(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) ->
         ["list", "recipes", "--all"],
         ["list", "recipes", "rong"],
         ["data"],
-        *(old.split() for old in MOVED),
-        ["networks", "--sources"],
+        ["networks"],
     ],
     ids=" ".join,
 )
@@ -216,8 +215,3 @@ def test_what_there_is_not(capsys: pytest.CaptureFixture[str], command: list[str
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-
-
-def test_old_names_say_what_stands_in_their_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--json"]) == 2
-    assert capsys.readouterr().err == "farflung: farflung recipes is now farflung list recipes\n"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from farflung import coded
 from farflung.coded.run import Learner
 from farflung.coded.solvers import GD, LBFGS
 from farflung.data import a9a
@@ -120,15 +119,6 @@ def test_parameters_that_do_not_fit_are_value_errors(model: CodedClassifier, mes
     with pytest.raises(ValueError, match=message) as caught:
         model.fit(np.eye(3), [0, 1, 1])
     assert isinstance(caught.value, ConfigError)
-
-
-def test_the_solver_of_0_1_for_the_hinge_warns() -> None:
-    rows, codes = (part.numpy() for part in cancer())
-    with pytest.warns(FutureWarning, match="solver = 'bundle' is now lbfgs"):
-        old = CodedLinearSVC(loss="hinge", solver="bundle").fit(rows, codes)
-    np.testing.assert_array_equal(old.coef_, CodedLinearSVC(loss="hinge").fit(rows, codes).coef_)
-    with pytest.warns(FutureWarning, match="Bundle is now LBFGS"):
-        assert coded.Bundle is LBFGS
 
 
 def test_the_default_tolerance_is_as_said_and_a_larger_one_is_less_exact() -> None:

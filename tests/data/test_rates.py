@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data import PRINTED, RATE_SETS, RateCourse, courses
+from farflung.data import RATE_SETS, RateCourse, courses
 from farflung.data.streams.rates import drawn
 from farflung.errors import ConfigError, DataError
 
@@ -29,12 +29,6 @@ def test_draws_depend_on_the_seed_and_are_those_of_all_replicas() -> None:
     assert courses("S1", 8, 3) == courses("S1", 8, 3)
     assert courses("S1", 8, 3) != courses("S1", 8, 4)
     assert len({one.rates for one in courses("S2", 8, 3)}) > 4
-
-
-def test_lists_are_those_of_the_scripts() -> None:
-    assert [one.constant for one in courses("printed S1", 8, 0)] == [50, 38, 12, 36, 34, 13, 82, 40]
-    assert [one.constant for one in courses("printed S1'", 2, 0)] == [92, 38]
-    assert round(statistics.mean(PRINTED["S2'"])) == RATE_SETS["S2'"].mean + 1
 
 
 COURSES = st.lists(st.tuples(st.floats(0.05, 5.0), st.floats(0.1, 50.0)), min_size=1, max_size=5).map(
@@ -88,9 +82,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rate", "says"),
     [
-        ("S3", "no such rates; there are S1, S2, S1', S2', printed S1, printed S1', printed S2', trace FILE"),
-        ("printed S2", "no such rates"),
-        ("printed S1", "a list of 8 for 9 replicas: use 'S1' itself"),
+        ("S3", "no such rates; there are S1, S2, S1', S2', trace FILE"),
         (True, "must be a number of samples per second above 0"),
         (None, "must be a number"),
         ([], "0 rates for 9 replicas"),

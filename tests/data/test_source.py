@@ -133,15 +133,6 @@ def test_a_data_set_that_a_module_declares() -> None:
         catalog.source_named("tests.data.test_source:put")
 
 
-def test_a_data_set_that_has_moved_says_where() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data set 'svhn' is benchmarks\.workloads\.svhn:SOURCE in a checkout"
-    ):
-        catalog.source_named("svhn")
-    for name in catalog._MOVED.values():
-        assert isinstance(catalog.source_named(f"benchmarks.workloads.{name}"), Source)
-
-
 # --- archives -------------------------------------------------------------------------------------------------------
 
 

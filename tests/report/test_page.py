@@ -74,7 +74,7 @@ def data_for(events: dict[int, list[Event]]) -> dict[str, Any]:
 def test_values_are_those_of_telemetry_and_summary(run: Run, tmp_path: Path) -> None:
     data = data_of(written(tmp_path / "a.html", run.folder))
     assert titles(data) == [
-        "Results", "What was learned", "Where the time went", "Steps", "Staleness", "Settings", "Machine",
+        "Results", "What was learned", "Where the time went", "Steps", "Traffic", "Staleness", "Settings", "Machine",
     ]  # fmt: skip
     steps = [event for event in run.events[0] if event["event"] == "step"]
     scores = [event for event in run.events[0] if event["event"] == "evaluation"]
@@ -116,6 +116,19 @@ def test_last_steps_and_exchanges_lie_where_telemetry_has_them(run: Run, tmp_pat
             elif what == "wait for exchange":
                 assert (end - start, end) == pytest.approx((told[number]["exposed_s"], told[number]["t"]))
     assert {row[1] for row in rows} >= {"exchange under way", "wait for exchange"}
+
+
+def test_shares_and_traffic(tmp_path: Path) -> None:
+    run = farflung.simulate("synthetic/quadratic", partition="labels(k=5)", **{**QUICK, "workers": 2})
+    data = report_data([ReportedRun("run", {}, run.events, run.summary)])
+    (shares,) = figures(data, "Shares of the training set").values()
+    assert shares["columns"] == ["rank", "samples", *(f"label {label}" for label in range(10))]
+    assert shares["rows"] == [[0, 514, 103, 103, 103, 103, 102, *[0] * 5], [1, 510, *[0] * 5, *[102] * 5]]
+    (traffic,) = figures(data, "Traffic").values()
+    assert traffic["columns"] == ["rank", *(f"{kind} (bytes)" for kind in run.sent)]
+    assert traffic["rows"] == [
+        [rank, *(sum(sent[rank]) if rank in sent else 0 for sent in run.sent.values())] for rank in (0, 1)
+    ]
 
 
 def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:

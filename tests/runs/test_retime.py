@@ -202,7 +202,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert found["simulated"]["network"] == "4g"
     folder = RunFolder(Path(found["folder"]))
     assert folder.path == tmp_path / "base-on-4g-cpu-core"
-    assert folder.picture.exists()
     assert SimulatedConfig.resolve(folder.stored_config()).network == "4g"
 
 

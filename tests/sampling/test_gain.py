@@ -188,7 +188,7 @@ def test_what_is_chosen_stays_where_it_cannot_be_known() -> None:
         for _ in range(300):
             assert not gain.learn({})
         assert gain.rule == stays
-        assert gain.looks is False
+        assert not gain.scores_at(0)
         assert gain.report() == {
             "steps": {"uniform": 0, "pool": 0, "two": 0},
             "gain": None,

@@ -397,18 +397,6 @@ def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_pa
     assert same_tree(resumed.state_dict(), whole.state_dict())
 
 
-def test_a_state_without_shares_of_a_stream_is_loaded() -> None:
-    sampler, again = (GroupedImportance(0, rule="pool") for _ in range(2))
-    pool = torch.arange(100)
-    train(sampler, range(3), some(count=100), pool)
-    state = {
-        name: one for name, one in sampler.state_dict().items() if name not in ("since", "shares", "life")
-    }
-    again.load_state_dict(state)
-    assert torch.equal(again.scores_of(pool), sampler.scores_of(pool))
-    train(again, range(3, 5), some(count=100), pool)
-
-
 def test_a_state_does_not_change_as_training_goes_on() -> None:
     sampler = paper(0)
     train(sampler, range(3), some())

@@ -47,7 +47,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("farflung.cli.report", "Watch"),
     "list": ("farflung.cli.listing", "List"),
     "lab": ("farflung.cli.lab", "RunInLab"),
-    "schedule": ("farflung.cli.schedule", "Schedule"),
     "data": ("farflung.cli.fetch", "Data"),
     "calibrate": ("farflung.cli.calibrate", "Calibrate"),
     "doctor": ("farflung.cli.doctor", "Doctor"),
@@ -55,15 +54,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "coded": ("farflung.cli.coded", "Coded"),
 }
 """Module and class of each sub-command, which is imported only where it is the one that runs."""
-MOVED = {
-    "codecs": "farflung list codecs",
-    "data list": "farflung list data",
-    "networks": "farflung list networks and farflung list devices",
-    "produce": "an example: python examples/produce.py",
-    "recipes": "farflung list recipes",
-    "workloads": "farflung list workloads",
-}
-"""Names of sub-commands in 0.1, and what stands in their place; kept until 0.3."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -174,9 +164,6 @@ def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
 
 def _parse(args: Sequence[str]) -> Command:
     words, said = with_dashes(args), io.StringIO()
-    for old in (*words[:1], " ".join(words[:2])):
-        if old in MOVED:
-            raise ConfigError(f"farflung {old} is now {MOVED[old]}")
     try:
         with contextlib.redirect_stderr(said), _TYPES:
             command: Command = tyro.extras.subcommand_cli_from_dict(

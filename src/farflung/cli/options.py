@@ -132,20 +132,12 @@ def endpoint_of(command: object) -> Endpoint:
 
 
 def finish(run: Run, *, as_json: bool) -> None:
-    """Draws the pictures of a run and prints its summary."""
-    from farflung.report import partition_picture
-
-    files: dict[str, Path | str] = {"picture": run.picture()}
-    if run.shares:
-        files["shares"] = run.files.partition_picture
-        partition_picture(
-            run.shares, run.files.partition_picture, title=f"{run.config.workload}, {run.config.split_text}"
-        )
+    """Prints the summary of a run, and where its files are."""
     if as_json:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return
     stdout_console().print(run.table())
-    files["telemetry"] = run.files.telemetry(min(run.events, default=0))
+    files: dict[str, Path | str] = {"telemetry": run.files.telemetry(min(run.events, default=0))}
     if run.files.curves.is_dir():
         files["curves"] = f"tensorboard --logdir {run.files.curves}"
     print_files(**files, page=f"farflung report {run.folder}")

@@ -52,7 +52,7 @@ class Retime(OutputOptions):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Show how many bytes each replica has sent to each other in a run that has ended, by purpose, and draw it.
+    """Show how many bytes each replica has sent to each other in a run that has ended, by purpose.
 
     Payloads are counted from tensors, in real and in simulated runs alike. Gradients are whatever steps exchange.
     """
@@ -60,11 +60,11 @@ class Traffic:
     run_folder: tyro.conf.Positional[Path]
     """The folder of a run of farflung train or farflung simulate."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print JSON on stdout and nothing else: for each kind and sender the bytes to each rank. Nothing is drawn."""
+    """Print JSON on stdout and nothing else: for each kind and sender the bytes to each rank."""
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        from farflung.report import sent_by_kind, traffic_picture, traffic_table
+        from farflung.report import sent_by_kind, traffic_table
         from farflung.runs import RunFolder
 
         files = RunFolder(self.run_folder)
@@ -73,11 +73,7 @@ class Traffic:
         if self.json:
             print(json.dumps(sent))
             return 0
-        title = f"payload bytes, {self.run_folder}"
-        stdout_console().print(traffic_table(sent, title=title))
-        if sent:
-            traffic_picture(sent, files.traffic_picture, title=title)
-            print_files(picture=files.traffic_picture)
+        stdout_console().print(traffic_table(sent, title=f"payload bytes, {self.run_folder}"))
         return 0
 
 

@@ -1,7 +1,5 @@
 """Coded training: linear models on devices that may vanish at any moment, with exact answers."""
 
-import warnings
-
 from farflung.coded.codes import (
     CODES,
     MAX_CONDITION,
@@ -60,11 +58,3 @@ __all__ = [
     "redundancy",
     "solve",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Gives what stands in place of a name of 0.1, with a warning; until 0.3."""
-    if name != "Bundle":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("farflung.coded.Bundle is now LBFGS, for the hinge too", FutureWarning, stacklevel=2)
-    return LBFGS

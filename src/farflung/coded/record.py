@@ -10,7 +10,7 @@ from pathlib import Path
 from farflung.coded.linear_model import Classes
 from farflung.coded.registry import Registry
 from farflung.errors import CheckpointError, ConfigError, DataError
-from farflung.files import JsonLinesFile, held, json_lines, json_of, read_text, reading, write_json, writing
+from farflung.files import JsonLinesFile, RunFiles, held, json_lines, reading, write_json
 from farflung.replica import load_tree, save_tree
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
@@ -69,12 +69,8 @@ class Record:
             return None
         tree = load_tree(path)
         with reading(path, _DAMAGED, CheckpointError):
-            partitions = tree["partitions"]
-            if not all(
-                "labels" in one for one in partitions.values()
-            ):  # farflung 0.1 kept them in the roster
-                for number, labels in load_tree(self._folder / "labels.safetensors").items():
-                    partitions[number]["labels"] = labels
+            for number, labels in load_tree(self._folder / "labels.safetensors").items():
+                tree["partitions"][number]["labels"] = labels
             return Registry.from_tree(tree)
 
     def keep_state(self, state: State) -> None:
@@ -91,7 +87,7 @@ class Record:
         self._events.close()
 
 
-class Folder:
+class Folder(RunFiles):
     """The files of a coded run.
 
     Args:
@@ -99,12 +95,9 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.json"
+        super().__init__(path)
         self.classes = path / "classes.json"
         self.events = path / "events.jsonl"
-        self.model = path / "model.safetensors"
-        self.summary = path / "summary.json"
         self.picture = path / "run.png"
 
     @contextmanager
@@ -121,17 +114,13 @@ class Folder:
           ConfigError: another run is in it, or one that is over, or another process coordinates one there.
           StorageError: it cannot be written.
         """
-        with writing(self.path):
-            if self.path.exists() and not self.path.is_dir():
-                raise ConfigError(f"{self.path}: a file: a run is kept in a folder")
-            self.path.mkdir(parents=True, exist_ok=True)
         with held(self.path, "coordinates a run"):
             name = self._found(settings) if self.config.exists() else secrets.token_hex(8)
             write_json(self.config, {"coded_run": name, **settings})
             yield name
 
     def _found(self, settings: Mapping[str, Json]) -> str:
-        stored = _object(self.config)
+        stored = self.stored_config()
         name = stored.pop("coded_run", None)
         if not isinstance(name, str):
             raise ConfigError(f"{self.path} holds a run of another kind: choose another --folder")
@@ -141,7 +130,7 @@ class Folder:
                     f"{self.path} holds another run: its {setting} is {stored.get(setting)}, not {settings[setting]}: "
                     "choose another --folder, or go on with its settings"
                 )
-        if self.summary.exists() and _object(self.summary).get("converged"):
+        if self.summary.exists() and self.stored_summary().get("converged"):
             raise ConfigError(
                 f"{self.path}: the run in this folder has converged already; choose another --folder"
             )
@@ -151,7 +140,7 @@ class Folder:
         """Writes the classes of a run that begins, or reads those with which it began."""
         if self.classes.exists():
             with reading(self.classes, _DAMAGED, CheckpointError):
-                stored = _object(self.classes)
+                stored = self.stored(self.classes)
                 labels = stored["labels"]
                 if not isinstance(labels, list):
                     raise TypeError("no labels")
@@ -174,11 +163,3 @@ class Folder:
 
         json_lines(self.events, "not an event; the file is damaged", take, DataError)
         return events
-
-
-def _object(path: Path) -> dict[str, Json]:
-    with reading(path, _DAMAGED, CheckpointError):
-        found = json_of(read_text(path))
-        if not isinstance(found, dict):
-            raise TypeError(f"keys and values were due, not {type(found).__name__}")
-        return found

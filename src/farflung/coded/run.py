@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -30,7 +29,7 @@ from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
 from farflung.comm import Endpoint
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, UnknownName
 from farflung.files import write_json
-from farflung.spec import build, name_of
+from farflung.spec import build
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 from farflung.wall import WallRuntime
@@ -91,11 +90,7 @@ class Learner:
 
     def minimiser(self, classes: int) -> Solver[Any]:
         """Makes the solver for a number of classes."""
-        text = self.solver or "lbfgs"
-        if name_of("solver", text) == "bundle":
-            warnings.warn(f"solver = {text!r} is now lbfgs, for the hinge too", FutureWarning, stacklevel=3)
-            text = "lbfgs"
-        solver: Any = build("solver", text, SOLVERS)
+        solver: Any = build("solver", self.solver or "lbfgs", SOLVERS)
         if self.tolerance is not None:
             solver = dataclasses.replace(solver, tol=self.tolerance)
         return OneVsRest(solver) if self.model == "svc" and classes > 2 else solver

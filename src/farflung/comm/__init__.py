@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
-    from farflung.comm.channel import KINDS, RELAYED, ExchangeChannel, Purpose, Started, Values, start
+    from farflung.comm.channel import RELAYED, ExchangeChannel, Purpose, Started, Values, start
     from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
     from farflung.comm.communicator import WallCommunicator
@@ -19,7 +19,7 @@ else:
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "channel": "KINDS RELAYED ExchangeChannel Purpose Started Values start",
+            "channel": "RELAYED ExchangeChannel Purpose Started Values start",
             "choice": "SIDE_NBYTES choose cost_s resolve_collective",
             "collectives": "AUTO COLLECTIVES Coding Collective collective_named",
             "communicator": "WallCommunicator",
@@ -35,7 +35,6 @@ else:
 __all__ = [
     "AUTO",
     "COLLECTIVES",
-    "KINDS",
     "RELAYED",
     "SIDE_NBYTES",
     "Coding",

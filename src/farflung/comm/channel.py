@@ -14,7 +14,6 @@ from farflung.tasks import Pending, done
 from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
 
 __all__ = [
-    "KINDS",
     "RELAYED",
     "ExchangeChannel",
     "Purpose",
@@ -29,98 +28,62 @@ __all__ = [
 T = TypeVar("T")
 
 _THROUGH = done(None)
+_STEP_BITS = 56
 
 
 class Purpose(IntEnum):
-    """What an exchange is for; exchanges are numbered by purpose and step, so that no two ever meet."""
+    """What an exchange is for; exchanges are numbered by purpose and step, so that no two ever meet.
 
-    STEP = 0
-    DECISION = 1
-    EVALUATION = 2
-    CHECKPOINT = 3
-    SHARING = 4
-    START = 5
-    FLUSH = 6
-    REMAINDER = 7
-    MEASURE = 8
-    UNUSED = 9
-    JOIN = 10
-    MOMENTS = 11
-    MEMBERS = 13
-    ENCODING = 14
-    OPERANDS = 15
-    ANSWERS = 16
-    VIEWS = 17
-    ADOPTION = 18
-    LEAVING = 19
-    STATE = 20
-    COMPARISON = 21
-    STOP = 22
+    Each has a number, the ``kind`` that its bytes are counted as, and ``words`` for errors. ``gradients`` are whatever
+    steps exchange, updates too.
+    """
+
+    kind: str
+    words: str
+
+    def __new__(cls, number: int, kind: str, words: str) -> Purpose:
+        """Makes an integer with two attributes."""
+        purpose = int.__new__(cls, number)
+        purpose._value_, purpose.kind, purpose.words = number, kind, words
+        return purpose
+
+    STEP = 0, "gradients", "the exchange"
+    DECISION = 1, "decisions", "a decision"
+    EVALUATION = 2, "evaluation", "averaging or scoring the model"
+    CHECKPOINT = 3, "checkpoint", "the checkpoint"
+    SHARING = 4, "sharing", "shared samples"
+    START = 5, "start", "the parameters to start from"
+    FLUSH = 6, "flush", "averaging the model at the end"
+    REMAINDER = 7, "remainder", "the last counts"
+    MEASURE = 8, "measuring", "measuring the network"
+    UNUSED = 9, "unused", "unused parameters"
+    JOIN = 10, "join", "the end of join()"
+    MOMENTS = 11, "moments", "averaging the optimizer's state"
+    MEMBERS = 13, "members", "the registry of members"
+    ENCODING = 14, "encoding", "pieces of other devices' data"
+    OPERANDS = 15, "operands", "what to multiply by"
+    ANSWERS = 16, "answers", "products"
+    VIEWS = 17, "views", "the agreement on the next view"
+    ADOPTION = 18, "adoption", "the result of an exchange that another member holds"
+    LEAVING = 19, "leaving", "the end of the run"
+    STATE = 20, "state", "the state of the run"
+    COMPARISON = 21, "comparison", "comparing the replicas' parameters"
+    STOP = 22, "stop", "the agreement on the last step"
 
     def at(self, step: int) -> int:
         """The number of this purpose's exchange at one step."""
         return self << _STEP_BITS | step
 
 
-_STEP_BITS = 56
-_WORDS = {
-    Purpose.STEP: "the exchange",
-    Purpose.DECISION: "a decision",
-    Purpose.EVALUATION: "averaging or scoring the model",
-    Purpose.CHECKPOINT: "the checkpoint",
-    Purpose.SHARING: "shared samples",
-    Purpose.START: "the parameters to start from",
-    Purpose.FLUSH: "averaging the model at the end",
-    Purpose.REMAINDER: "the last counts",
-    Purpose.MEASURE: "measuring the network",
-    Purpose.UNUSED: "unused parameters",
-    Purpose.JOIN: "the end of join()",
-    Purpose.MOMENTS: "averaging the optimizer's state",
-    Purpose.MEMBERS: "the registry of members",
-    Purpose.ENCODING: "pieces of other devices' data",
-    Purpose.OPERANDS: "what to multiply by",
-    Purpose.ANSWERS: "products",
-    Purpose.VIEWS: "the agreement on the next view",
-    Purpose.ADOPTION: "the result of an exchange that another member holds",
-    Purpose.LEAVING: "the end of the run",
-    Purpose.STATE: "the state of the run",
-    Purpose.COMPARISON: "comparing the replicas' parameters",
-    Purpose.STOP: "the agreement on the last step",
-}
-
-KINDS = {
-    Purpose.STEP: "gradients",
-    Purpose.DECISION: "decisions",
-    Purpose.EVALUATION: "evaluation",
-    Purpose.CHECKPOINT: "checkpoint",
-    Purpose.SHARING: "sharing",
-    Purpose.START: "start",
-    Purpose.FLUSH: "flush",
-    Purpose.REMAINDER: "remainder",
-    Purpose.MEASURE: "measuring",
-    Purpose.UNUSED: "unused",
-    Purpose.JOIN: "join",
-    Purpose.MOMENTS: "moments",
-    Purpose.MEMBERS: "members",
-    Purpose.ENCODING: "encoding",
-    Purpose.OPERANDS: "operands",
-    Purpose.ANSWERS: "answers",
-    Purpose.VIEWS: "views",
-    Purpose.ADOPTION: "adoption",
-    Purpose.LEAVING: "leaving",
-    Purpose.STATE: "state",
-    Purpose.COMPARISON: "comparison",
-    Purpose.STOP: "stop",
-}
-"""What bytes sent for each purpose are counted as; ``gradients`` are whatever steps exchange, updates too."""
 RELAYED = "relayed"
 """What bytes are counted as that a replica passes on between two others; these count them too, as what they are for."""
-_BY_NUMBER: Mapping[int, str] = {int(purpose): kind for purpose, kind in KINDS.items()}
+_PURPOSES: Mapping[int, Purpose] = {int(purpose): purpose for purpose in Purpose}
 
 
 def kind_of(exchange: int) -> str:
-    """What the bytes of an exchange are counted as: one of :data:`KINDS`, or ``other`` where it has no purpose."""
-    return _BY_NUMBER.get(exchange >> _STEP_BITS, "other")
+    """What the bytes of an exchange are counted as: the kind of its purpose, or ``other`` where it has none."""
+    purpose = _PURPOSES.get(exchange >> _STEP_BITS)
+    return "other" if purpose is None else purpose.kind
 
 
 def step_of(exchange: int) -> int:
@@ -140,7 +103,7 @@ def describe(tag: Tag) -> str:
     'averaging or scoring the model at step 3, part 1, hop 0'
     """
     purpose, step = divmod(tag.exchange, 1 << _STEP_BITS)
-    return f"{_WORDS[Purpose(purpose)]} at step {step}, part {tag.part}, hop {tag.hop}"
+    return f"{_PURPOSES[purpose].words} at step {step}, part {tag.part}, hop {tag.hop}"
 
 
 class ExchangeChannel:

@@ -385,7 +385,7 @@ class Link:
                 return True
             many -= nbytes
         if self._secure is not None and (self._unsealed.pending or self._secure.pending()):
-            self._loop.after(0.0, self.read)
+            self._loop.call_later(0.0, self.read)
         return True
 
     def _receive(self, room: memoryview) -> int:

@@ -36,7 +36,7 @@ class Loop:
         else:
             self._selector.modify(fd, events, (readable, writable))
 
-    def after(self, seconds: float, fn: Callable[[], object]) -> None:
+    def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
         """Calls ``fn`` once, so many seconds from now."""
         self._order += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._order, fn))

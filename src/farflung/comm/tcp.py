@@ -229,7 +229,7 @@ class TcpTransport:
         self._leaving.update(links.values())
         for link in links.values():
             link.close_soon()
-            self._loop.after(LINGER_S, partial(link.end, None))
+            self._loop.call_later(LINGER_S, partial(link.end, None))
         self._mind()
 
     def expects(self, count: int) -> None:
@@ -302,6 +302,9 @@ class TcpTransport:
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         self._loop.watch(fd, readable=readable)
 
+    def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
+        self._loop.call_later(seconds, fn)
+
     def poll(self, timeout_s: float | None) -> None:
         self._flush()
         self._loop.once(timeout_s)
@@ -350,7 +353,7 @@ class TcpTransport:
         try:
             sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         except OSError:  # no descriptor is free
-            self._loop.after(RETRY_MOST_S, partial(self._dial, member, index, again_s))
+            self._loop.call_later(RETRY_MOST_S, partial(self._dial, member, index, again_s))
             return
         sock.setblocking(False)
         context = None if self.keys is None else tls_context(self.keys, [peer.key or ""], server=False)
@@ -359,10 +362,10 @@ class TcpTransport:
         if connects(self.me, peer):  # and no probe
             quick = member.again and member.dials < QUICK_DIALS
             again = partial(self._dial, member, index, again_s if quick else min(2 * again_s, RETRY_MOST_S))
-            link.retry = partial(self._loop.after, again_s, again)
+            link.retry = partial(self._loop.call_later, again_s, again)
             if quick:
                 member.dials += 1
-                self._loop.after(QUICK_S[member.dials % len(QUICK_S)], link.give_up_connecting)
+                self._loop.call_later(QUICK_S[member.dials % len(QUICK_S)], link.give_up_connecting)
         self._await(link, HANDSHAKE_S)
         link.connect((host, port))
 
@@ -378,7 +381,7 @@ class TcpTransport:
             except OSError as error:
                 if error.errno in _NO_DESCRIPTORS:
                     self._rests = True
-                    self._loop.after(1.0, self._rested)
+                    self._loop.call_later(1.0, self._rested)
                     self._mind()
                     return
                 continue  # it was closed before it was accepted
@@ -397,7 +400,7 @@ class TcpTransport:
             if link in self._early:
                 link.end(TimeoutError())
 
-        self._loop.after(seconds, give_up)
+        self._loop.call_later(seconds, give_up)
 
     def _rested(self) -> None:
         self._rests = False
@@ -509,7 +512,7 @@ class TcpTransport:
             self._leaving.add(link)
             text = answer(said)
             link.see_off(LENGTH.pack(len(text)) + text)
-            self._loop.after(LINGER_S, partial(link.end, None))
+            self._loop.call_later(LINGER_S, partial(link.end, None))
             self._mind()
 
         def begins(said: bytes) -> None:
@@ -619,7 +622,7 @@ class TcpTransport:
         if not member.links:
             self._lose(member)
         elif not member.ended:
-            self._loop.after(OTHERS_S, partial(self._lose, member))
+            self._loop.call_later(OTHERS_S, partial(self._lose, member))
 
     def _lose(self, member: _Member) -> None:
         if member.ended or self._closes:

@@ -168,8 +168,12 @@ class Transport(Protocol):
         """Makes :meth:`poll` call ``readable`` whenever ``fd`` is readable."""
         ...
 
+    def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
+        """Makes :meth:`poll` call ``fn`` once, so many seconds from now."""
+        ...
+
     def poll(self, timeout_s: float | None) -> None:
-        """Waits for events, up to ``timeout_s`` seconds, and passes them to the listener."""
+        """Waits for events, up to ``timeout_s`` seconds, and passes them on."""
         ...
 
     def close(self, *, linger: bool) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from farflung.data.streams.live import LiveStream
     from farflung.data.streams.messages import Decoder, as_messages
     from farflung.data.streams.rate_limited import RateLimited
-    from farflung.data.streams.rates import PRINTED, RATE_SETS, RateCourse, Rates, RateSet, courses
+    from farflung.data.streams.rates import RATE_SETS, RateCourse, Rates, RateSet, courses
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -49,7 +49,7 @@ else:
             "streams.live": "LiveStream",
             "streams.messages": "Decoder as_messages",
             "streams.rate_limited": "RateLimited",
-            "streams.rates": "PRINTED RATE_SETS RateCourse Rates RateSet courses",
+            "streams.rates": "RATE_SETS RateCourse Rates RateSet courses",
         },
     )
 
@@ -57,7 +57,6 @@ __all__ = [
     "CATALOG",
     "IID",
     "PARTITIONS",
-    "PRINTED",
     "RATE_SETS",
     "SHARINGS",
     "STREAMS",

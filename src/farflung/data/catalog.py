@@ -169,33 +169,17 @@ def source_named(name: str) -> Source:
 
     Raises:
       UnknownName: there is none.
-      ConfigError: it is in no package any more, or what the module has is no :class:`Source`.
+      ConfigError: what the module has is no :class:`Source`.
     """
     if ":" in name:
         made = imported("data set", name)
         if not isinstance(made, Source):
             raise ConfigError(f"data set {name!r} is {type(made).__name__}, not a farflung.data.Source")
         return made
-    if name in _MOVED:
-        raise ConfigError(
-            f"data set {name!r} is benchmarks.workloads.{_MOVED[name]} in a checkout of farflung"
-        )
     try:
         return CATALOG[name]
     except KeyError:
         raise UnknownName("data set", name, CATALOG) from None
-
-
-_MOVED = {
-    "20newsgroups": "news:NEWSGROUPS",
-    "ag-news": "news:AG_NEWS",
-    "aid-64": "aid:SOURCE",
-    "speech-commands-9": "speech_commands:NINE",
-    "speech-commands-v0.01": "speech_commands:V0_01",
-    "speech-commands-v0.02": "speech_commands:V0_02",
-    "svhn": "svhn:SOURCE",
-}
-"""Data sets of earlier versions, by the object that has each now."""
 
 
 def entries() -> list[Entry]:

@@ -175,7 +175,7 @@ class Connections:
         dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(REPAIR_S, self._patience_s / 2)
         for _ in cuts.difference(self._cuts):
             for seconds in (dial_s, repair_s):
-                self._runtime.launch(self._settle_in(seconds))
+                self.settle_at(now + seconds)
         self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
         stays = self._dialled_in is self._view()
         self._dialled_in = self._view()
@@ -213,6 +213,15 @@ class Connections:
             waits |= relay is not None and now < since + repair_s
         return waits
 
+    def settle_at(self, t: float) -> None:
+        """Have the member act at a time."""
+
+        async def wait() -> None:
+            await self._runtime.sleep_until(t)
+            self._settle()
+
+        self._runtime.launch(wait())
+
     def more_cuts(self) -> bool:
         """Return whether pairs of members have no connection that :meth:`repair` has not seen."""
         return bool(self._member.cuts().difference(self._cuts))
@@ -240,10 +249,6 @@ class Connections:
 
     def _pair(self, name: str) -> frozenset[str]:
         return frozenset((self._member.name, name))
-
-    async def _settle_in(self, seconds: float) -> None:
-        await self._runtime.sleep_until(self._runtime.now() + seconds)
-        self._settle()
 
 
 def text_payload(text: bytes) -> Payload:

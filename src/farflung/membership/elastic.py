@@ -844,7 +844,9 @@ class Elastic:
             if giver == self._member.name and receiver in view.holders[0]:
                 kept = self._log[number].kept
                 assert kept is not None
-                self._comm.send(Payload((pack_tensors(kept),)), int(receiver), Tag(Purpose.ADOPTION.at(number)))
+                self._comm.send(
+                    Payload((pack_tensors(kept),)), int(receiver), Tag(Purpose.ADOPTION.at(number))
+                )
 
     def stop(self, reason: str, error: RunLost | None = None) -> None:
         self._ended = error or (Left(reason) if self._member.left else RunLost(reason))
@@ -1057,7 +1059,7 @@ class Elastic:
             self._admits_s = math.inf
         elif self._admits_s == math.inf:
             self._admits_s, self._entered = now + self._patience_s / 2, 0
-            self._in_background(self._settle_at(self._admits_s))
+            self._connections.settle_at(self._admits_s)
             self._in_background(self._settle_idle(now + min(_IDLE_S, self._patience_s / 8)))
         self._member.settle(ready=not self._connections.repair(), admits=between or now >= self._admits_s)
         if self._connections.more_cuts():
@@ -1067,10 +1069,6 @@ class Elastic:
         """Let the member act at a time, as between exchanges where none is under way here."""
         await self._runtime.sleep_until(seconds)
         await self._settle(between=not self._waited())
-
-    async def _settle_at(self, seconds: float) -> None:
-        await self._runtime.sleep_until(seconds)
-        self._settle_soon()
 
     async def _lose_patience(self, view: View) -> None:
         """Give up an agreement where nothing has become known of the view for as long as patience lasts.

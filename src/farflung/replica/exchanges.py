@@ -507,7 +507,7 @@ class Exchanges:
         self._launcher.in_flight.clear()
         self._taken.clear()
         self.sent_nbytes, self.most_nbytes = own["sent_nbytes"], own["most_nbytes"]
-        self._state, self._behind = shared["schedule"], shared.get("behind", False)
+        self._state, self._behind = shared["schedule"], shared["behind"]
         self._times.go_on_from(own.get("elapsed_s", 0.0))
         self._metadata = {
             number: [Vote(*vote) for vote in own["votes"].get(str(number), ())] for number in self._parts

@@ -242,14 +242,14 @@ class Launcher:
         exchange = InFlight(
             state["number"],
             state["step"],
-            state["round_number" if "round_number" in state else "step"],  # not in states of 0.1
+            state["round_number"],
             Transfer(part, state["due_step"], merge),
             kept,
             state["weight"],
             state["rider"],
             state["leads"],
             tuple(state["absent"]),
-            state.get("square", 0.0),  # not in states of 0.1
+            state["square"],
             again=True,
         )
         if state["times"] is not None:

@@ -210,7 +210,7 @@ class Keeping:
         drawing.parts.stream.seek(own["stream"])
         drawing.load_state_dict(own["drawn"], own["shared_nbytes"])
         if drawing.scoring is not None:
-            drawing.scoring.filled.load_state_dict(own.get("filled", {}))
+            drawing.scoring.filled.load_state_dict(own["filled"])
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self.exchanges.load_state_dict(exchanges)
-        drawing.ownership.load_state_dict(own.get("ownership", {}))
+        drawing.ownership.load_state_dict(own["ownership"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from farflung.comm import KINDS, Purpose
+from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Holding
 from farflung.errors import ConfigError, StateOutdated
@@ -329,7 +329,7 @@ class Replica:
             sent.add_all(self.runtime.off_clock.comm.sent)
         for channel in (*self._exchanges.channels, *self._ownership.channels):
             sent.add(channel.kind, -channel.sent)
-        return {kind: counts for kind, counts in sent.to_json().items() if kind != KINDS[Purpose.MEASURE]}
+        return {kind: counts for kind, counts in sent.to_json().items() if kind != Purpose.MEASURE.kind}
 
     def _meets(self, steps: int) -> bool:
         """Whether there is a checkpoint after so many steps."""

@@ -174,8 +174,8 @@ class Summary:
     duration_s: float
     time_s: TimeSplit
     stopped: bool
-    sent: Mapping[str, Sequence[int]] | None = None
-    """Bytes to each rank, by kind; see :data:`farflung.comm.KINDS`. ``None``: they are not told."""
+    sent: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Bytes to each rank, by kind; see :class:`farflung.comm.Purpose`."""
     schedule_nbytes: int = 0
     """The most memory that the schedule took up beside model, gradient and optimizer."""
     reducer: Mapping[str, Json] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Summary:
             "steps": self.steps,
             "samples": self.samples,
             "bytes_sent_per_replica": self.bytes_sent,
-            **({} if self.sent is None else {"bytes_sent_to": {k: list(to) for k, to in self.sent.items()}}),
+            "bytes_sent_to": {kind: list(to) for kind, to in self.sent.items()},
             "schedule_bytes_per_replica": self.schedule_nbytes,
             "duration_s": self.duration_s,
             "time_s": self.time_s.to_json(),

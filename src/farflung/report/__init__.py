@@ -1,4 +1,4 @@
-"""Tables and pictures of a run: its course, its end, the split of its data, and the bytes between ranks."""
+"""Tables and a page about runs, and pictures of comparisons and of coded training."""
 
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,12 @@ if TYPE_CHECKING:
         comparison_picture,
         comparison_table,
     )
-    from farflung.report.gantt import gantt_picture
     from farflung.report.loggers import RunLog
     from farflung.report.page import ReportedRun, report_data, report_page
-    from farflung.report.partition import partition_picture, partition_table
-    from farflung.report.pictures import run_picture
+    from farflung.report.partition import partition_table
     from farflung.report.tables import PLAIN_WIDTH, as_lines, as_text, score_words, summary_table, text_width
     from farflung.report.trace import chrome_trace
-    from farflung.report.traffic import SentByKind, sent_by_kind, traffic_picture, traffic_table
+    from farflung.report.traffic import SentByKind, sent_by_kind, traffic_table
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -29,14 +27,12 @@ else:
             "bottleneck": "slowest",
             "coded": "coded_picture",
             "comparison": "Compared Course compare_courses comparison_picture comparison_table",
-            "gantt": "gantt_picture",
             "loggers": "RunLog",
             "page": "ReportedRun report_data report_page",
-            "partition": "partition_picture partition_table",
-            "pictures": "run_picture",
+            "partition": "partition_table",
             "tables": "PLAIN_WIDTH as_lines as_text score_words summary_table text_width",
             "trace": "chrome_trace",
-            "traffic": "SentByKind sent_by_kind traffic_picture traffic_table",
+            "traffic": "SentByKind sent_by_kind traffic_table",
         },
     )
 
@@ -54,17 +50,13 @@ __all__ = [
     "compare_courses",
     "comparison_picture",
     "comparison_table",
-    "gantt_picture",
-    "partition_picture",
     "partition_table",
     "report_data",
     "report_page",
-    "run_picture",
     "score_words",
     "sent_by_kind",
     "slowest",
     "summary_table",
     "text_width",
-    "traffic_picture",
     "traffic_table",
 ]

@@ -196,7 +196,7 @@ def _draw_devices(axes: Axes, course: _Course) -> None:
     handles: list[Patch | Line2D] = [Patch(color=STATES[one], label=one) for one in STATES if one in seen]
     if any(device.vanished for _, device in course.devices):
         handles.append(Line2D([], [], color=VERMILLION, marker="X", linestyle="", label="vanishes"))
-    name_rows(axes, [str(rank) for rank, _ in course.devices], most=MOST_NAMED)
+    name_rows(axes, [str(rank) for rank, _ in course.devices], MOST_NAMED)
     axes.set_title("Devices")
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles))
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from farflung.recipes import FAMILIES
-from farflung.report.pictures import RAW_AT_LEAST, smooth
 from farflung.report.reading import PARTS_OF_TIME, SELDOM, RankCourse, number, rank_courses
 from farflung.report.tables import summary_table
 from farflung.report.trace import BESIDE, PARTS
+from farflung.report.traffic import sent_by_kind
 from farflung.telemetry import Event
 from farflung.types import Json
 
@@ -30,6 +30,8 @@ Figure: TypeAlias = "dict[str, Json]"
 Pick: TypeAlias = "Callable[[Iterable[float]], float]"
 """Makes one value of those of the ranks."""
 
+RAW_AT_LEAST = 30
+"""With fewer losses than this there is nothing to smooth."""
 MOST_POINTS = 2000
 """Of a line; of more, those at equal distances are left."""
 MOST_LINES = 8
@@ -187,10 +189,21 @@ def _chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]:
             if values and not (smoothed and len(runs) > 1):
                 lines.append({**_line(run, title, values, scores=chart.scores), "faint": smoothed})
             if smoothed:
-                means = smooth(np.array([*values.values()]), max(2, len(values) // 50)).tolist()
+                means = _smooth(values.values(), max(2, len(values) // 50))
                 lines.append(_line(run, f"{title}, moving mean", dict(zip(values, means, strict=True))))
     if lines:
         yield _lines(chart.title, chart.label, runs, lines, zero=chart.section != LEARNED)
+
+
+def _smooth(values: Iterable[float], half: int) -> list[float]:
+    """Takes the mean over ``half`` values on either side; over fewer at the start, where losses fall fast."""
+    known = np.array([*values])
+    at = np.arange(len(known))
+    reach = np.clip(at, half // 10, half)
+    start, stop = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(known))
+    sums = np.concatenate(([0.0], np.cumsum(known)))
+    means: list[float] = ((sums[stop] - sums[start]) / (stop - start)).tolist()
+    return means
 
 
 def _line(
@@ -277,6 +290,23 @@ def _members(run: ReportedRun, title: str) -> Iterator[Figure]:
         yield _table(f"Views of {run.title}", [*fields[:-1], "steps made again", "time (s)"], rows)
 
 
+def _shares(run: ReportedRun, title: str) -> Iterator[Figure]:
+    """Returns the split of the training set, where each rank has a share of its own."""
+    split: Any = (run.summary or {}).get("partition")
+    if split and (shares := split["shares"]):
+        labels = [f"label {label}" for label in range(max(len(share["labels"]) for share in shares))]
+        rows = [[rank, share["samples"], *share["labels"]] for rank, share in enumerate(shares)]
+        yield _table(f"{title}, split as {split['how']}", ["rank", "samples", *labels], rows)
+
+
+def _traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
+    """Returns the payload bytes that each rank has sent, by kind."""
+    ended = {rank: events for rank, events in run.events.items() if run.courses[rank].ended}
+    if sent := sent_by_kind(ended) if ended else {}:
+        rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in ended]
+        yield _table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
+
+
 def _results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """The end of one run, or what several have come to beside each other."""
     if len(runs) == 1 and (summary := runs[0].summary):
@@ -349,6 +379,8 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
         "Where the time went": each(_bars, "Seconds of each rank"),
         "Steps": each(_gantt, "The last steps, by the clock of each rank"),
         "Members": each(_members, "Members at each step"),
+        "Shares of the training set": each(_shares, "Samples of each rank"),
+        "Traffic": each(_traffic, "Payload bytes that each rank has sent"),
     }
     for chart in CHARTS:
         sections.setdefault(chart.section, []).extend(_chart(chart, runs))

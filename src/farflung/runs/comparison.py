@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, MissingExtra
-from farflung.files import held, naming, writing
+from farflung.files import held, naming
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.runs.config import COMPARED, DEVICE, SimulatedConfig
@@ -154,8 +154,6 @@ class Contest:
             raise ConfigError(f"--target {target}: must be a finite number")
         scratch = Scratch() if out is None else None
         folder = Path(str(out)) if scratch is None else scratch.path
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
         with held(folder, "compares"):
             made = self._made(folder, watch, stop_asked)
         if made is None:

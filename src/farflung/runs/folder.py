@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from farflung.decisions import DecisionLog, decision_json, read_decisions
-from farflung.errors import CheckpointError, ConfigError, DataError
-from farflung.files import held, json_of, read_text, reading, write_json, write_text, writing
+from farflung.errors import ConfigError, DataError
+from farflung.files import RunFiles, check_folder, held, reading, write_json, write_text, writing
 from farflung.replica import Checkpoints
 from farflung.telemetry import Event, read_events
 from farflung.types import Decision, Json
@@ -21,8 +21,8 @@ from farflung.types import Decision, Json
 __all__ = ["RunFolder", "Scratch"]
 
 
-class RunFolder:
-    """What a run leaves behind: configuration, telemetry, checkpoints, the trained model, pictures, logs.
+class RunFolder(RunFiles):
+    """What a run leaves behind: configuration, telemetry, checkpoints, the trained model, logs.
 
     Args:
       path: the folder.
@@ -30,14 +30,9 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
-        self.path, self.resumed = path, resumed
-        self.config = path / "config.json"
-        self.picture = path / "run.png"
-        self.partition_picture = path / "partition.png"
-        self.traffic_picture = path / "traffic.png"
+        super().__init__(path)
+        self.resumed = resumed
         self.curves = path / "tensorboard"
-        self.summary = path / "summary.json"
-        self.model = path / "model.safetensors"
         self.log = path / "workers.log"
         self.decisions = path / "decisions.jsonl"
         self.replay = path / "replay.jsonl"
@@ -49,9 +44,8 @@ class RunFolder:
         Raises:
           ConfigError: another run is in it, or it is no folder.
         """
+        check_folder(self.path)
         with writing(self.path):
-            if self.path.exists() and not self.path.is_dir():
-                raise ConfigError(f"{self.path}: a file: a run is kept in a folder")
             if self.config.exists() and not self.resumed:
                 raise ConfigError(
                     f"{self.path} holds a run already: choose another --out, or continue it with --resume"
@@ -70,8 +64,6 @@ class RunFolder:
         if again == []:
             raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
         self.check()
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
         with held(self.path, "makes a run"):
             self.check()  # another process may have made one since
             if again is not None:
@@ -87,31 +79,6 @@ class RunFolder:
         """What the run has decided so far, for all replicas and each for itself."""
         made = self.decisions.exists() or self.decisions.with_suffix("").exists()
         return read_decisions(self.decisions) if made else []
-
-    def stored_config(self) -> dict[str, Json]:
-        """The settings of the run in it.
-
-        Raises:
-          CheckpointError: there is none, or it is damaged.
-        """
-        if not self.config.exists():
-            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)")
-        return self._object(self.config)
-
-    def stored_summary(self) -> dict[str, Json]:
-        """How the run in it ended.
-
-        Raises:
-          CheckpointError: it has not, or the file is damaged.
-        """
-        return self._object(self.summary)
-
-    def _object(self, path: Path) -> dict[str, Json]:
-        with reading(path, "damaged; start the run anew", CheckpointError):
-            found = json_of(read_text(path))
-            if not isinstance(found, dict):
-                raise TypeError(f"keys and values were due, not {type(found).__name__}")
-            return found
 
     def telemetry(self, rank: int) -> Path:
         """The events of one rank."""

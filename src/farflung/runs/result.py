@@ -62,7 +62,7 @@ class Run:
 
     @property
     def sent(self) -> dict[str, dict[int, list[int]]]:
-        """Payload bytes that each rank has sent to each other, by kind and sender; see :data:`farflung.comm.KINDS`."""
+        """Payload bytes that each rank has sent to each other, by :class:`farflung.comm.Purpose` and sender."""
         from farflung.report import sent_by_kind
 
         return sent_by_kind(self.events)
@@ -81,19 +81,6 @@ class Run:
 
         with reading(self.files.summary, "damaged; its figures cannot be told", DataError):
             return summary_table(self.summary, simulated=self.simulated)
-
-    def picture(self, path: Path | str | None = None) -> Path:
-        """Draws loss, score and time; to ``run.png`` in the run's folder when no path is given.
-
-        Returns:
-          Where it is.
-        """
-        from farflung.report import run_picture
-
-        path = Path(path or self.files.picture)
-        with reading(self.files.path, "its events are damaged and cannot be drawn", DataError):
-            run_picture(self.events, path, title=self.config.title, simulated=self.simulated)
-        return path
 
     def keep(self, folder: Path | str) -> Path:
         """Copies its files to a folder that is not there yet.

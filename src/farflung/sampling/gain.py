@@ -141,10 +141,9 @@ class Gain:
         self._restart()
         return True
 
-    @property
-    def looks(self) -> bool:
-        """Whether scores have something to say while batches are uniform."""
-        return not self._why
+    def scores_at(self, step: int) -> bool:
+        """Returns whether a batch is scored at a step while batches are uniform."""
+        return not self._why and step % LOOK == 0
 
     @property
     def ratio(self) -> float:

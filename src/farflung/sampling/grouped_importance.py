@@ -13,7 +13,7 @@ from torch import Tensor
 from farflung.errors import ConfigError
 from farflung.options import choice_option, number_option, whole_option
 from farflung.sampling.bacc import Bacc
-from farflung.sampling.gain import LOOK, Gain
+from farflung.sampling.gain import Gain
 from farflung.sampling.importance import (
     Renewal,
     importance_weights,
@@ -299,8 +299,7 @@ class GroupedImportance:
             self._part = view.batch_size / max(view.batch_size, size if isinstance(view.pool, int) else count)
             self._by = self.gain.rule
             if self._by == "uniform":
-                looks = self.gain.looks and view.step % LOOK == 0
-                size = min(view.batch_size, size) if looks else 0
+                size = min(view.batch_size, size) if self.gain.scores_at(view.step) else 0
         elif self._rule is not None:
             self._by = "pool" if size else "uniform"
         aside = view.batch_size if self._statistics == "uniform" and self._by != "uniform" else 0
@@ -420,10 +419,8 @@ class GroupedImportance:
 
     def load_state_dict(self, state: State) -> None:
         ids = state["ids"].clone()
-        # A checkpoint of 0.1 has no shares of samples of a stream.
-        columns = zip(COLUMNS, self._blank(ids, 0), strict=True)
-        self._put(ids, *(state.get(name, blank).clone() for name, blank in columns))
-        self._life = float(state.get("life", math.inf))
+        self._put(ids, *(state[name].clone() for name in COLUMNS))
+        self._life = state["life"]
         self._renewal.load_state_dict(state["renewal"])
         self._cursor, self._by = state["cursor"], state["by"]
         self._bacc.load_state_dict(state["bacc"])

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from farflung.sim.retime import Retimed, retimed_events
     from farflung.sim.runtime import VirtualRuntime, VirtualWorld
     from farflung.sim.traffic import Traffic
-    from farflung.sim.transfers import Costs, Move, Timeline, timeline
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -22,17 +21,13 @@ else:
             "retime": "Retimed retimed_events",
             "runtime": "VirtualRuntime VirtualWorld",
             "traffic": "Traffic",
-            "transfers": "Costs Move Timeline timeline",
         },
     )
 
 __all__ = [
-    "Costs",
     "LinkModel",
-    "Move",
     "RecordedReplica",
     "Retimed",
-    "Timeline",
     "Traffic",
     "TrafficRecorder",
     "VirtualClock",
@@ -41,5 +36,4 @@ __all__ = [
     "VirtualRuntime",
     "VirtualWorld",
     "retimed_events",
-    "timeline",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import socket
 import threading
 import time
@@ -33,8 +32,6 @@ class CommunicationThread(threading.Thread):
         super().__init__(name="farflung-communication", daemon=True)
         self._view, self._now, self._deadline_s = view, now, deadline_s
         self._soon: deque[Callable[[], None]] = deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = 0
         self._sleeping = False
         self._stopping = False
         self._launched: set[Pending[Any]] = set()
@@ -60,8 +57,7 @@ class CommunicationThread(threading.Thread):
 
     def at(self, t: float, fn: Callable[[], None]) -> None:
         """Runs ``fn`` when the clock shows ``t``; callable from this thread only."""
-        self._sequence += 1
-        heapq.heappush(self._timers, (t, self._sequence, fn))
+        self._view.transport.call_later(t - self._now(), fn)
 
     def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Runs a coroutine here; callable from any thread. It fails where this thread has ended or ends before."""
@@ -111,21 +107,13 @@ class CommunicationThread(threading.Thread):
     def _turn(self) -> None:
         while self._soon:
             self._soon.popleft()()
-        now = self._now()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
         look_again = self._view.check_deadline(self._deadline_s)
         self._sleeping = True
         # A callback queued before `_sleeping` was set rang no bell: look once more.
-        patience = 0.0 if self._soon or self._stopping else self._patience(now, look_again)
-        self._view.transport.poll(patience)
+        due = self._soon or self._stopping
+        left_s = None if look_again is None else max(0.0, look_again - self._now())
+        self._view.transport.poll(0.0 if due else left_s)
         self._sleeping = False
 
     def _heard(self) -> None:
         self._ear.recv(4096)
-
-    def _patience(self, now: float, look_again: float | None) -> float | None:
-        if self._timers:
-            due = self._timers[0][0]
-            look_again = due if look_again is None else min(due, look_again)
-        return None if look_again is None else max(0.0, look_again - now)

@@ -41,19 +41,6 @@ DATA: dict[str, Source | None] = {
 """The data set that each family of workloads (the part of a name before the slash) trains on without options; ``None``
 where the samples are made up."""
 
-_MOVED = {
-    "ag-news/attentive-lstm": "news:ag_news_attentive_lstm",
-    "ag-news/lstm": "news:ag_news_lstm",
-    "aid/mobilenet": "aid:mobilenet",
-    "aid/mobilenetv2": "aid:mobilenetv2",
-    "newsgroups/lstm": "news:newsgroups_lstm",
-    "speech-commands/vgg": "speech_commands:vgg",
-    "speech-commands/vgg13": "speech_commands:vgg13",
-    "svhn/resnet18": "svhn:resnet18",
-    "svhn/resnet8": "svhn:resnet8",
-}
-"""Workloads of earlier versions, by the function that makes each now."""
-
 
 def data_of(name: str) -> Source | None:
     """The data set that the workload called ``name`` trains on without options; ``None`` where samples are made up."""
@@ -70,17 +57,13 @@ def workload(name: str, **options: Json) -> Workload:
 
     Raises:
       UnknownName: no such workload.
-      ConfigError: one that the package has no more, an option it does not have, or something that is no workload.
+      ConfigError: an option it does not have, or something that is no workload.
 
     >>> workload("synthetic/quadratic", dim=8).name
     'synthetic/quadratic'
     """
     if ":" in name:
         return check_workload(build("workload", name, {}, options))
-    if name in _MOVED:
-        raise ConfigError(
-            f"workload {name} is benchmarks.workloads.{_MOVED[name]} now, in a checkout of farflung's repository"
-        )
     try:
         factory = WORKLOADS[name]
     except KeyError:

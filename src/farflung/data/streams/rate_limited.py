@@ -27,7 +27,7 @@ class RateLimited:
       rate: :math:`S_i`, samples per second, above 0: one number, or one for each replica; pairs of a begin in seconds
         and a number in the place of a number are a rate that changes, counted from the first step of the run. In words:
         ``"S1"``, ``"S2"``, ``"S1'"`` or ``"S2'"`` draws each replica's from a law of Tyagi & Swany 2022, Table I, at
-        least 8; ``"printed S1"`` is the list in their scripts; ``"trace FILE"`` has the pairs in a CSV file.
+        least 8; ``"trace FILE"`` has the pairs in a CSV file.
       buffer: how what has arrived is kept, and what a step takes of it; see :class:`Buffer`.
 
     Raises:

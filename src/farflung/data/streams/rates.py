@@ -16,7 +16,7 @@ from farflung.errors import ConfigError, DataError
 from farflung.files import number_pairs, reading
 from farflung.seeding import generator
 
-__all__ = ["PRINTED", "RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn"]
+__all__ = ["RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
 Rates: TypeAlias = float | str | Sequence[float | tuple[float, float] | Pairs]
@@ -50,12 +50,6 @@ RATE_SETS = {
     "S2'": RateSet("normal", 256, 28),
 }
 """Tyagi & Swany 2022 (ScaDLES), Table I."""
-PRINTED = {
-    "S1": (50, 38, 12, 36, 34, 13, 82, 40),
-    "S1'": (92, 38, 62, 42, 48, 88, 90, 22, 44, 28),
-    "S2'": (270, 218, 300, 246, 232, 284, 284, 236, 274, 228),
-}
-"""The lists in their published scripts, where the last one is named S2; its mean and deviation are those of S2'."""
 
 
 def drawn(name: str, count: int, seed: int) -> list[float]:
@@ -125,8 +119,8 @@ def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
 
     Args:
       rate: one for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a number;
-        or in words: the name of a law, of which each replica's rate is drawn, ``"printed NAME"`` for a list, or
-        ``"trace FILE"`` for a CSV file of such pairs, for all.
+        or in words: the name of a law, of which each replica's rate is drawn, or ``"trace FILE"`` for a CSV file of
+        such pairs, for all.
       size: of replicas.
       seed: of the draw, alike on all.
 
@@ -152,16 +146,8 @@ def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
 def _named(name: str, size: int, seed: int) -> Sequence[float]:
     if name in RATE_SETS:
         return drawn(name, size, seed)
-    listed = name.removeprefix("printed ")
-    if listed == name or listed not in PRINTED:
-        known = ", ".join([*RATE_SETS, *(f"printed {one}" for one in PRINTED), f"{TRACE}FILE"])
-        raise ConfigError(f"stream rate({name!r}): no such rates; there are {known}")
-    rates = PRINTED[listed]
-    if size > len(rates):
-        raise ConfigError(
-            f"stream rate({name!r}): a list of {len(rates)} for {size} replicas: use {listed!r} itself"
-        )
-    return [float(one) for one in rates[:size]]
+    known = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
+    raise ConfigError(f"stream rate({name!r}): no such rates; there are {known}")
 
 
 def _trace(path: Path) -> RateCourse:
