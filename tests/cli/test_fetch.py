@@ -140,7 +140,6 @@ def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_data_set_of_a_benchmark(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    assert "data set 'aid-64' is benchmarks.workloads.aid:SOURCE in a checkout" in refused(capsys, "aid-64")
     said = refused(capsys, "benchmarks.workloads.aid:SOURCE")
     assert "aid-64 cannot be fetched: get AID from https://" in said
 

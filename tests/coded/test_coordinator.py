@@ -376,19 +376,6 @@ def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
     )
 
 
-def test_a_roster_of_0_1_which_has_the_labels_in_it_is_read(tmp_path: Path) -> None:
-    registry = Run()(products_agree(1)).coordinator.registry
-    save_tree(tmp_path / "roster.safetensors", registry.tree())
-    with closing(Record(tmp_path)) as record:
-        again = record.registry()
-        assert again is not None
-        assert all(map(torch.equal, *([one.labels for one in book.partitions] for book in (again, registry))))
-        record.keep_registry(again)
-        kept = record.registry()
-    assert kept is not None
-    assert kept.tree()["blocks"] == registry.tree()["blocks"]
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"transposed": "repair"}, {"redundancy": 0}, {"redundancy": 2}], ids=str
 )

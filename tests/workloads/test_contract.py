@@ -156,13 +156,6 @@ def test_training_repeats_from_a_seed(task: Workload, batch: Batch) -> None:
     assert torch.equal(trained(), trained())
 
 
-def test_a_workload_that_has_moved_says_where() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^workload aid/mobilenet is benchmarks\.workloads\.aid:mobilenet now, in a"
-    ):
-        workload("aid/mobilenet")
-
-
 def test_names_and_options() -> None:
     with pytest.raises(UnknownName, match=r"unknown workload 'x'; known: .*fashion-mnist/cnn"):
         workload("x")
