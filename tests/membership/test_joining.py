@@ -100,6 +100,17 @@ def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkP
     assert joined(ended)["nbytes"] < 1.5 * plain["nbytes"]
 
 
+@pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.1))"])
+def test_a_member_tells_late_of_results_that_are_being_fetched(codec: str, homes: NetworkProfile) -> None:
+    faults = FaultPlan().join(2, at_s=0.3).cut(1, 2, at_s=0.6, for_s=3.0)
+    how: dict[str, Any] = {"network": homes, "evaluate_every": 0, "seconds_per_sample": 0.01}
+    ended = run(3, faults, f"synchronous(codec='{codec}')", workload="large", steps=60, deadline_s=5.0, **how)
+    check(ended)
+    told: list[Any] = [one for one in ended.events if one["event"] == "step" and one["rank"] == 0]
+    assert max(one["duration_s"] for one in told) < 5.0
+    assert len(ended.models) == 3
+
+
 @pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=4)"])
 def test_one_that_is_too_far_behind_is_waited_for(
     schedule: str, homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,8 @@ class _Offer:
     """Results that the replica has not fetched, by number."""
     begins: Mapping[str, Any] | None = None
     """Where it begins, once that is known."""
+    view: int = 0
+    """The number of the last view that the replica was told of."""
 
     @property
     def is_stale(self) -> bool:
@@ -147,9 +149,16 @@ class StateGiver:
         if (offer := self._offers.get(rank)) is None:
             return
         sizes = [[digest, part.nbytes] for digest, part in offer.parts.items()]
-        told = {"step": offer.step, "parts": sizes, "needed": [*offer.needed], "started": offer.started}
+        view = self._view_news()
+        told = {
+            "step": offer.step,
+            "parts": sizes,
+            "needed": [*offer.needed],
+            "started": offer.started,
+            "view": view["number"],
+        }
         self._tell(rank, {"offer": told})
-        self._tell(rank, {"view": self._view_news()})
+        self._tell_view(rank, view)
         for result in offer.results.values():
             self._tell_result(rank, result, 0)
         if offer.begins is not None:
@@ -195,7 +204,11 @@ class StateGiver:
     def tell_view(self) -> None:
         """Tells the replicas that follow of the newest view."""
         for rank in self._offers:
-            self._tell(rank, {"view": self._view_news()})
+            self._tell_view(rank, self._view_news())
+
+    def _tell_view(self, rank: int, view: Mapping[str, Any]) -> None:
+        self._offers[rank].view = view["number"]
+        self._tell(rank, {"view": view})
 
     def _tell(self, rank: int, news: Mapping[str, Any]) -> None:
         self._comm.send(text_payload(json.dumps(news).encode()), rank, NEWS, -1)
@@ -205,14 +218,19 @@ class StateGiver:
         while True:
             rank, payload = await self._comm.recv_any(_REQUESTS, deadline_s=math.inf)
             with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
-                fetched, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
-                self._answer(rank, fetched, name, begin, nbytes)
+                view, fetched, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
+                self._answer(rank, view, fetched, name, begin, nbytes)
 
-    def _answer(self, rank: int, fetched: Iterable[int], name: Name, begin: int, nbytes: int) -> None:
-        """Sends a piece of a part of the snapshot or of a result, and drops results that have been fetched."""
+    def _answer(
+        self, rank: int, view: int, fetched: Iterable[int], name: Name, begin: int, nbytes: int
+    ) -> None:
+        """Sends a piece of a part of the snapshot or of a result, and drops results that have been fetched.
+
+        Results may have been made again in a newer view than the replica knew of when it named them.
+        """
         if (offer := self._offers.get(rank)) is None:
             return
-        for number in fetched:
+        for number in fetched if view >= offer.view else ():
             offer.results.pop(number, None)
         content = offer.parts.get(name) if isinstance(name, str) else offer.results[name].content
         if content is not None and 0 <= begin < begin + nbytes <= content.nbytes:
@@ -463,7 +481,7 @@ class Follower:
     def hear(self, rank: int, text: bytes) -> None:
         """Takes what a member tells; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is malformed."""
         news = json.loads(text)
-        if (offer := news.get("offer")) is not None:
+        if (offer := news.get("offer")) is not None and offer["view"] >= self._view:
             self._release(rank)
             parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}
             self._sources[rank] = _Source(offer["step"], parts, frozenset(offer["needed"]), offer["started"])
@@ -493,10 +511,12 @@ class Follower:
         self._kept_from = max(self._kept_from, least)
         if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
             return
-        source.results.add(number)
-        if number in self.results or number < self._kept_from:
+        is_lacking = number not in self.results and number >= self._kept_from
+        if not is_lacking and number not in self._contents:
             source.fetched.append(number)
-        if number not in self._index and number >= self._kept_from:
+            return
+        source.results.add(number)
+        if number not in self._index:
             self._index[number] = exchange, part, begun
             self._numbers[exchange, part] = number
             self._contents[number] = _Content(nbytes)
@@ -524,6 +544,7 @@ class Follower:
             self.results.pop(each, None)
             for source in self._sources.values():
                 source.results.discard(each)
+                source.fetched = [number for number in source.fetched if number != each]
                 source.asked = {asked: told for asked, told in source.asked.items() if asked[0] != each}
 
     def drop(self, rank: int) -> None:
@@ -583,7 +604,7 @@ class Follower:
                     most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
                     begin, nbytes = content.next_piece(most_nbytes)
                     source.asked[name, begin] = nbytes, self._runtime.now()
-                    text = json.dumps([source.fetched, name, begin, nbytes]).encode()
+                    text = json.dumps([self._view, source.fetched, name, begin, nbytes]).encode()
                     source.fetched.clear()
                     self._comm.send(text_payload(text), rank, _REQUESTS, -1)
 

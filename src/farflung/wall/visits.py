@@ -112,7 +112,7 @@ class _Visits:
     async def listen(self, guest: Guest | None) -> None:
         """Answer from now on, and hear from other members of replicas that join."""
         if guest is not None:
-            guest.watch(self.elastic)
+            guest.watch(self._runtime, self.elastic)
             for peer in guest.guests:
                 self._admit(peer)
         self._runtime.view.transport.receive(self._key, partial(answered, self._find))
@@ -204,7 +204,8 @@ class _Visits:
         for rank in runtime.view.present() - {peer.rank}:
             self._tell(rank, peer)
         known = [runtime.peers[rank] for rank in self.elastic.members if rank in runtime.peers]
-        return {"members": [one.to_json() for one in known], "guests": guests}
+        view = self.elastic.view_number
+        return {"view": view, "members": [one.to_json() for one in known], "guests": guests}
 
     def _admit(self, peer: Peer) -> None:
         known = self._runtime.peers.get(peer.rank)
@@ -249,6 +250,8 @@ class Guest:
         """Others that join."""
         self._greetings: dict[int, Pending[None]] = {}
         """When each member greets, by rank."""
+        self._view = 0
+        """The view whose members these are."""
         self._elastic: Elastic | None = None
 
     @property
@@ -309,6 +312,7 @@ class Guest:
             raise RunLost(f"no member is left of those that have answered: {error}") from None
         if "again" in answer:
             raise RunLost(answer["again"])
+        self._view = int(answer["view"])
         self.guests = [Peer.from_json(text) for text in answer["guests"]]
         peers = [Peer.from_json(text) for text in answer["members"]]
         runtime.launch(self._meet(runtime, peers)).wait()
@@ -353,16 +357,23 @@ class Guest:
         """Whether this replica has, or had, the state of the run."""
         return self._elastic is not None and self._elastic.has_begun
 
-    def watch(self, elastic: Elastic) -> None:
-        """End where one of the members has not greeted in time, and is one still."""
+    def watch(self, runtime: WallRuntime, elastic: Elastic) -> None:
+        """End where a member has not greeted in time, and was one all that time.
+
+        Where a view was without it meanwhile, as without one that stood still, its time begins again.
+        """
         self._elastic = elastic
 
-        def greets(rank: int, greeted: Pending[None]) -> None:
-            if isinstance(greeted.error, (DeadlinePassed, ProtocolError)):
+        def greets(rank: int, view: int, greeted: Pending[None]) -> None:
+            was_away = any(rank in change.lost for change in elastic.changes if change.view > view)
+            if isinstance(greeted.error, DeadlinePassed) and was_away and elastic.joins:
+                again = self._greetings[rank] = runtime.let_in(runtime.peers[rank])
+                again.on_done(partial(greets, rank, elastic.changes[-1].view))
+            elif isinstance(greeted.error, (DeadlinePassed, ProtocolError)):
                 elastic.cannot_reach(rank, greeted.error)
 
         for rank, greeted in self._greetings.items():
-            greeted.on_done(partial(greets, rank))
+            greeted.on_done(partial(greets, rank, self._view))
 
 
 def _place(peer: Peer) -> str | None:
