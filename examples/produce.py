@@ -14,7 +14,7 @@ import time
 import torch
 from confluent_kafka import KafkaError, Message, Producer
 
-from farflung.data import as_messages
+from farflung.streams import as_messages
 from farflung.workloads import workload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

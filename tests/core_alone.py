@@ -18,19 +18,21 @@ import torch
 import farflung
 from farflung.data import Share, a9a
 from farflung.data.source import Location
-from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import MissingExtra
 from farflung.lab import Lab
 from farflung.network import network_profile
 from farflung.report import comparison_table, partition_table, summary_table
 from farflung.report.pictures import picture
+from farflung.streams.kafka_topic import KafkaSource
 
 
 def import_everything() -> None:
     with_extras = (
         "farflung.cli",
         "farflung.__main__",
+        "farflung.coded.cli",
         "farflung.coded.estimators",
+        "farflung.lab.cli",
         "farflung.integrations.",
     )
     for module in pkgutil.walk_packages(farflung.__path__, "farflung.", onerror=lambda name: None):

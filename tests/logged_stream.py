@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from farflung.data import LiveStream, iterator, kafka
-from farflung.data.streams.live import STRIDE
+from farflung.streams import LiveStream, iterator, kafka
+from farflung.streams.live import STRIDE
 from farflung.types import Feed, SampleIds, Samples
 from farflung.workloads import workload
 

@@ -22,9 +22,9 @@ import torch
 from benchmarks.common import Benchmark, Group, Measured, main
 from benchmarks.common.workers import environment
 from benchmarks.kafka.producers import COUNTS, PRODUCE, RATES, THREADS, effective
-from farflung.data import as_messages, kafka
-from farflung.data.streams.kafka import QUEUE
 from farflung.errors import LabError
+from farflung.streams import as_messages, kafka
+from farflung.streams.kafka_topic import QUEUE
 from farflung.types import Batch, Dataset, Decision, Feed
 from farflung.workloads import workload
 from tests.broker import HOME, Broker

@@ -11,10 +11,10 @@ from benchmarks.common.worlds import replicas_in
 from benchmarks.scadles.limits import BASE, LEAST, MOST, weighted
 from farflung.config import Training
 from farflung.data import Injection
-from farflung.data.streams.rates import courses
 from farflung.replica import Replica
 from farflung.seeding import derive
 from farflung.sim import VirtualWorld
+from farflung.streams.rates import courses
 from farflung.workloads import workload
 
 __all__ = ["bytes_sent"]

@@ -30,8 +30,8 @@ from benchmarks.scadles.limits import (
 )
 from benchmarks.scadles.memory import OPTIMIZERS, memory
 from benchmarks.scadles.streamed import NETS, Point, Streamed
-from farflung.data.streams.rates import courses, drawn
 from farflung.seeding import derive
+from farflung.streams.rates import courses, drawn
 
 FOLDER = Path(__file__).parent
 DEVICES, FEW = 16, 10

@@ -34,7 +34,6 @@ __all__ = [
     "StateOutdated",
     "StorageError",
     "Suspended",
-    "Undecodable",
     "UnknownName",
     "Unsupported",
     "WaitEnded",
@@ -169,31 +168,6 @@ class PeerLost(RunLost):
     def __init__(self, rank: int, detail: str) -> None:
         self.rank, self.detail = rank, detail
         super().__init__(f"lost rank {rank}: {detail}")
-
-
-class Undecodable(RunLost):
-    """The answers that there are do not determine all partitions of coded training.
-
-    Args:
-      partitions: how many are to be determined.
-      answers: how many there are.
-      rank: of their coefficients.
-      condition: of the decoding matrix; infinite below full rank.
-      max_condition: up to which it would have been decoded.
-    """
-
-    def __init__(
-        self, partitions: int, answers: int, rank: int, condition: float, max_condition: float
-    ) -> None:
-        self.partitions, self.answers, self.rank = partitions, answers, rank
-        self.condition, self.max_condition = condition, max_condition
-        if rank < partitions:
-            why = f"they are of rank {rank}"
-        else:
-            why = f"their condition is {condition:.1e}, above {max_condition:.1e}"
-        super().__init__(
-            f"{answers} answers do not determine {partitions} partitions: {why}; wait for more, or add coded blocks"
-        )
 
 
 class DeadlinePassed(RunLost):

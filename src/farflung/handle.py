@@ -179,7 +179,7 @@ def attach(
       quorum: ``majority``, or ``1``: replicas that lose touch with the majority go on alone, each part with a model of
         its own.
       show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
-        example :class:`farflung.report.RunLog`.
+        example :class:`farflung.loggers.RunLog`.
 
     Raises:
       UnknownName: no such recipe or network.

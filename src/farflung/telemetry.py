@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ from farflung.errors import DataError
 from farflung.files import JsonLinesFile, json_lines
 from farflung.types import Json
 
-__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "both", "read_events"]
+__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "both", "number", "read_events"]
 
 Event: TypeAlias = "dict[str, Json]"
 """One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
@@ -75,3 +75,23 @@ def read_events(path: Path) -> list[Event]:
 
     json_lines(path, "not an event; the file is damaged", take, DataError)
     return events
+
+
+def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
+    """Reads one number of an event, or of a summary.
+
+    Args:
+      values: the event or the summary.
+      name: of the number.
+      of: begins the message of the error; the rank of the event when not given.
+
+    Raises:
+      DataError: there is no such number.
+    """
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        of = of or (f"rank {values['rank']}" if "rank" in values else "the run")
+        if "event" in values:
+            raise DataError(f"{of}: no number {name} in an event ({values['event']}); its events are damaged")
+        raise DataError(f"{of} has no number {name}: it is damaged or of another kind")
+    return value

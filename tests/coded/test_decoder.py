@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.coded.codes import Masked, Replication
 from farflung.coded import MDS, RLNC, Decoder, Plan, Plans, codes
-from farflung.errors import Undecodable
+from farflung.coded.codes import Undecodable
 from farflung.seeding import generator
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from farflung.config import Training
-from farflung.data import NoSharing, RateLimited
+from farflung.data import NoSharing
 from farflung.devices import DeviceProfile, Varying
 from farflung.network import network_profile
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica, keep_once
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
+from farflung.streams import RateLimited
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Communicator, Json
 from farflung.workloads import workload

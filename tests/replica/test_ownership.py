@@ -16,7 +16,7 @@ import torch
 
 from farflung.comm.channel import Purpose
 from farflung.config import Training
-from farflung.data import IID, Holding, InMemory, RateLimited
+from farflung.data import IID, Holding, InMemory
 from farflung.data.sharing import Resharding
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
@@ -26,6 +26,7 @@ from farflung.replica import Checkpoints, Replica
 from farflung.replica.ownership import Ownership
 from farflung.sampling import Uniform
 from farflung.sim import LinkModel, VirtualWorld
+from farflung.streams import RateLimited
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Moved, Payload, SampleIds, Tag
 from farflung.workloads import Quadratic

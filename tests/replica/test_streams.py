@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from farflung.config import Training
-from farflung.data import InMemory, RateLimited, iterator
+from farflung.data import InMemory
 from farflung.decisions import DecisionLog, read_decisions
 from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
 from farflung.recipes import recipe
 from farflung.replica import Checkpoints, Replica
 from farflung.sim import LinkModel, VirtualWorld
+from farflung.streams import RateLimited, iterator
 from farflung.telemetry import Event, Telemetry
 from farflung.types import (
     Arrivals,

@@ -16,16 +16,16 @@ import torch
 
 from farflung import extras
 from farflung.cli.main import main
-from farflung.data import LiveStream, as_messages, kafka
-from farflung.data.streams.kafka import KafkaSource
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, MissingExtra
+from farflung.streams import LiveStream, as_messages, kafka
+from farflung.streams.kafka_topic import KafkaSource
 from farflung.telemetry import read_events
 from farflung.workloads import workload
 from tests.broker import HOME, READY_S, Broker
-from tests.data.test_live import DATA, VALUES, step
-from tests.data.test_streams import feed
 from tests.forks import Fork, farflung, ran, script
 from tests.logged_stream import used
+from tests.streams.test_live import DATA, VALUES, step
+from tests.streams.test_streams import feed
 
 AWAY_S = 4.0
 """How long the broker is away; longer than the deadline of messages."""

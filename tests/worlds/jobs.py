@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from farflung.config import Training
-from farflung.data import IID, Holding, RateLimited
+from farflung.data import IID, Holding
 from farflung.decisions import DecisionLog
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.replica import Checkpoints, Replica, place
 from farflung.seeding import RandomState, derive, generator
 from farflung.sim import LinkModel, VirtualWorld
+from farflung.streams import RateLimited
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Decision, PoolView, Runtime, Stream, Workload
 from farflung.wall import WallRuntime

@@ -25,7 +25,6 @@ from farflung.cli.probing import Probed, listening, probe, serve
 from farflung.comm.endpoint import ports_in
 from farflung.comm.interface import check_host, interface_address, loopback_address, route_to
 from farflung.errors import ConfigError
-from farflung.lab import why_not
 from farflung.types import Json
 
 __all__ = ["Doctor"]
@@ -158,8 +157,7 @@ def _machine(hosts: list[str]) -> Iterator[tuple[str, str]]:
         "messages and gloo use",
         ways or f"{loopback_address()}, or under torchrun the address on the way to MASTER_ADDR",
     )
-    lab = why_not() if packages["pyroute2"] else "no: pip install 'farflung[lab]'"
-    yield "lab", lab or "yes; farflung lab --check measures its links"
+    yield "lab", "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'"
     yield "samples from Kafka", "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'"
 
 

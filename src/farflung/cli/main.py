@@ -46,12 +46,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("farflung.cli.report", "Report"),
     "watch": ("farflung.cli.report", "Watch"),
     "list": ("farflung.cli.listing", "List"),
-    "lab": ("farflung.cli.lab", "RunInLab"),
+    "lab": ("farflung.lab.cli", "RunInLab"),
     "data": ("farflung.cli.fetch", "Data"),
     "calibrate": ("farflung.cli.calibrate", "Calibrate"),
     "doctor": ("farflung.cli.doctor", "Doctor"),
     "keys": ("farflung.cli.keys", "MakeKeys"),
-    "coded": ("farflung.cli.coded", "Coded"),
+    "coded": ("farflung.coded.cli", "Coded"),
 }
 """Module and class of each sub-command, which is imported only where it is the one that runs."""
 

@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from farflung.cli.output import stderr_console
 from farflung.report import score_words
-from farflung.report.reading import number
-from farflung.telemetry import Event
+from farflung.telemetry import Event, number
 
 __all__ = ["Bar", "ComparisonProgress", "Progress", "clock_text"]
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import tyro
 
+from farflung._linux import die_with_parent
 from farflung.errors import ConfigError
-from farflung.lab.kernel import die_with_parent
 from farflung.membership import SUPERVISOR, Page, certify
 
 __all__ = ["Worker"]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farflung.errors import Undecodable
+from farflung.errors import RunLost
 from farflung.noise import uniform_row
 from farflung.seeding import derive
 
@@ -29,6 +29,7 @@ __all__ = [
     "Decoder",
     "Plan",
     "Plans",
+    "Undecodable",
     "combination",
     "missing_ranks",
     "normal_row",
@@ -53,6 +54,31 @@ _ROUNDING = 1e-12
 
 Index = TypeVar("Index", bound=Hashable)
 """Names a block, or the answer of one."""
+
+
+class Undecodable(RunLost):
+    """The answers that have arrived do not determine all partitions.
+
+    Args:
+      partitions: how many are to be determined.
+      answers: how many there are.
+      rank: of their coefficients.
+      condition: of the decoding matrix; infinite below full rank.
+      max_condition: up to which it would have been decoded.
+    """
+
+    def __init__(
+        self, partitions: int, answers: int, rank: int, condition: float, max_condition: float
+    ) -> None:
+        self.partitions, self.answers, self.rank = partitions, answers, rank
+        self.condition, self.max_condition = condition, max_condition
+        if rank < partitions:
+            why = f"they are of rank {rank}"
+        else:
+            why = f"their condition is {condition:.1e}, above {max_condition:.1e}"
+        super().__init__(
+            f"{answers} answers do not determine {partitions} partitions: {why}; wait for more, or add coded blocks"
+        )
 
 
 class Code(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from farflung.comm.channel import Purpose
+from farflung.comm.channel import PURPOSES, PurposeBase
 from farflung.types import Communicator, Payload, Tag
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "OPERAND",
     "REPORT",
     "Built",
+    "CodedPurpose",
     "Columns",
     "Command",
     "Drop",
@@ -53,13 +54,25 @@ __all__ = [
     "unpacked",
 ]
 
-COMMAND = Tag(Purpose.MEMBERS.at(0), 0)
+
+class CodedPurpose(PurposeBase):
+    """What the messages of coded training are for; the numbers are those that :class:`farflung.comm.Purpose` lacks."""
+
+    MEMBERS = 13, "members", "the registry of members"
+    ENCODING = 14, "encoding", "pieces of other devices' data"
+    OPERANDS = 15, "operands", "what to multiply by"
+    ANSWERS = 16, "answers", "products"
+
+
+PURPOSES.update({int(purpose): purpose for purpose in CodedPurpose})
+
+COMMAND = Tag(CodedPurpose.MEMBERS.at(0), 0)
 """Commands of the coordinator to a device."""
-REPORT = Tag(Purpose.MEMBERS.at(0), 1)
+REPORT = Tag(CodedPurpose.MEMBERS.at(0), 1)
 """Reports of a device to the coordinator."""
-ASK = Tag(Purpose.MEMBERS.at(0), 2)
+ASK = Tag(CodedPurpose.MEMBERS.at(0), 2)
 """Requests of one device to another."""
-OPERAND = Tag(Purpose.OPERANDS.at(0))
+OPERAND = Tag(CodedPurpose.OPERANDS.at(0))
 """Products to be made, and the end."""
 
 _MAX_TEXT_NBYTES = 1 << 20
@@ -69,12 +82,12 @@ _NOTHING = torch.empty(0, dtype=torch.float64)
 
 def reply(number: int) -> Tag:
     """Gives the tag of the answer to a numbered request between devices."""
-    return Tag(Purpose.ENCODING.at(number))
+    return Tag(CodedPurpose.ENCODING.at(number))
 
 
 def answers(round: int) -> Tag:
     """Gives the tag of the products of one round."""
-    return Tag(Purpose.ANSWERS.at(round))
+    return Tag(CodedPurpose.ANSWERS.at(round))
 
 
 async def sent(comm: Communicator, payload: Payload, rank: int, tag: Tag) -> None:

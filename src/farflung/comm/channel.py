@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -14,9 +14,11 @@ from farflung.tasks import Pending, done
 from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
 
 __all__ = [
+    "PURPOSES",
     "RELAYED",
     "ExchangeChannel",
     "Purpose",
+    "PurposeBase",
     "Started",
     "Values",
     "describe",
@@ -31,21 +33,31 @@ _THROUGH = done(None)
 _STEP_BITS = 56
 
 
-class Purpose(IntEnum):
-    """What an exchange is for; exchanges are numbered by purpose and step, so that no two ever meet.
+class PurposeBase(IntEnum):
+    """What exchanges are for; exchanges are numbered by purpose and step, so that no two ever meet.
 
-    Each has a number, the ``kind`` that its bytes are counted as, and ``words`` for errors. ``gradients`` are whatever
-    steps exchange, updates too.
+    Each member has a number, the ``kind`` that its bytes are counted as, and ``words`` for errors.
     """
 
     kind: str
     words: str
 
-    def __new__(cls, number: int, kind: str, words: str) -> Purpose:
+    def __new__(cls, number: int, kind: str, words: str) -> Self:
         """Makes an integer with two attributes."""
         purpose = int.__new__(cls, number)
         purpose._value_, purpose.kind, purpose.words = number, kind, words
         return purpose
+
+    def at(self, step: int) -> int:
+        """The number of this purpose's exchange at one step."""
+        return self << _STEP_BITS | step
+
+
+class Purpose(PurposeBase):
+    """What the exchanges of replicas are for.
+
+    ``gradients`` are whatever steps exchange, updates too. Coded training has numbers 13 to 16.
+    """
 
     STEP = 0, "gradients", "the exchange"
     DECISION = 1, "decisions", "a decision"
@@ -59,10 +71,6 @@ class Purpose(IntEnum):
     UNUSED = 9, "unused", "unused parameters"
     JOIN = 10, "join", "the end of join()"
     MOMENTS = 11, "moments", "averaging the optimizer's state"
-    MEMBERS = 13, "members", "the registry of members"
-    ENCODING = 14, "encoding", "pieces of other devices' data"
-    OPERANDS = 15, "operands", "what to multiply by"
-    ANSWERS = 16, "answers", "products"
     VIEWS = 17, "views", "the agreement on the next view"
     ADOPTION = 18, "adoption", "the result of an exchange that another member holds"
     LEAVING = 19, "leaving", "the end of the run"
@@ -70,19 +78,16 @@ class Purpose(IntEnum):
     COMPARISON = 21, "comparison", "comparing the replicas' parameters"
     STOP = 22, "stop", "the agreement on the last step"
 
-    def at(self, step: int) -> int:
-        """The number of this purpose's exchange at one step."""
-        return self << _STEP_BITS | step
-
 
 RELAYED = "relayed"
 """What bytes are counted as that a replica passes on between two others; these count them too, as what they are for."""
-_PURPOSES: Mapping[int, Purpose] = {int(purpose): purpose for purpose in Purpose}
+PURPOSES: dict[int, PurposeBase] = {int(purpose): purpose for purpose in Purpose}
+"""All purposes by number; a package with purposes of its own adds them."""
 
 
 def kind_of(exchange: int) -> str:
     """What the bytes of an exchange are counted as: the kind of its purpose, or ``other`` where it has none."""
-    purpose = _PURPOSES.get(exchange >> _STEP_BITS)
+    purpose = PURPOSES.get(exchange >> _STEP_BITS)
     return "other" if purpose is None else purpose.kind
 
 
@@ -103,7 +108,7 @@ def describe(tag: Tag) -> str:
     'averaging or scoring the model at step 3, part 1, hop 0'
     """
     purpose, step = divmod(tag.exchange, 1 << _STEP_BITS)
-    return f"{_PURPOSES[purpose].words} at step {step}, part {tag.part}, hop {tag.hop}"
+    return f"{PURPOSES[purpose].words} at step {step}, part {tag.part}, hop {tag.hop}"
 
 
 class ExchangeChannel:

@@ -24,13 +24,6 @@ if TYPE_CHECKING:
     from farflung.data.sharing import SHARINGS, Injection, NoSharing, Resharding
     from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, fetch, locate
     from farflung.data.streams import STREAMS
-    from farflung.data.streams.buffer import Buffer, Buffering
-    from farflung.data.streams.iterator import iterator
-    from farflung.data.streams.kafka import kafka
-    from farflung.data.streams.live import LiveStream
-    from farflung.data.streams.messages import Decoder, as_messages
-    from farflung.data.streams.rate_limited import RateLimited
-    from farflung.data.streams.rates import RATE_SETS, RateCourse, Rates, RateSet, courses
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -43,13 +36,6 @@ else:
             "sharing": "SHARINGS Injection NoSharing Resharding",
             "source": "File Location Source Which cache_folder data_folder fetch locate",
             "streams": "STREAMS",
-            "streams.buffer": "Buffer Buffering",
-            "streams.iterator": "iterator",
-            "streams.kafka": "kafka",
-            "streams.live": "LiveStream",
-            "streams.messages": "Decoder as_messages",
-            "streams.rate_limited": "RateLimited",
-            "streams.rates": "RATE_SETS RateCourse Rates RateSet courses",
         },
     )
 
@@ -57,13 +43,9 @@ __all__ = [
     "CATALOG",
     "IID",
     "PARTITIONS",
-    "RATE_SETS",
     "SHARINGS",
     "STREAMS",
-    "Buffer",
-    "Buffering",
     "ByOrder",
-    "Decoder",
     "Dirichlet",
     "Entry",
     "File",
@@ -71,24 +53,17 @@ __all__ = [
     "InMemory",
     "Injection",
     "Labels",
-    "LiveStream",
     "Location",
     "NoSharing",
     "Partition",
-    "RateCourse",
-    "RateLimited",
-    "RateSet",
-    "Rates",
     "Resharding",
     "Share",
     "Source",
     "Subset",
     "TensorDataset",
     "Which",
-    "as_messages",
     "by_label",
     "cache_folder",
-    "courses",
     "data_folder",
     "describe",
     "dirichlet",
@@ -96,8 +71,6 @@ __all__ = [
     "fetch",
     "iid",
     "in_order",
-    "iterator",
-    "kafka",
     "locate",
     "source_named",
 ]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from farflung.lab._kernel import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, unshare
 from farflung.lab.children import Child
-from farflung.lab.kernel import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, unshare
 from farflung.lab.tun import open_tun
 
 __all__ = ["Ability", "abilities", "why_not"]

@@ -18,8 +18,8 @@ from typing import Self
 from farflung.errors import LabError
 from farflung.extras import need
 from farflung.faults import Condition
+from farflung.lab._kernel import inside
 from farflung.lab.children import Child
-from farflung.lab.kernel import inside
 from farflung.lab.line import run_line
 from farflung.lab.measure import Measured, Pair, expected, measure_latencies, measure_trains
 from farflung.lab.queues import Queues

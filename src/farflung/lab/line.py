@@ -14,8 +14,9 @@ import socket
 import time
 from collections.abc import Mapping
 
+from farflung._linux import die_with_parent
 from farflung.faults import Condition
-from farflung.lab.kernel import CLONE_NEWNET, die_with_parent, enter_network, unshare
+from farflung.lab._kernel import CLONE_NEWNET, enter_network, unshare
 from farflung.lab.queues import Queues
 from farflung.lab.tun import (
     LARGEST_PACKET,

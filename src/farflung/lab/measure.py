@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from farflung.lab.kernel import inside
+from farflung.lab._kernel import inside
 from farflung.lab.queues import WIRE_OVER_PAYLOAD, without_loss
 from farflung.lab.tun import address_of
 from farflung.network import Link, NetworkProfile, Path, Wiring

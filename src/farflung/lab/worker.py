@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from farflung._linux import die_with_parent
+from farflung.lab._kernel import CLONE_NEWPID, enter_network, mount_own_proc, unshare
 from farflung.lab.children import Child
-from farflung.lab.kernel import CLONE_NEWPID, die_with_parent, enter_network, mount_own_proc, unshare
 
 __all__ = ["members", "start_worker"]
 

@@ -1,12 +1,10 @@
-"""Tables and a page about runs, and pictures of comparisons and of coded training."""
+"""Tables and a page about runs, and pictures of comparisons."""
 
 from typing import TYPE_CHECKING
 
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
-    from farflung.report.bottleneck import slowest
-    from farflung.report.coded import coded_picture
     from farflung.report.comparison import (
         Compared,
         Course,
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
         comparison_picture,
         comparison_table,
     )
-    from farflung.report.loggers import RunLog
     from farflung.report.page import ReportedRun, report_data, report_page
     from farflung.report.partition import partition_table
     from farflung.report.tables import PLAIN_WIDTH, as_lines, as_text, score_words, summary_table, text_width
@@ -24,10 +21,7 @@ else:
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "bottleneck": "slowest",
-            "coded": "coded_picture",
             "comparison": "Compared Course compare_courses comparison_picture comparison_table",
-            "loggers": "RunLog",
             "page": "ReportedRun report_data report_page",
             "partition": "partition_table",
             "tables": "PLAIN_WIDTH as_lines as_text score_words summary_table text_width",
@@ -41,12 +35,10 @@ __all__ = [
     "Compared",
     "Course",
     "ReportedRun",
-    "RunLog",
     "SentByKind",
     "as_lines",
     "as_text",
     "chrome_trace",
-    "coded_picture",
     "compare_courses",
     "comparison_picture",
     "comparison_table",
@@ -55,7 +47,6 @@ __all__ = [
     "report_page",
     "score_words",
     "sent_by_kind",
-    "slowest",
     "summary_table",
     "text_width",
     "traffic_table",

@@ -14,9 +14,9 @@ import numpy as np
 
 from farflung.errors import DataError
 from farflung.report.pictures import BLUE, VERMILLION, percent, picture, ticks
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, sessions, time_split
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, sessions, time_split
 from farflung.report.tables import PLAIN_WIDTH, duration_words, new_table, score_words
-from farflung.telemetry import Event
+from farflung.telemetry import Event, number
 from farflung.types import Json
 
 if TYPE_CHECKING:

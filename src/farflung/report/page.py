@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from farflung.recipes import FAMILIES
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, RankCourse, number, rank_courses
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, RankCourse, rank_courses
 from farflung.report.tables import summary_table
 from farflung.report.trace import BESIDE, PARTS
 from farflung.report.traffic import sent_by_kind
-from farflung.telemetry import Event
+from farflung.telemetry import Event, number
 from farflung.types import Json
 
 __all__ = ["ReportedRun", "report_data", "report_page"]

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from farflung.errors import DataError
-from farflung.telemetry import Event
+from farflung.telemetry import Event, number
 from farflung.types import Json
 
 __all__ = [
     "PARTS_OF_TIME",
     "SELDOM",
     "RankCourse",
-    "number",
     "rank_course",
     "rank_courses",
     "sessions",
@@ -32,26 +31,6 @@ PARTS_OF_TIME = {
 SELDOM: Mapping[str, Json] = {"scoring": 0.0}
 """Those that a run leaves out which had none of them."""
 TOLD = {"begin", "step", "evaluation", "checkpoint", "exchange", "view", "end"}
-
-
-def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
-    """Reads one number of an event, or of a summary.
-
-    Args:
-      values: the event or the summary.
-      name: of the number.
-      of: begins the message of the error; the rank of the event when not given.
-
-    Raises:
-      DataError: there is no such number.
-    """
-    value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        of = of or (f"rank {values['rank']}" if "rank" in values else "the run")
-        if "event" in values:
-            raise DataError(f"{of}: no number {name} in an event ({values['event']}); its events are damaged")
-        raise DataError(f"{of} has no number {name}: it is damaged or of another kind")
-    return value
 
 
 def time_split(values: Mapping[str, Json], of: str) -> dict[str, float]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from farflung.errors import DataError
 from farflung.extras import need
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, number, time_split
+from farflung.report.reading import PARTS_OF_TIME, SELDOM, time_split
+from farflung.telemetry import number
 from farflung.types import Json
 
 if TYPE_CHECKING:

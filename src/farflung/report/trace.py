@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from farflung.report.reading import number, rank_courses
-from farflung.telemetry import Event
+from farflung.report.reading import rank_courses
+from farflung.telemetry import Event, number
 from farflung.types import Json
 
 __all__ = ["chrome_trace"]

@@ -503,7 +503,7 @@ class SimulatedConfig(RunConfig):
     def check(self) -> list[Share]:
         """See :meth:`RunConfig.check`."""
         from farflung.comm import collective_named
-        from farflung.data import LiveStream
+        from farflung.streams import LiveStream
 
         if collective_named(self.recipe.collective).by_backend:
             raise ConfigError(

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from farflung.errors import BadInput, RunLost
 from farflung.files import write_json, writing
-from farflung.report import slowest
+from farflung.runs.bottleneck import slowest
 from farflung.runs.config import RunConfig
 from farflung.runs.events import Buffered, listener
 from farflung.runs.folder import RunFolder

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from farflung.data import Share
 from farflung.errors import ConfigError
 from farflung.files import naming
-from farflung.report import RunLog
+from farflung.loggers import RunLog
 from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.result import Run

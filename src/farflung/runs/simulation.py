@@ -24,7 +24,7 @@ from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
 from farflung.replica import Replica, Summary, keep_once, save_tree
 from farflung.replica.placement import place
-from farflung.report import slowest
+from farflung.runs.bottleneck import slowest
 from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.preparing import Prepared, prepared

@@ -19,10 +19,10 @@ from farflung.cli.progress import Bar, clock_text
 from farflung.coded.coordinator import Settings
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
+from farflung.coded.picture import coded_picture
 from farflung.coded.record import Folder
 from farflung.coded.run import CodedRun, Learner
 from farflung.errors import ConfigError
-from farflung.report import coded_picture
 from farflung.report.tables import duration_words
 from farflung.runs import run_folder, settings_of
 from farflung.runs.stopping import asked_to_stop

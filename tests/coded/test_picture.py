@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from farflung.coded.picture import coded_picture
 from farflung.errors import DataError
-from farflung.report import coded_picture
 from farflung.telemetry import Event
 from farflung.types import Json
 

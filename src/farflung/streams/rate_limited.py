@@ -7,9 +7,9 @@ from typing import Unpack
 
 import torch
 
-from farflung.data.streams.buffer import Buffer, Buffering, buffered
-from farflung.data.streams.rates import Rates, courses
 from farflung.seeding import Passes, derive
+from farflung.streams.buffer import Buffer, Buffering, buffered
+from farflung.streams.rates import Rates, courses
 from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
 
 __all__ = ["RateLimited"]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data.streams.buffer import Buffer, Buffering, buffered
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError
+from farflung.streams.buffer import Buffer, Buffering, buffered
 from farflung.types import Decision, Feed, Json
-from tests.data.test_streams import numbers
+from tests.streams.test_streams import numbers
 
 LANES, STRIDE = 3, 16
 

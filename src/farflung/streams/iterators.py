@@ -14,10 +14,10 @@ from typing import Any, TypeAlias, Unpack
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import CHUNK, LiveStream, MessageSource, Reach, Records
-from farflung.data.streams.messages import function_named
 from farflung.errors import DataError
+from farflung.streams.buffer import Buffering, buffered
+from farflung.streams.live import CHUNK, LiveStream, MessageSource, Reach, Records
+from farflung.streams.messages import function_named
 
 __all__ = ["Factory", "iterator"]
 

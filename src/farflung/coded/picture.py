@@ -23,8 +23,7 @@ from farflung.report.pictures import (
     ticks,
     time_label,
 )
-from farflung.report.reading import number
-from farflung.telemetry import Event
+from farflung.telemetry import Event, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,18 +1,17 @@
-"""The calls of Linux that Python 3.11 lacks: namespaces, mounts, and the end of a child with its parent."""
+"""The calls of Linux for namespaces and mounts, which Python 3.11 lacks."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 from collections.abc import Iterator
+
+from farflung._linux import LIBC, check_call
 
 __all__ = [
     "CLONE_NEWNET",
     "CLONE_NEWNS",
     "CLONE_NEWPID",
-    "die_with_parent",
     "enter_network",
     "inside",
     "mount_own_proc",
@@ -23,9 +22,6 @@ CLONE_NEWNS = 0x00020000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
-_PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
@@ -34,7 +30,7 @@ def unshare(flags: int) -> None:
     Raises:
       OSError: it may not, or the kernel has none of that kind.
     """
-    _check("unshare", _libc.unshare(flags))
+    check_call("unshare", LIBC.unshare(flags))
 
 
 def enter_network(namespace: int) -> None:
@@ -43,7 +39,7 @@ def enter_network(namespace: int) -> None:
     Raises:
       OSError: it may not.
     """
-    _check("setns", _libc.setns(namespace, CLONE_NEWNET))
+    check_call("setns", LIBC.setns(namespace, CLONE_NEWNET))
 
 
 @contextlib.contextmanager
@@ -67,22 +63,5 @@ def mount_own_proc() -> None:
       OSError: it may not.
     """
     unshare(CLONE_NEWNS)
-    _check("mount", _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
-    _check("mount", _libc.mount(b"proc", b"/proc", b"proc", 0, None))
-
-
-def die_with_parent(parent: int) -> None:
-    """The calling process is killed when its parent ends, however that ends; at once where it has.
-
-    Args:
-      parent: what the parent's id was before this process was made; 0 where it is in another process namespace.
-    """
-    _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _check(call: str, result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
+    check_call("mount", LIBC.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    check_call("mount", LIBC.mount(b"proc", b"/proc", b"proc", 0, None))

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from farflung.cli.coded.coordinator import Coordinate
-from farflung.cli.coded.demo import Demo
-from farflung.cli.coded.device import Attend
+from farflung.coded.cli.coordinator import Coordinate
+from farflung.coded.cli.demo import Demo
+from farflung.coded.cli.device import Attend
 
 __all__ = ["Attend", "Coded", "Coordinate", "Demo"]
 

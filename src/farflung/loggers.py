@@ -21,10 +21,10 @@ from farflung.types import Json
 
 __all__ = ["LOGGERS", "RunLog", "figures"]
 
-Log: TypeAlias = "Callable[[Mapping[str, float], int, float], None]"
+_Log: TypeAlias = "Callable[[Mapping[str, float], int, float], None]"
 """Takes values by name, the step that they belong to, and when that was, in seconds since the epoch."""
 
-NAMES = {
+_NAMES = {
     "step": {
         "mean_loss": "train/loss",
         "learning_rate": "train/learning_rate",
@@ -40,7 +40,7 @@ NAMES = {
     "evaluation": {"accuracy": "test/score", "loss": "test/loss", "duration_s": "seconds/evaluation"},
 }
 """The name under which a field of an event is logged, by kind of event."""
-PROJECT = "farflung"
+_PROJECT = "farflung"
 """The project or experiment that runs belong to where the environment names none."""
 
 
@@ -65,13 +65,13 @@ def figures(event: Event) -> tuple[dict[str, float], int]:
                 f"summary/{name}{part}": each for part, each in parts.items() if name not in ("rank", "t")
             }
     else:
-        found = {known: event[name] for name, known in NAMES.get(str(kind), {}).items() if name in event}
+        found = {known: event[name] for name, known in _NAMES.get(str(kind), {}).items() if name in event}
     values = {k: v for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return (values, step) if isinstance(step, int) else ({}, 0)
 
 
 @contextmanager
-def _tensorboard(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[Log]:
+def _tensorboard(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[_Log]:
     from torch.utils.tensorboard import SummaryWriter
 
     del title
@@ -87,7 +87,7 @@ def _tensorboard(folder: Path, title: str, config: Mapping[str, Json], step: int
 
 
 @contextmanager
-def _wandb(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[Log]:
+def _wandb(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[_Log]:
     import wandb
 
     del step
@@ -95,7 +95,7 @@ def _wandb(folder: Path, title: str, config: Mapping[str, Json], step: int) -> I
     offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
     folder.mkdir(parents=True, exist_ok=True)
     with wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        project=os.environ.get("WANDB_PROJECT", _PROJECT),
         name=title,
         dir=str(folder),
         config=dict(config),
@@ -105,14 +105,14 @@ def _wandb(folder: Path, title: str, config: Mapping[str, Json], step: int) -> I
 
 
 @contextmanager
-def _trackio(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[Log]:
+def _trackio(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[_Log]:
     import trackio
 
     del folder, step
     name = f"{title}, {time.strftime('%Y%m%d-%H%M%S')}"
     with redirect_stdout(sys.stderr):  # what it prints is no result of a command
         # In a context of its own, so that no run of the caller's ends, and this one once.
-        run = Context().run(trackio.init, project=PROJECT, name=name, config=dict(config))
+        run = Context().run(trackio.init, project=_PROJECT, name=name, config=dict(config))
     try:
         yield lambda values, step, _: run.log(dict(values), step=step)
     finally:
@@ -121,13 +121,13 @@ def _trackio(folder: Path, title: str, config: Mapping[str, Json], step: int) ->
 
 
 @contextmanager
-def _mlflow(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[Log]:
+def _mlflow(folder: Path, title: str, config: Mapping[str, Json], step: int) -> Iterator[_Log]:
     import mlflow
     from mlflow.entities import Metric, Param
 
     del folder, step
     # The client's run is not that of a thread, as mlflow.start_run's is: events may end on another than they began on.
-    experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
     client = mlflow.MlflowClient()
     run_id = client.create_run(experiment.experiment_id, run_name=title).info.run_id
     status = "FAILED"
@@ -141,7 +141,7 @@ def _mlflow(folder: Path, title: str, config: Mapping[str, Json], step: int) -> 
         client.set_terminated(run_id, status)
 
 
-LOGGERS: dict[str, Callable[[Path, str, Mapping[str, Json], int], AbstractContextManager[Log]]] = {
+LOGGERS: dict[str, Callable[[Path, str, Mapping[str, Json], int], AbstractContextManager[_Log]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": _trackio,
@@ -177,7 +177,7 @@ class RunLog:
                 raise UnknownName("logger", name, LOGGERS)
             need(f"--log-to {name}", name, extra=name)
         self._folder, self._title, self._config = Path(folder), title, config
-        self._open: dict[str, tuple[ExitStack, Log]] = {}
+        self._open: dict[str, tuple[ExitStack, _Log]] = {}
         self._zero_s = 0.0
 
     def __call__(self, event: Event) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.data import STREAMS, InMemory, RateLimited, TensorDataset
+from farflung.data import STREAMS, InMemory, TensorDataset
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError, DataError
-from farflung.spec import build
+from farflung.streams import RateLimited
 from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
 
 
@@ -58,10 +58,8 @@ ROWS: dict[str, Callable[[], Stream]] = {
 
 def test_each_stream_is_in_the_table() -> None:
     """Or has a source outside, and tests of its own: ``test_iterator.py`` here, and ``tests/runs/test_kafka.py``."""
-    outside = {STREAMS[name] for name in ("files", "iterator", "kafka")}
+    outside = {STREAMS[name] for name in ("iterator", "kafka")}
     assert {type(make()) for make in ROWS.values()} == set(STREAMS.values()) - outside
-    with pytest.raises(ConfigError, match=r"stream files: gone; .* give iterator\('module:function'\)"):
-        build("stream", "files('/var/spool')", STREAMS)
 
 
 @pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from farflung.data import as_messages
-from farflung.data.streams.messages import Messages, function_named
 from farflung.errors import ConfigError
+from farflung.streams import as_messages
+from farflung.streams.messages import Messages, function_named
 from farflung.types import Batch
 from tests.helpers import same_bits
 

@@ -18,21 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.cli.coded.coordinator import CodedProgress, encoding_words
 from farflung.cli.main import spoken
 from farflung.cli.output import OutputOptions, print_files, print_table
 from farflung.coded.blocks import Holding
+from farflung.coded.cli.coordinator import CodedProgress, encoding_words
 from farflung.coded.coordinator import Settings
 from farflung.coded.linear_model import HeldProducts, Problem
 from farflung.coded.meeting import Address, take_part
 from farflung.coded.parts import partitioned, read_samples
+from farflung.coded.picture import coded_picture
 from farflung.coded.record import Folder
 from farflung.coded.run import CodedRun, Learner
 from farflung.coded.solvers import Iterate, solve
 from farflung.comm.interface import loopback_address
 from farflung.data import entries
 from farflung.errors import ConfigError, FarflungError
-from farflung.report import coded_picture
 from farflung.report.tables import duration_words
 from farflung.runs import run_folder
 from farflung.runs.simulation import one_thread

@@ -11,13 +11,14 @@ import pytest
 import torch
 from typing_extensions import override
 
-from farflung.data import LiveStream, TensorDataset, as_messages
-from farflung.data.streams.live import STRIDE, MessageSource, Reach, Records
+from farflung.data import TensorDataset
 from farflung.decisions import DecisionLog
 from farflung.errors import CheckpointError, ConfigError, DataError
+from farflung.streams import LiveStream, as_messages
+from farflung.streams.live import STRIDE, MessageSource, Reach, Records
 from farflung.types import Arrivals, Samples
-from tests.data.test_streams import feed
 from tests.helpers import PATIENCE_S
+from tests.streams.test_streams import feed
 
 DATA = TensorDataset(torch.arange(400.0).reshape(100, 4), torch.arange(100))
 VALUES = as_messages(DATA.rows(torch.arange(100)))
@@ -149,7 +150,7 @@ class Reader:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("farflung.data.streams.live.MEASURE_S", 0.0)
+    monkeypatch.setattr("farflung.streams.live.MEASURE_S", 0.0)
     made: list[Reader] = []
 
     def make(*args: Any, **options: Any) -> Reader:
@@ -263,7 +264,7 @@ def test_a_first_measurement_that_does_not_end_is_settled(
     """As of an iterator that is held back: its clock stands still."""
     source = Fountain(VALUES[:50])
     monkeypatch.setattr(source, "grown", lambda: {0: (0.5 * min(1, next(source.looks)), 20)})
-    monkeypatch.setattr("farflung.data.streams.live.SETTLE", 0)
+    monkeypatch.setattr("farflung.streams.live.SETTLE", 0)
     assert reader(source, window_s=1.0, least=4).take(0).count == 4
 
 

@@ -16,8 +16,7 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.errors import MissingExtra, UnknownName
-from farflung.report import RunLog
-from farflung.report.loggers import LOGGERS, figures
+from farflung.loggers import LOGGERS, RunLog, figures
 from farflung.runs import RunFolder
 from farflung.types import Json
 

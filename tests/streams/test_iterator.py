@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.data import LiveStream, iterator
-from farflung.data.streams.iterator import IteratorSource
-from farflung.data.streams.live import CHUNK, STRIDE
 from farflung.errors import BadInput, ConfigError, DataError
-from tests.data.test_live import DATA, step
-from tests.data.test_streams import feed
+from farflung.streams import LiveStream, iterator
+from farflung.streams.iterators import IteratorSource
+from farflung.streams.live import CHUNK, STRIDE
 from tests.forks import farflung, ran
 from tests.helpers import PATIENCE_S
 from tests.logged_stream import Sample, used
+from tests.streams.test_live import DATA, step
+from tests.streams.test_streams import feed
 
 Pairs = Iterator[tuple[int, Sample]]
 

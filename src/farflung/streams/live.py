@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farflung.data.streams.buffer import Buffer, Buffering
-from farflung.data.streams.growth import Growth
-from farflung.data.streams.messages import Decoder, Messages, function_named
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
 from farflung.files import deciding
 from farflung.options import number_option, whole_option
+from farflung.streams.buffer import Buffer, Buffering
+from farflung.streams.growth import Growth
+from farflung.streams.messages import Decoder, Messages, function_named
 from farflung.tasks import Pending
 from farflung.types import Arrivals, Batch, Feed, Json, SampleIds, Samples, State
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farflung.data.streams.growth import Growth
+from farflung.streams.growth import Growth
 
 
 def rate_of(*marks: tuple[float, int], span_s: float = 1.0) -> float | None:

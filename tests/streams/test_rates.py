@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.data import RATE_SETS, RateCourse, courses
-from farflung.data.streams.rates import drawn
 from farflung.errors import ConfigError, DataError
+from farflung.streams.rates import RATE_SETS, RateCourse, courses, drawn
 
 
 @pytest.mark.parametrize("name", RATE_SETS)

@@ -11,7 +11,7 @@ import pytest
 import farflung
 from farflung.devices import DeviceProfile
 from farflung.faults import FaultPlan
-from farflung.report import slowest
+from farflung.runs.bottleneck import slowest
 from farflung.telemetry import Event
 
 DEVICE = DeviceProfile("even", 1e-3)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args
 
 from typing_extensions import override
 
-from farflung.data.streams.buffer import Buffering, buffered
-from farflung.data.streams.live import LiveStream, MessageSource, Reach, Records
-from farflung.data.streams.messages import Decoder
 from farflung.errors import ConfigError, DataError
 from farflung.extras import need
 from farflung.files import read_text, reading
 from farflung.options import choice_option, text_option
+from farflung.streams.buffer import Buffering, buffered
+from farflung.streams.live import LiveStream, MessageSource, Reach, Records
+from farflung.streams.messages import Decoder
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from farflung.report.reading import number
-from farflung.telemetry import Event
+from farflung.telemetry import Event, number
 from farflung.types import Json
 
 __all__ = ["slowest"]

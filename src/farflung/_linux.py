@@ -1,0 +1,35 @@
+"""Calls of Linux that Python 3.11 lacks and that several packages make."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+__all__ = ["LIBC", "check_call", "die_with_parent"]
+
+_PR_SET_PDEATHSIG = 1
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill the calling process when its parent ends; exits at once if the parent has ended.
+
+    Args:
+      parent: the parent's id before this process was made; 0 where it is in another process namespace.
+    """
+    check_call("prctl", LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def check_call(call: str, result: int) -> None:
+    """Raises the error that a call of the C library has left.
+
+    Raises:
+      OSError: the result is not 0.
+    """
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,0 +1,39 @@
+"""Streams whose samples arrive: at a rate, from Apache Kafka, or from an iterator of the user's own."""
+
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.streams.buffer import Buffer, Buffering
+    from farflung.streams.iterators import iterator
+    from farflung.streams.kafka_topic import kafka
+    from farflung.streams.live import LiveStream
+    from farflung.streams.messages import Decoder, as_messages
+    from farflung.streams.rate_limited import RateLimited
+    from farflung.streams.rates import Rates
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "buffer": "Buffer Buffering",
+            "iterators": "iterator",
+            "kafka_topic": "kafka",
+            "live": "LiveStream",
+            "messages": "Decoder as_messages",
+            "rate_limited": "RateLimited",
+            "rates": "Rates",
+        },
+    )
+
+__all__ = [
+    "Buffer",
+    "Buffering",
+    "Decoder",
+    "LiveStream",
+    "RateLimited",
+    "Rates",
+    "as_messages",
+    "iterator",
+    "kafka",
+]
