@@ -15,6 +15,8 @@ class Carrying(Uniform):
       seed: of the order.
     """
 
+    carries_scores = True
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.known = torch.empty(0)

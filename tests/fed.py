@@ -8,10 +8,10 @@ from typing import cast
 import torch
 
 from farflung.tasks import Pending
-from farflung.types import Arrivals, Feed, SampleIds, Samples, State
+from farflung.types import Arrivals, Feed, SampleIds, Samples, State, Stream
 
 
-class Fed:
+class Fed(Stream):
     """Holds what is put in, from any thread; a step takes all there is, up to ``most`` and once ``least`` are there.
 
     Args:
@@ -19,8 +19,6 @@ class Fed:
       most: no step takes more.
       weight: of every step; ``None``: by its samples.
     """
-
-    everything = False
 
     def __init__(self, least: int, most: int | None = None, weight: float | None = None) -> None:
         self._least, self._most, self._weight = least, most or least, weight

@@ -14,8 +14,9 @@ from farflung.comm import ExchangeChannel
 from farflung.data import SHARINGS, Resharding, TensorDataset
 from farflung.errors import ConfigError, ProtocolError
 from farflung.replica.in_flight import LinkGate
+from farflung.sampling import Uniform
 from farflung.sim import LinkModel, VirtualWorld
-from farflung.types import Moved, Payload, Reshards, Runtime
+from farflung.types import Moved, Payload, Runtime
 from tests.carrying import Carrying
 from tests.helpers import same_bits
 
@@ -71,9 +72,9 @@ class Pair:
 
 def test_it_is_found_by_its_name() -> None:
     made = SHARINGS["resharding"](seed=1)
-    assert isinstance(made, Reshards)
+    assert made.moves_samples
     assert made.data_leaves_device
-    assert not isinstance(SHARINGS["injection"](seed=1), Reshards)
+    assert not SHARINGS["injection"](seed=1).moves_samples
 
 
 # --- who and which ----------------------------------------------------------------------------------------------
@@ -109,12 +110,14 @@ def test_samples_are_chosen_at_random_by_the_baseline() -> None:
     sharing = Resharding(1, samples=4, by="uniform")
     assert not sharing.by_importance
     chosen = [
-        sharing.outgoing(9, None, step=step, rank=rank).tolist() for step in range(50) for rank in (0, 1)
+        sharing.outgoing(9, Uniform(0), step=step, rank=rank).tolist()
+        for step in range(50)
+        for rank in (0, 1)
     ]
     assert all(len(set(each)) == 4 for each in chosen)
     assert {place for each in chosen for place in each} == set(range(9))
     assert len({tuple(each) for each in chosen}) > 90, "by step and by rank"
-    assert sorted(sharing.outgoing(3, None, step=0, rank=0).tolist()) == [0, 1, 2]
+    assert sorted(sharing.outgoing(3, Uniform(0), step=0, rank=0).tolist()) == [0, 1, 2]
 
 
 def test_samples_are_chosen_by_what_the_sampler_knows() -> None:

@@ -133,7 +133,7 @@ class Counted(InMemory):
         return Arrivals(torch.arange(SAMPLES), count=self._counts[step])
 
 
-class Greedy:
+class Greedy(Stream):
     """Everything is there after a step or two, and all of it is shown; the 4 oldest are trained on."""
 
     everything = False
@@ -399,7 +399,7 @@ def test_nothing_more_rides_where_batches_are_alike() -> None:
 class Telling(RateLimited):
     """Tells how fast it is."""
 
-    def tell(self) -> Mapping[str, float]:
+    def report_metadata(self) -> Mapping[str, float]:
         return {"rates": self._course.at(0.0) if hasattr(self, "_course") else 0.0}
 
 
@@ -529,7 +529,7 @@ def test_each_replica_keeps_its_decisions_and_makes_them_again_on_other_devices(
 # --- sharing ----------------------------------------------------------------------------------------------------
 
 
-class ToTheNext:
+class ToTheNext(Sharing):
     """Every second step each replica sends its first rows to the next one, which trains on them too."""
 
     data_leaves_device = True

@@ -214,7 +214,7 @@ class Structural:
         ({"steps": "many"}, ConfigError, "steps: must be of type int, not 'many'"),
         ({"steps": True}, ConfigError, "steps: must be of type int, not True"),
         ({"codec": 16}, ConfigError, r"codec 16: it has no method encode\(\)"),
-        ({"schedule": Coarse}, ConfigError, r"schedule Coarse\(unit=0.001\): it has no method plan\(\)"),
+        ({"schedule": Coarse}, ConfigError, r"schedule Coarse\(unit=0.001\): its class has to derive"),
         ({"schedule": Structural()}, ConfigError, "its class has to derive from farflung.types.Schedule"),
         ({"codec": "tests.runs.own:Course"}, ConfigError, "codec 'tests.runs.own:Course': cannot be imported"),
         ({"codec": "tests.runs.absent:X"}, ConfigError, "cannot be imported"),

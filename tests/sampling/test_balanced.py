@@ -44,10 +44,10 @@ def test_each_sample_comes_once_in_a_pass_while_shares_change() -> None:
     samplers = [Balanced(7) for _ in range(3)]
     drawn: list[int] = []
     for rank, sampler in enumerate(samplers):
-        sampler.meet(rank, 3)
+        sampler.set_rank(rank, 3)
     for step in range(10):
         for rank, sampler in enumerate(samplers):
-            sampler.share([[2, 2, 2], [3, 2, 1], [1, 4, 1]][step % 3])
+            sampler.set_counts([[2, 2, 2], [3, 2, 1], [1, 4, 1]][step % 3])
             drawn += sampler.next(PoolView(step, rank, 3, 2, 60, 1.0)).ids.tolist()
     assert sorted(drawn) == list(range(60))
 

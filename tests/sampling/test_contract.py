@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from farflung.replica import load_tree, save_tree
 from farflung.sampling import SAMPLERS, Balanced, GroupedImportance, Uniform
-from farflung.types import Decision, Draw, Json, PoolView, Sampler, Scores, Spare, State
+from farflung.types import Decision, Draw, Json, PoolView, Sampler, Spare, State
 from tests.helpers import same_bits, same_tree
 
 
@@ -43,8 +43,8 @@ def in_a_run(seed: int) -> GroupedImportance:
 def shared_out(seed: int) -> Balanced:
     """One whose batches were decided."""
     sampler = Balanced(seed)
-    sampler.meet(0, 2)
-    sampler.share([8, 8])
+    sampler.set_rank(0, 2)
+    sampler.set_counts([8, 8])
     return sampler
 
 
@@ -86,12 +86,12 @@ def draws(sampler: Sampler, steps: range, rank: int = 0) -> list[Draw]:
     taken = []
     for step in steps:
         taken.append(sampler.next(view(step, rank)))
-        if isinstance(sampler, Scores):
+        if sampler.needs_scores:
             score(sampler, view(step, rank))
     return taken
 
 
-def score(sampler: Scores, seen: PoolView) -> None:
+def score(sampler: Sampler, seen: PoolView) -> None:
     """What a replica does in the wait of a step: a sample's score falls with its number, and as steps go by."""
 
     def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:

@@ -22,7 +22,7 @@ from farflung.replica import load_tree, save_tree
 from farflung.sampling import SAMPLERS, GroupedImportance
 from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.spec import build
-from farflung.types import Carries, Decision, Draw, Json, PoolView, SampleIds, Scores, Spare
+from farflung.types import Decision, Draw, Json, PoolView, SampleIds, Spare
 from tests.helpers import same_tree
 
 N = 40
@@ -143,8 +143,8 @@ def test_groups_by_time_are_never_more_than_is_asked_for() -> None:
 
 def test_it_keeps_the_protocols() -> None:
     sampler = GroupedImportance(0)
-    assert isinstance(sampler, Scores)
-    assert isinstance(sampler, Carries)
+    assert sampler.needs_scores
+    assert sampler.carries_scores
     assert sampler.scored_by == "gradient_bound"
     assert paper(0).scored_by == "loss"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import DataError
-from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
+from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, Stream
 
 __all__ = ["Holding", "InMemory", "Subset", "TensorDataset"]
 
@@ -187,26 +187,16 @@ class Holding(Subset):
         )
 
 
-class InMemory:
-    """All of the data set at any time; nothing arrives, nothing is kept back."""
+class InMemory(Stream):
+    """All of the data set at any time; nothing arrives, nothing is kept back: the sampler's cursor is the position."""
 
     everything = True
 
+    @override
     def open(self, feed: Feed) -> Samples:
         return feed.data
 
+    @override
     def poll(self, now: float, step: int) -> Arrivals:
         del now, step
         return _NOTHING
-
-    def commit(self, ids: SampleIds, *, step: int) -> None:
-        """Does nothing: the sampler's cursor is position enough."""
-
-    def state_dict(self) -> State:
-        return {}
-
-    def seek(self, state: State) -> None:
-        del state
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -35,7 +35,7 @@ from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.trees import pack_tensors, unpack_tensors
-from farflung.types import Change, Payload, Runtime, Tag
+from farflung.types import Change, Payload, Runtime, Sampler, Tag
 
 __all__ = ["Elastic"]
 
@@ -269,7 +269,7 @@ class Elastic:
         """Return the number of batches that a step adds to those that all members have taken, less those given back."""
         return len(self.at(step).ranks) - len(self._given_back(step))
 
-    def give_back(self, step: int, sampler: Any) -> None:
+    def give_back(self, step: int, sampler: Sampler) -> None:
         """Return the samples of lost members to a sampler, where a change takes effect at a step."""
         for before, place in self._given_back(step):
             sampler.give_back(before, place)

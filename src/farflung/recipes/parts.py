@@ -18,7 +18,7 @@ from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive
 from farflung.spec import build, name_of, taken, text_of
-from farflung.types import BALANCED, Reducer, Sampler, Schedule, SharesOut, Stream
+from farflung.types import BALANCED, Reducer, Sampler, Schedule, Sharing, Stream
 
 __all__ = ["MEMBERS", "parts_of"]
 
@@ -33,39 +33,40 @@ MEMBERS: dict[str, Mapping[str, Any]] = {
     "scaling": SCALINGS,
 }
 """The families that a recipe takes a member of, and what can be had of each by name."""
-_BASES: dict[str, type] = {"schedule": Schedule, "reducer": Reducer}
-"""What members derive from."""
+_BASES: dict[str, type] = {
+    "reducer": Reducer,
+    "sampler": Sampler,
+    "schedule": Schedule,
+    "sharing": Sharing,
+    "stream": Stream,
+}
+"""What members of a family derive from."""
+_METHODS = {"codec": "encode", "scaling": "factor"}
+"""A method that all members of the other families have."""
 
 
 def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
     """Makes the members of a recipe; see :meth:`Recipe.parts`."""
     by_backend = collective_named(recipe.collective).by_backend
     whole_option(f"recipe {recipe.name}", "bucket_nbytes", recipe.bucket_nbytes, 1)
-    stream: Stream = _made("stream", recipe.stream, STREAMS, "poll", fresh=True)
+    stream: Stream = _made("stream", recipe.stream, STREAMS, fresh=True)
     if by_backend and not stream.everything:
         raise ConfigError(
             f"stream {text_of(recipe.stream, STREAMS)}: the backend's own collectives (--collective "
             f"{recipe.collective}) count waits for samples against their deadline: choose another collective"
         )
-    schedule: Schedule = _made("schedule", recipe.schedule, SCHEDULES, "plan")
+    schedule: Schedule = _made("schedule", recipe.schedule, SCHEDULES)
     derived = derive(seed, "sampler", *([] if share is None else [share]))
-    sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, "next", {"seed": derived}, fresh=True)
-    if share is not None and isinstance(sampler, SharesOut):
+    sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, {"seed": derived}, fresh=True)
+    if share is not None and sampler.is_balanced:
         raise ConfigError(f"{BALANCED}: all replicas draw from the whole set: leave out --partition")
     return Parts(
         reducer=_reducer(recipe),
         schedule=schedule,
         sampler=sampler,
         stream=stream,
-        sharing=_made(
-            "sharing",
-            recipe.sharing,
-            SHARINGS,
-            ("exchange", "swap"),
-            {"seed": derive(seed, "sharing")},
-            fresh=True,
-        ),
-        scaling=_made("scaling", recipe.scaling, SCALINGS, "factor"),
+        sharing=_made("sharing", recipe.sharing, SHARINGS, {"seed": derive(seed, "sharing")}, fresh=True),
+        scaling=_made("scaling", recipe.scaling, SCALINGS),
         bucket_nbytes=recipe.bucket_nbytes,
     )
 
@@ -74,8 +75,8 @@ def _reducer(recipe: Recipe) -> Reducer:
     plain = name_of("reducer", recipe.reducer) == "codec" if isinstance(recipe.reducer, str) else False
     given: dict[str, object] = {"collective": recipe.collective}
     if plain:
-        given["codec"] = _made("codec", recipe.codec, CODECS, "encode")
-    reducer: Reducer = _made("reducer", recipe.reducer, REDUCERS, "reduce", given)
+        given["codec"] = _made("codec", recipe.codec, CODECS)
+    reducer: Reducer = _made("reducer", recipe.reducer, REDUCERS, given)
     if not plain and recipe.codec != "identity":
         raise ConfigError(
             f"reducer {_outermost(recipe.reducer)} takes no codec: leave out one of --reducer and --codec "
@@ -88,7 +89,6 @@ def _made(
     kind: str,
     member: object,
     registry: Mapping[str, Callable[..., Any]],
-    has: str | tuple[str, ...],
     given: Mapping[str, object] | None = None,
     *,
     fresh: bool = False,
@@ -99,19 +99,14 @@ def _made(
       kind: the family.
       member: of it.
       registry: its members by name.
-      has: a method that all of them have; several: each has one of these.
       given: options that have settings of their own.
       fresh: whether each replica needs one of its own, so that one that is there already will not do.
     """
-    methods = (has,) if isinstance(has, str) else has
-    lacks = (
-        f"it has no method {' or '.join(f'{name}()' for name in methods)}; see farflung.types.{kind.title()}"
-    )
     if isinstance(member, str):
         made = build(kind, member, registry, given)
-    elif isinstance(member, type) or not any(hasattr(member, name) for name in methods):
+    elif isinstance(member, type) or not _is_member(kind, member):
         if not callable(member):
-            raise ConfigError(f"{kind} {member!r}: {lacks}")
+            raise ConfigError(f"{kind} {member!r}: {_lack(kind)}")
         made = member(**taken(member, given or {}))
     elif fresh:
         raise ConfigError(
@@ -119,11 +114,20 @@ def _made(
         )
     else:
         made = member
-    if not any(hasattr(made, name) for name in methods):
-        raise ConfigError(f"{kind} {made!r}: {lacks}")
-    if (base := _BASES.get(kind)) is not None and not isinstance(made, base):
-        raise ConfigError(f"{kind} {made!r}: its class has to derive from farflung.types.{base.__name__}")
+    if not _is_member(kind, made):
+        raise ConfigError(f"{kind} {made!r}: {_lack(kind)}")
     return made
+
+
+def _is_member(kind: str, one: object) -> bool:
+    return isinstance(one, _BASES[kind]) if kind in _BASES else hasattr(one, _METHODS[kind])
+
+
+def _lack(kind: str) -> str:
+    """Says what an object lacks to be a member of a family."""
+    if kind in _BASES:
+        return f"its class has to derive from farflung.types.{_BASES[kind].__name__}"
+    return f"it has no method {_METHODS[kind]}(); see farflung.types.{kind.title()}"
 
 
 def _outermost(reducer: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, UnknownName
 from farflung.spec import text_of, unparse
-from farflung.types import Codec, Json, RateScaling, Reducer, Reshards, Sampler, Schedule, Sharing, Stream
+from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule, Sharing, Stream
 
 if TYPE_CHECKING:
     from farflung.replica import Parts
@@ -58,7 +58,7 @@ class Recipe:
     schedule: str | Schedule | Callable[..., Schedule] = "synchronous"
     sampler: str | Callable[..., Sampler] = "uniform"
     stream: str | Callable[..., Stream] = "in_memory"
-    sharing: str | Callable[..., Sharing | Reshards] = "none"
+    sharing: str | Callable[..., Sharing] = "none"
     scaling: str | RateScaling | Callable[..., RateScaling] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 

@@ -15,13 +15,11 @@ from farflung.replica.scoring import Scoring
 from farflung.seeding import RandomState
 from farflung.types import (
     Batch,
-    DrawsFewer,
     Json,
     PoolView,
     Runtime,
     SampleIds,
     Samples,
-    Sharing,
     Spare,
     State,
 )
@@ -84,14 +82,7 @@ class Drawing:
     scoring: Scoring | None
     sent_nbytes: int = field(init=False, default=0)
     """Of samples that were lent or changed owners."""
-    _lending: Sharing = field(init=False)
-    _fewer: DrawsFewer | None = field(init=False)
-    """What lends, where a replica then draws fewer samples itself."""
     _drawn: _Drawn | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self._lending = lending = self.parts.lending
-        self._fewer = lending if isinstance(lending, DrawsFewer) else None
 
     async def batch(self, step: int) -> tuple[Batch, Tensor | None]:
         """A step's samples, waited for where a stream is slow, and their importance weights.
@@ -102,7 +93,7 @@ class Drawing:
         assert self._drawn is not None
         self.random.install()
         rows = self.source.rows(self._drawn.ids)
-        if self._lending.due(step):
+        if self.parts.sharing.due(step):
             rows = await self._shared(rows, step)
             self.random.install()
         batch = self.source.prepare(rows, train=True)
@@ -165,7 +156,7 @@ class Drawing:
         pool = self.count if stream.everything else arrivals.ids[:wanted]
         if self.scoring is not None:
             wanted = min(wanted, self.batch_size)
-        size = wanted if self._fewer is None else self._fewer.own(wanted, self.runtime.comm.size)
+        size = self.parts.sharing.own(wanted, self.runtime.comm.size)
         draw = sampler.next(self._view(step, pool, size))
         held: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
@@ -184,6 +175,6 @@ class Drawing:
     async def _shared(self, rows: Batch, step: int) -> Batch:
         """The step's rows after a round of the sharing."""
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        shared = await self.runtime.launch(self._lending.exchange(channel, self.source, rows, step=step))
+        shared = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
         self.sent_nbytes += channel.sent_nbytes
         return shared

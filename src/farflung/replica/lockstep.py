@@ -11,7 +11,7 @@ from torch import nn
 from farflung.data import InMemory, NoSharing
 from farflung.sampling import Uniform
 from farflung.schedules import Synchronous
-from farflung.types import Reshards, Sampler, Schedule, Sharing, Stream
+from farflung.types import Sampler, Schedule, Sharing, Stream
 
 __all__ = ["Lockstep", "keep_once"]
 
@@ -24,7 +24,7 @@ class _Parts(Protocol):
     @property
     def stream(self) -> Stream: ...
     @property
-    def sharing(self) -> Sharing | Reshards: ...
+    def sharing(self) -> Sharing: ...
 
 
 class _Replica(Protocol):

@@ -48,11 +48,8 @@ from farflung.types import (
     Runtime,
     SampleIds,
     Samples,
-    Scores,
     Sent,
-    SharesOut,
     State,
-    Tells,
     TensorSpec,
     Workload,
 )
@@ -128,9 +125,6 @@ class Replica:
     _ownership: Ownership | Unmoved = field(init=False)
     _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """What had been sent when the checkpoint was written that this leg goes on from."""
-    _tellers: list[Tells] = field(init=False)
-    _shares_out: SharesOut | None = field(init=False, default=None)
-    """The sampler, where it shares out a step's samples by speed."""
     _background: BackgroundTasks = field(init=False)
     _views_told: int = field(init=False, default=1)
     """The changes of the members that telemetry has told of."""
@@ -152,17 +146,12 @@ class Replica:
             share_of_mean = len(self.share) * comm.size / len(self._train)
             self._train = held = Holding(self._train, self.share)
         parts = self.parts
-        if isinstance(parts.sampler, Scores) and parts.stream.everything and self.share is None:
+        if parts.sampler.needs_scores and parts.stream.everything and self.share is None:
             raise ConfigError(
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        if isinstance(parts.sampler, SharesOut):
-            self._shares_out = parts.sampler
-            self._shares_out.meet(comm.rank, comm.size)
-        self._tellers = [
-            part for part in (parts.stream, parts.sampler, parts.sharing) if isinstance(part, Tells)
-        ]
+        parts.sampler.set_rank(comm.rank, comm.size)
         self._source = parts.stream.open(
             Feed(
                 self._train,
@@ -193,7 +182,7 @@ class Replica:
             steps=self.training.steps,
         )
         self._exchanges.goes_with(self.optimizer)
-        if isinstance(parts.sampler, Scores):
+        if parts.sampler.needs_scores:
             self._scoring = Scoring(
                 self.runtime,
                 parts.sampler,
@@ -236,7 +225,8 @@ class Replica:
     @property
     def _gain(self) -> Gain | None:
         """What the sampler's draws are worth, where it draws by scores."""
-        return getattr(self.parts.sampler, "gain", None)
+        gain: Gain | None = self.parts.sampler.gain
+        return gain
 
     def ask_to_stop(self) -> None:
         """Asks all replicas to stop, without waiting for the end of a step; callable from any thread."""
@@ -369,9 +359,8 @@ class Replica:
         updated = now()
         settled = await self._exchanges.finish(updated=apply)
         told = self._drawing.commit(self.step_done)
-        if self._shares_out is not None:
-            self._shares_out.computed(samples, computed - fetched)
-            await self._share_out(self._shares_out, settled)
+        self.parts.sampler.record_compute(samples, computed - fetched)
+        await self._share_out(settled)
         exposed = (merged - scored) + (now() - updated)
         if self._scoring is not None and spare is not None:
             wait_s = self._exchanges.arrived_s - computed
@@ -390,19 +379,20 @@ class Replica:
         self.step_done += 1
         return settled
 
-    async def _share_out(self, sampler: SharesOut, settled: Settled) -> None:
-        """Decides the samples of each rank in the steps to come, alike on all."""
-        speeds = sampler.due(settled.sums)
+    async def _share_out(self, settled: Settled) -> None:
+        """Decides the samples of each rank in the steps to come, alike on all, where the sampler asks for that."""
+        sampler = self.parts.sampler
+        speeds = sampler.speeds_due(settled.sums)
         if speeds is None:
             return
-        counts, step = sampler.decided(speeds, self.training.batch_size), self.step_done
+        counts, step = sampler.choose_counts(speeds, self.training.batch_size), self.step_done
         # Rank 0 tells it, since the log of a run that is replayed need not be on each machine.
         decision = await self.runtime.decide(SHARES, step, lambda: list[Json](counts))
         with deciding(SHARES, step):
             chosen: Any = decision.value
             if sum(chosen) != sum(counts):
                 raise ValueError(f"{sum(chosen)} samples in a step of {sum(counts)}")
-            sampler.share(chosen)
+            sampler.set_counts(chosen)
             self.telemetry.emit("shares", t=self.runtime.now(), step=step, samples=list[Json](chosen))
 
     async def _compute(self) -> tuple[Vote, int, float]:
@@ -478,11 +468,10 @@ class Replica:
         exchanges = await self.runtime.launch(self._exchanges.snapshot())
         counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
         shared, own = self._keeping.state(step, exchanges, counted)
-        sampler: Any = self.parts.sampler
         del own["random"]
         own["parameters"] = {}
         own["exchanges"] = {**given_nothing(own["exchanges"]), "slots": {}, "votes": {}, "said": {}}
-        own["sampler"] = {**own["sampler"], "latest": sampler.latest()}
+        own["sampler"] = {**own["sampler"], "latest": self.parts.sampler.latest()}
         common = self._exchanges.common() or {}  # which is among the state of exchanges too
         shared["model"] = {name: t for name, t in shared["model"].items() if name not in common}
         own["step"] = shared.pop("step")  # in blocks of local steps, replicas have the rest in common
@@ -549,6 +538,7 @@ class Replica:
         """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
         assert self._scoring is not None
         by = self._scoring.sampler.scored_by
+        assert by is not None
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 
@@ -579,8 +569,8 @@ class Replica:
     def _numbers(self, samples: int) -> dict[str, float]:
         """What rides beside this replica's gradient, besides its vote."""
         told = {} if self.parts.even else {"samples": float(samples)}
-        for part in self._tellers:
-            told.update(part.tell())
+        for part in (self.parts.stream, self.parts.sampler, self.parts.sharing):
+            told.update(part.report_metadata())
         return told
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:

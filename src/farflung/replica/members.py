@@ -11,14 +11,10 @@ from farflung.errors import ConfigError
 from farflung.rates import NoScaling
 from farflung.types import (
     BALANCED,
-    Carries,
     RateScaling,
     Reducer,
-    Reshards,
     Sampler,
     Schedule,
-    Scores,
-    SharesOut,
     Sharing,
     Stream,
 )
@@ -38,16 +34,15 @@ class Parts:
     schedule: Schedule
     sampler: Sampler
     stream: Stream
-    sharing: Sharing | Reshards = field(default_factory=NoSharing)
+    sharing: Sharing = field(default_factory=NoSharing)
     scaling: RateScaling = field(default_factory=NoScaling)
     bucket_nbytes: int = BUCKET_NBYTES
     """Of the gradient buckets that the reducer carries."""
 
     def __post_init__(self) -> None:
         _check_movable(self.sharing, self.stream, self.sampler)
-        if isinstance(self.sampler, SharesOut) and not (
-            self.stream.everything and isinstance(self.sharing, NoSharing)
-        ):
+        alone = self.stream.everything and not self.sharing.data_leaves_device
+        if self.sampler.is_balanced and not alone:
             raise ConfigError(
                 f"{BALANCED}: shares out samples that all replicas have: leave out --stream and --sharing"
             )
@@ -55,19 +50,13 @@ class Parts:
     @cached_property
     def hold_shares(self) -> bool:
         """Whether each replica needs samples of its own; where they stream in, it has those."""
-        own = isinstance(self.sampler, Scores) and self.stream.everything
-        return own or isinstance(self.sharing, Reshards)
-
-    @cached_property
-    def lending(self) -> Sharing:
-        """What lends samples for a step; nothing where they change owners for good."""
-        return NoSharing() if isinstance(self.sharing, Reshards) else self.sharing
+        return (self.sampler.needs_scores and self.stream.everything) or self.sharing.moves_samples
 
     @cached_property
     def even(self) -> bool:
         """Whether all replicas take as many samples as each other, in every step."""
-        alike = not isinstance(self.sampler, SharesOut) and not self.lending.data_leaves_device
-        return self.stream.everything and alike
+        lends = self.sharing.data_leaves_device and not self.sharing.moves_samples
+        return self.stream.everything and not self.sampler.is_balanced and not lends
 
     @property
     def needs_all(self) -> str:
@@ -84,9 +73,9 @@ class Parts:
                 f"reducer {self.reducer!r} learns from results in order, and schedule {self.schedule!r} has several "
                 "under way: choose a schedule without late results, or a codec"
             )
-        if isinstance(self.sampler, SharesOut):
+        if self.sampler.is_balanced:
             return f"{BALANCED} needs all replicas: leave it out"
-        if self.hold_shares or not self.even or not hasattr(self.sampler, "give_back"):
+        if self.hold_shares or not self.even or not self.sampler.has_shared_order:
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
         return ""
 
@@ -96,13 +85,13 @@ class Parts:
         return self.scaling != NoScaling()
 
 
-def _check_movable(sharing: Sharing | Reshards, stream: Stream, sampler: Sampler) -> None:
+def _check_movable(sharing: Sharing, stream: Stream, sampler: Sampler) -> None:
     """Whether samples can change owner, where a sharing would have them do so.
 
     Raises:
       ConfigError: the stream or the sampler is of the wrong kind; says what to do.
     """
-    if not isinstance(sharing, Reshards):
+    if not sharing.moves_samples:
         return
     name = f"sharing {type(sharing).__name__}"
     if not stream.everything:
@@ -110,7 +99,7 @@ def _check_movable(sharing: Sharing | Reshards, stream: Stream, sampler: Sampler
             f"{name}: moves samples between shares that stay, and those of stream {type(stream).__name__} come and go: "
             "leave out one of --sharing and --stream"
         )
-    if sharing.by_importance and not isinstance(sampler, Carries):
+    if sharing.by_importance and not sampler.carries_scores:
         raise ConfigError(
             f"{name}: chooses by what the sampler knows of samples, and {type(sampler).__name__} knows nothing: choose "
             "another --sampler, or samples at random (by='uniform')"

@@ -11,10 +11,8 @@ from farflung.data import Holding
 from farflung.errors import ConfigError, ProtocolError
 from farflung.tasks import Pending
 from farflung.types import (
-    Carries,
     Gate,
     Moved,
-    Reshards,
     Runtime,
     SampleIds,
     Sampler,
@@ -26,7 +24,7 @@ __all__ = ["Ownership", "Unmoved", "ownership"]
 
 
 def ownership(
-    sharing: Sharing | Reshards,
+    sharing: Sharing,
     runtime: Runtime,
     held: Holding | None,
     sampler: Sampler,
@@ -46,7 +44,7 @@ def ownership(
     Raises:
       ConfigError: no samples to move.
     """
-    if not isinstance(sharing, Reshards):
+    if not sharing.moves_samples:
         return Unmoved()
     if held is None:
         raise ConfigError(
@@ -120,7 +118,7 @@ class Ownership:
 
     def __init__(
         self,
-        sharing: Reshards,
+        sharing: Sharing,
         runtime: Runtime,
         held: Holding,
         sampler: Sampler,
@@ -128,8 +126,7 @@ class Ownership:
         steps: int,
     ) -> None:
         self._sharing, self._runtime, self._held, self._gate = sharing, runtime, held, gate
-        self._carries = sampler if isinstance(sampler, Carries) else None
-        self._steps = steps
+        self._sampler, self._steps = sampler, steps
         self._round: _Round | None = None
 
     async def before_batch(self, step: int) -> int:
@@ -145,8 +142,8 @@ class Ownership:
             self._settle(under_way, came)
         if self._sharing.begins(step) and self._sharing.due_step(step) < self._steps:
             rank = self._runtime.comm.rank
-            places = self._sharing.outgoing(len(self._held), self._carries, step=step, rank=rank)
-            self._begin(step, places, None if self._carries is None else self._carries.scores_of(places))
+            places = self._sharing.outgoing(len(self._held), self._sampler, step=step, rank=rank)
+            self._begin(step, places, self._sampler.scores_of(places))
         return nbytes
 
     async def land(self) -> int:
@@ -200,5 +197,5 @@ class Ownership:
             )
         places = under_way.places[: len(came)]
         self._held.exchange(places, came.ids, came.rows)
-        if self._carries is not None and came.scores is not None:
-            self._carries.incoming(places, came.scores)
+        if came.scores is not None:
+            self._sampler.incoming(places, came.scores)

@@ -19,8 +19,8 @@ from farflung.types import (
     PoolView,
     Runtime,
     SampleIds,
+    Sampler,
     ScoredBy,
-    Scores,
     Spare,
     State,
     Workload,
@@ -94,7 +94,7 @@ class Scoring:
     """
 
     runtime: Runtime
-    sampler: Scores
+    sampler: Sampler
     scorer: Callable[[], Callable[[SampleIds], Tensor]]
     losses: Callable[[], Callable[[SampleIds], Tensor]]
     filled: Filled

@@ -503,14 +503,13 @@ class SimulatedConfig(RunConfig):
     def check(self) -> list[Share]:
         """See :meth:`RunConfig.check`."""
         from farflung.comm import collective_named
-        from farflung.streams import LiveStream
 
         if collective_named(self.recipe.collective).by_backend:
             raise ConfigError(
                 f"the backend's own collectives (--collective {self.recipe.collective}) run on real machines alone: "
                 "choose another collective or recipe"
             )
-        if isinstance(self.recipe.parts(self.seed).stream, LiveStream):
+        if self.recipe.parts(self.seed).stream.is_live:
             raise ConfigError(
                 f"--stream {self.recipe.members['stream']}: its samples come when they come, and virtual time would "
                 "stand still meanwhile: use farflung train, or simulate rate(...)"
@@ -604,12 +603,10 @@ def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
 
 def _by_speed(how: Recipe, seed: int) -> Recipe:
     """The recipe whose replicas take as many samples as they are fast."""
-    from farflung.sampling import Balanced, Uniform
-
     sampler = how.parts(seed).sampler
-    if isinstance(sampler, Balanced):
+    if sampler.is_balanced:
         return how
-    if not isinstance(sampler, Uniform):
+    if not sampler.has_shared_order:
         raise ConfigError(
             f"--batch-size {AUTO}: shares out what the uniform sampler draws, and this is sampler "
             f"{how.members['sampler']}: give a number, or choose another --sampler or --recipe"

@@ -34,6 +34,8 @@ class Balanced(Uniform):
       ConfigError: an option out of its range.
     """
 
+    is_balanced = True
+
     def __init__(self, seed: int, every: int = 16, least_gain: float = 0.1) -> None:
         super().__init__(seed)
         whole_option("balanced", "every", every, 1)
@@ -45,7 +47,8 @@ class Balanced(Uniform):
         self._samples = self._exchanges = 0
         self._seconds = 0.0
 
-    def meet(self, rank: int, size: int) -> None:
+    @override
+    def set_rank(self, rank: int, size: int) -> None:
         """Note which replica this is, of how many."""
         self._rank, self._size = rank, size
 
@@ -57,24 +60,28 @@ class Balanced(Uniform):
         own = part_of(taken, sum(self.counts[: view.rank]), self.counts[view.rank])
         return Draw(torch.cat([self._at(one.start, len(one), view.pool) for one in own]))
 
-    def computed(self, samples: int, seconds: float) -> None:
+    @override
+    def record_compute(self, samples: int, seconds: float) -> None:
         """Note how long this replica took for a step's samples."""
         self._samples += samples
         self._seconds += seconds
 
-    def tell(self) -> Mapping[str, float]:
+    @override
+    def report_metadata(self) -> Mapping[str, float]:
         """This replica's samples per second, and 0 in the places of the others; 0 too where it has measured nothing."""
         speed = self._samples / self._seconds if self._seconds else 0.0
         return {_name(rank): speed * (rank == self._rank) for rank in range(self._size)}
 
-    def due(self, sums: Mapping[str, float]) -> list[float] | None:
+    @override
+    def speeds_due(self, sums: Mapping[str, float]) -> list[float] | None:
         """Count an exchange, and return the speeds of all replicas where it is time to decide by them."""
         if not sums:
             return None
         self._exchanges += 1
         return None if self._exchanges % self._every else [sums[_name(rank)] for rank in range(self._size)]
 
-    def decided(self, speeds: Sequence[float], batch_size: int) -> list[int]:
+    @override
+    def choose_counts(self, speeds: Sequence[float], batch_size: int) -> list[int]:
         """Return the shares of a step that follow from measured speeds; the present ones where little is gained."""
         now = list(self.counts) or [batch_size] * self._size
         speeds = [float(f"{speed:.3g}") for speed in speeds]  # equal devices differ in the last places
@@ -86,7 +93,8 @@ class Balanced(Uniform):
         )
         return new if would_take_s <= (1 - self._least_gain) * takes_s else now
 
-    def share(self, counts: Sequence[int]) -> None:
+    @override
+    def set_counts(self, counts: Sequence[int]) -> None:
         """Take a step's samples so from the next one on, and measure anew.
 
         Raises:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import choice_option, number_option, whole_option
@@ -36,6 +37,7 @@ from farflung.types import (
     Json,
     PoolView,
     SampleIds,
+    Sampler,
     ScoredBy,
     Spare,
     State,
@@ -61,7 +63,7 @@ PAPER = {"chosen": 2, "beta": 0.5}
 """Options of the paper's rule alone."""
 
 
-class GroupedImportance:
+class GroupedImportance(Sampler):
     r"""Draws by scores, a part of which is made anew in each step's wait for exchanges.
 
     Samples that were scored in the wait of the same step are a *group*. How many these are: ``groups``, a whole number
@@ -133,6 +135,8 @@ class GroupedImportance:
     and its update leaves out, and samples without a score.
     """
 
+    carries_scores = True
+
     def __init__(
         self,
         seed: int,
@@ -173,8 +177,8 @@ class GroupedImportance:
             whole_option(NAME, "most", most, chunk)
         self._groups, self._chosen = groups, chosen
         self._beta, self._smoothing = float(beta), float(smoothing)
-        self._scored_by, self._chunk, self._most = scored_by, chunk, most
-        self._statistics, self._fills = statistics, FILLS.get(rule, 0.0)
+        self.scored_by, self._chunk, self._most = scored_by, chunk, most
+        self.statistics, self._fills = statistics, FILLS.get(rule, 0.0)
         needs = {f"rule {rule!r}": rule in ("two", *FILLS), "statistics='uniform'": statistics == "uniform"}
         self._needs_all = " and ".join(what for what, does in needs.items() if does)
         self._seed, self._order = seed, Passes(derive(seed, "order"))
@@ -191,18 +195,9 @@ class GroupedImportance:
         self._put(none, *self._blank(none, 0))
         self._life = math.inf
 
-    @property
-    def scored_by(self) -> ScoredBy:
-        """What samples are judged by."""
-        return self._scored_by
-
-    @property
-    def statistics(self) -> Statistics:
-        """What running statistics are updated by."""
-        return self._statistics
-
     # --- drawing ----------------------------------------------------------------------------------------------------
 
+    @override
     def next(self, view: PoolView) -> Draw:
         """A batch by the scores there are.
 
@@ -289,6 +284,7 @@ class GroupedImportance:
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
+    @override
     def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
         """The next group of all samples, or those of a stream that are in most need of a score; in chunks."""
         count = view.pool if isinstance(view.pool, int) else len(view.pool)
@@ -302,7 +298,7 @@ class GroupedImportance:
                 size = min(view.batch_size, size) if self.gain.scores_at(view.step) else 0
         elif self._rule is not None:
             self._by = "pool" if size else "uniform"
-        aside = view.batch_size if self._statistics == "uniform" and self._by != "uniform" else 0
+        aside = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
         return Due(
             self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, aside)
         )
@@ -339,6 +335,7 @@ class GroupedImportance:
             return _to_boundary(self._cursor, count, self._groups)
         return -(-count // self._groups)
 
+    @override
     def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
         """Keeps the scores of a chunk; its samples belong to the step's group now.
 
@@ -358,6 +355,7 @@ class GroupedImportance:
         self._stamps[rows] = self._made[rows] = step
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
 
+    @override
     def observe(self, spare: Spare) -> None:
         """What groups are sized by, where they are, and the scores of the step."""
         self._bacc.observe(spare)
@@ -374,6 +372,7 @@ class GroupedImportance:
 
     # --- samples that change their owner ----------------------------------------------------------------------------
 
+    @override
     def outgoing(self, count: int, step: int) -> SampleIds:
         r"""Of each group its share, :math:`n M_i / N`, without replacement by q.
 
@@ -390,11 +389,13 @@ class GroupedImportance:
             rows.append(members[without_replacement(self._importances(members).log(), share, random)])
         return self._ids[torch.cat(rows)]
 
+    @override
     def scores_of(self, ids: SampleIds) -> Tensor:
         """The scores as they were made, without smoothing."""
         rows, there = self._find(ids)
         return torch.where(there, self._scores[rows], NEVER)
 
+    @override
     def incoming(self, ids: SampleIds, scores: Tensor) -> None:
         """Other samples with other scores; their slots stay in the groups that they were in."""
         rows, there = self._find(ids)
@@ -402,6 +403,7 @@ class GroupedImportance:
 
     # --- what is held -----------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> State:
         """Scores and stamps of all samples, how far scoring has come, and what sizes and rules go by."""
         return {
@@ -417,6 +419,7 @@ class GroupedImportance:
             "uniform": self._uniform.state_dict(),
         }
 
+    @override
     def load_state_dict(self, state: State) -> None:
         ids = state["ids"].clone()
         self._put(ids, *(state[name].clone() for name in COLUMNS))

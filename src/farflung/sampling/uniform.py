@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.seeding import Passes
-from farflung.types import Draw, PoolView, State
+from farflung.types import Draw, PoolView, Sampler, State
 
 __all__ = ["Uniform"]
 
@@ -15,7 +16,7 @@ _LATEST = 1 << 12
 """Steps whose positions are remembered."""
 
 
-class Uniform:
+class Uniform(Sampler):
     r"""Shuffled passes over the data with one global cursor.
 
     Position :math:`p` of the endless sequence of passes holds sample :math:`\pi_{\lfloor p/n \rfloor}(p \bmod n)`,
@@ -30,6 +31,8 @@ class Uniform:
       seed: equal on all replicas.
     """
 
+    has_shared_order = True
+
     def __init__(self, seed: int) -> None:
         self._passes = Passes(seed)
         self._cursor = 0
@@ -37,6 +40,7 @@ class Uniform:
         self._latest: dict[int, tuple[list[range], int]] = {}
         """The positions that all ranks have taken at the latest steps, and how many each."""
 
+    @override
     def next(self, view: PoolView) -> Draw:
         """This replica's part of the step's samples."""
         if isinstance(view.pool, Tensor):
@@ -48,11 +52,13 @@ class Uniform:
         found = [self._at(positions.start, len(positions), view.pool) for positions in own]
         return Draw(found[0] if len(found) == 1 else torch.cat(found))
 
+    @override
     def give_back(self, step: int, rank: int) -> None:
         """Return the positions that a rank took at one of the latest steps, so that they are taken again."""
         taken, count = self._latest[step]
         self._returned += part_of(taken, rank * count, count)
 
+    @override
     def latest(self) -> State:
         """What a replica that joins needs beside :meth:`state_dict`, so that it gives back as the others do."""
         return {
@@ -60,10 +66,12 @@ class Uniform:
             for step, (taken, count) in self._latest.items()
         }
 
+    @override
     def state_dict(self) -> State:
         returned = {"returned": [[one.start, one.stop] for one in self._returned]} if self._returned else {}
         return {"cursor": self._cursor, **returned}
 
+    @override
     def load_state_dict(self, state: State) -> None:
         self._cursor = int(state["cursor"])
         self._returned = [range(*ends) for ends in state.get("returned", ())]

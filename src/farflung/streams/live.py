@@ -11,6 +11,7 @@ from threading import Condition, Thread
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
 from farflung.files import deciding
@@ -19,7 +20,7 @@ from farflung.streams.buffer import Buffer, Buffering
 from farflung.streams.growth import Growth
 from farflung.streams.messages import Decoder, Messages, function_named
 from farflung.tasks import Pending
-from farflung.types import Arrivals, Batch, Feed, Json, SampleIds, Samples, State
+from farflung.types import Arrivals, Batch, Feed, Json, SampleIds, Samples, State, Stream
 
 __all__ = ["CHUNK", "STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
 
@@ -121,7 +122,7 @@ class MessageSource(ABC):
         """Closes connections and files."""
 
 
-class LiveStream:
+class LiveStream(Stream):
     """Samples from a source outside, each once: used in the order of arrival, found again after a restart.
 
     A thread reads ahead of the steps into a :class:`Buffer`. The position of a checkpoint is what is held, by partition
@@ -140,7 +141,7 @@ class LiveStream:
       ConfigError: a value out of its range.
     """
 
-    everything = False
+    is_live = True
 
     def __init__(
         self,
@@ -184,6 +185,7 @@ class LiveStream:
         """The step that used samples last, until the source was told."""
         self._told_at = -TELL_S
 
+    @override
     def open(self, feed: Feed) -> Samples:
         self._feed = feed
         decoder = None if self._decoder is None else function_named("decoder", self._decoder)
@@ -197,6 +199,7 @@ class LiveStream:
             self._growth = {partition: Growth(self._span_s) for partition in self._reach}
         return self
 
+    @override
     def poll(self, now: float, step: int) -> Arrivals:
         """See :meth:`farflung.types.Stream.poll`; begins to read at the first call."""
         del now
@@ -218,6 +221,7 @@ class LiveStream:
         self._changed.notify_all()
         return replace(arrivals, ready=self._ready)
 
+    @override
     def commit(self, ids: SampleIds, *, step: int) -> None:
         with self._changed:
             self._buffer.commit(ids)
@@ -225,6 +229,7 @@ class LiveStream:
             if self._has_room():
                 self._changed.notify_all()
 
+    @override
     def state_dict(self) -> State:
         """Returns the next position of each partition and which samples are held, without the samples themselves."""
         with self._changed:
@@ -234,6 +239,7 @@ class LiveStream:
                 "buffer": self._buffer.state_dict(), "next": following, "rates": rates, "skipped": self._skipped
             }  # fmt: skip
 
+    @override
     def seek(self, state: State) -> None:
         """See :meth:`farflung.types.Stream.seek`.
 
@@ -252,6 +258,7 @@ class LiveStream:
         for partition, position in self._starts().items():
             self._check_there(partition, position)
 
+    @override
     def close(self) -> None:
         with self._changed:
             self._closed = True

@@ -6,17 +6,18 @@ from dataclasses import replace
 from typing import Unpack
 
 import torch
+from typing_extensions import override
 
 from farflung.seeding import Passes, derive
 from farflung.streams.buffer import Buffer, Buffering, buffered
 from farflung.streams.rates import Rates, courses
-from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State
+from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State, Stream
 
 __all__ = ["RateLimited"]
 
 
 @buffered
-class RateLimited:
+class RateLimited(Stream):
     r"""A data set as a source that sends ``rate`` samples per second, one at a time, in shuffled passes.
 
     Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks, or
@@ -35,8 +36,6 @@ class RateLimited:
       DataError: a trace that cannot be read.
     """
 
-    everything = False
-
     def __init__(self, rate: Rates, **buffer: Unpack[Buffering]) -> None:
         alone = 1 if isinstance(rate, int | float | str) else len(rate)
         courses(rate, alone, seed=0)
@@ -52,6 +51,7 @@ class RateLimited:
         self._sent = 0
         self._stalled = False
 
+    @override
     def open(self, feed: Feed) -> Samples:
         found = courses(self._rates, feed.size, derive(feed.seed, "rates"))
         self._course = found[feed.rank]
@@ -63,6 +63,7 @@ class RateLimited:
             return _InTurn(feed.data, Passes(derive(feed.seed, "stream")), feed.rank, feed.size)
         return _InTurn(feed.data, Passes(derive(feed.seed, "stream", feed.rank)), 0, 1)
 
+    @override
     def poll(self, now: float, step: int) -> Arrivals:
         self._arrive(now)
         begins = not self._buffer.in_use
@@ -74,21 +75,21 @@ class RateLimited:
             self._begin, self._before, self._sent = now, self._elapsed, 0
         return arrivals
 
+    @override
     def commit(self, ids: SampleIds, *, step: int) -> None:
         del step
         self._buffer.commit(ids)
 
+    @override
     def state_dict(self) -> State:
         return {"buffer": self._buffer.state_dict(), "next": self._next, "elapsed": self._elapsed}
 
+    @override
     def seek(self, state: State) -> None:
         self._buffer.seek(state["buffer"])
         self._next = int(state["next"])
         self._before = self._elapsed = float(state["elapsed"])
         self._begin, self._sent = None, 0
-
-    def close(self) -> None:
-        """Does nothing."""
 
     def _arrive(self, now: float) -> None:
         if self._begin is None:

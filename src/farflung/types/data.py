@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from farflung.tasks import Pending
-from farflung.types.sampling import Carries
+from farflung.types.sampling import Sampler
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Channel, Decision
 
@@ -19,16 +20,13 @@ __all__ = [
     "Arrivals",
     "Batch",
     "Dataset",
-    "DrawsFewer",
     "Feed",
     "Gate",
     "Moved",
     "Partition",
-    "Reshards",
     "Samples",
     "Sharing",
     "Stream",
-    "Tells",
     "Workload",
 ]
 
@@ -174,7 +172,7 @@ class Arrivals:
     told: Mapping[str, Json] = field(default_factory=dict)
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """Where a replica's samples come from, at what rate, and what becomes of those not yet used.
 
     A sample is held from its arrival until :meth:`commit` takes it out, however often it is shown meanwhile. A replica
@@ -185,65 +183,39 @@ class Stream(Protocol):
     deadline of its own, and lets :attr:`Arrivals.ready` fail with an error that names the source.
     """
 
-    @property
-    def everything(self) -> bool:
-        """Whether all of the data set is there at any time, so that a sampler may pick anything in it."""
-        ...
+    everything: bool = False
+    """Whether all of the data set is there at any time, so that a sampler may pick anything in it."""
+    is_live: bool = False
+    """Whether a source outside sends samples in real time, so that virtual time cannot model the stream."""
 
+    @abstractmethod
     def open(self, feed: Feed) -> Samples:
         """Begins to deliver; what the ids of :meth:`poll` stand for.
 
         Raises:
           ConfigError: settings that do not go with the run.
         """
-        ...
 
+    @abstractmethod
     def poll(self, now: float, step: int) -> Arrivals:
         """All that is held, and whether ``step`` can be trained; never blocks, and takes nothing out."""
-        ...
 
-    def commit(self, ids: SampleIds, *, step: int) -> None:
+    def commit(self, ids: SampleIds, *, step: int) -> None:  # noqa: B027
         """Takes out what a step has used, whose gradient is given."""
-        ...
 
     def state_dict(self) -> State:
         """The position to resume from, with all that is held."""
-        ...
+        return {}
 
-    def seek(self, state: State) -> None:
+    def seek(self, state: State) -> None:  # noqa: B027
         """Goes back to a position from :meth:`state_dict`; after :meth:`open`."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Delivers no more; ends threads and connections. Also without :meth:`open`, and more than once."""
-        ...
 
-
-class Sharing(Protocol):
-    """Lends samples to other replicas for one step; those that change owner for good are moved by :class:`Reshards`."""
-
-    @property
-    def data_leaves_device(self) -> bool:
-        """Whether samples are sent to other replicas."""
-        ...
-
-    def due(self, step: int) -> bool:
-        """Whether there is a round at ``step``; alike on all replicas."""
-        ...
-
-    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
-        """One round, before the gradient of ``step`` is computed.
-
-        Args:
-          channel: of this round.
-          samples: of this replica.
-          rows: those of the step.
-          step: the step.
-
-        Returns:
-          The rows that the step trains on: the first are ``rows``, others may follow.
-        """
-        ...
+    def report_metadata(self) -> Mapping[str, float]:
+        """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,49 +255,78 @@ class Gate(Protocol):
         ...
 
 
-@runtime_checkable
-class Reshards(Protocol):
-    """A sharing that moves samples for good, in rounds beside training.
+class Sharing:
+    """Samples that other replicas get: lent for one step, or moved for good. This one does neither.
 
-    In a round each replica has one partner at most. What it gives away it goes on drawing from until the round takes
-    effect, at a step that is known when the round begins; then what the partner has given stands in the same places.
+    To lend, override :meth:`due` and :meth:`exchange`. A sharing that moves samples for good sets :attr:`moves_samples`
+    and overrides the methods below it. Its rounds go on beside training, and in a round each replica has one partner
+    at most. What it gives away it goes on drawing from until the round takes effect, at a step that is known when the
+    round begins; then what the partner has given stands in the same places.
     """
 
-    @property
-    def data_leaves_device(self) -> bool:
-        """Whether samples are sent to other replicas."""
-        ...
+    data_leaves_device: bool = False
+    """Whether samples are sent to other replicas."""
 
-    @property
-    def by_importance(self) -> bool:
-        """Whether the sampler chooses, by what it knows of samples; then it has to be one that :class:`Carries`."""
-        ...
+    def due(self, step: int) -> bool:
+        """Returns True if samples are lent at ``step``; equal on all replicas."""
+        del step
+        return False
+
+    def own(self, wanted: int, size: int) -> int:
+        """Returns how many a replica draws itself for a step of ``wanted`` samples, among ``size`` replicas."""
+        del size
+        return wanted
+
+    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+        """Lends samples, before the gradient of ``step`` is computed.
+
+        Args:
+          channel: of this round.
+          samples: of this replica.
+          rows: those of the step.
+          step: the step.
+
+        Returns:
+          The rows that the step trains on: the first are ``rows``, others may follow.
+        """
+        del channel, samples, step
+        return rows
+
+    def report_metadata(self) -> Mapping[str, float]:
+        """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
+        return {}
+
+    moves_samples: bool = False
+    """Whether samples change their owner for good."""
+    by_importance: bool = False
+    """Whether the sampler chooses, by what it knows of samples; then it has to be one that carries scores."""
 
     def begins(self, step: int) -> bool:
-        """Whether a round begins at ``step``; alike on all replicas, and never before the one before has ended."""
-        ...
+        """Returns True if a round begins at ``step``; equal on all replicas, and never before the last has ended."""
+        del step
+        return False
 
     def due_step(self, step: int) -> int:
-        """The later step before whose batch the round that begins at ``step`` takes effect; alike on all replicas."""
-        ...
+        """Returns the later step before whose batch the round takes effect that begins at ``step``; equal on all."""
+        raise NotImplementedError
 
     def partner(self, step: int, rank: int, size: int) -> int | None:
-        """The rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
-        ...
+        """Returns the rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
+        raise NotImplementedError
 
-    def outgoing(self, held: int, sampler: Carries | None, *, step: int, rank: int) -> SampleIds:
-        """The places of the samples that a replica gives away, in an order of which the first are as good as the last.
+    def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
+        """Returns the places of the samples that are given away, of which the first are as good as the last.
 
         Args:
           held: how many samples the replica holds, in places from 0 on.
-          sampler: what chooses, where it carries scores.
+          sampler: chooses where :attr:`by_importance` is set.
           step: at which the round begins.
           rank: the replica.
         """
-        ...
+        raise NotImplementedError
 
     async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
-        """One round of one replica.
+        """Carries out one round of one replica.
 
         Args:
           channel: of this round.
@@ -336,22 +337,4 @@ class Reshards(Protocol):
         Returns:
           What the partner has given; as many of ``given`` are its own now, the first.
         """
-        ...
-
-
-@runtime_checkable
-class DrawsFewer(Protocol):
-    """A sharing of which part of a step's samples come from others."""
-
-    def own(self, wanted: int, size: int) -> int:
-        """How many a replica draws itself for a step that is to be made of ``wanted``, among ``size`` replicas."""
-        ...
-
-
-@runtime_checkable
-class Tells(Protocol):
-    """A stream, sampler or sharing that has numbers for the other replicas; they ride on the next exchange."""
-
-    def tell(self) -> Mapping[str, float]:
-        """Numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
-        ...
+        raise NotImplementedError

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Decision
@@ -15,14 +16,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BALANCED",
     "PASSES",
-    "Carries",
     "Draw",
     "Due",
     "PoolView",
     "Sampler",
     "ScoredBy",
-    "Scores",
-    "SharesOut",
     "Spare",
     "Statistics",
 ]
@@ -73,51 +71,6 @@ class Draw:
     told: Mapping[str, Json] = field(default_factory=dict)
 
 
-class Sampler(Protocol):
-    """Picks a batch and its importance weights; deterministic given state and seed."""
-
-    def next(self, view: PoolView) -> Draw:
-        """The batch of this replica for one step."""
-        ...
-
-    def state_dict(self) -> State:
-        """Cursor, caches and scores, as of the last :meth:`next`."""
-        ...
-
-    def load_state_dict(self, state: State) -> None:
-        """Continues from a state; the number of replicas may differ from when it was saved."""
-        ...
-
-
-BALANCED = "sampler balanced (--batch-size auto)"
-"""What messages call a sampler that shares out a step."""
-
-
-@runtime_checkable
-class SharesOut(Protocol):
-    """A sampler that shares the samples of a step out as replicas are fast; see :class:`farflung.sampling.Balanced`."""
-
-    def meet(self, rank: int, size: int) -> None:
-        """Note which replica this is, of how many."""
-        ...
-
-    def computed(self, samples: int, seconds: float) -> None:
-        """Note how long this replica took for a step's samples."""
-        ...
-
-    def due(self, sums: Mapping[str, float]) -> list[float] | None:
-        """Count an exchange, and return the speeds of all replicas where it is time to decide by them."""
-        ...
-
-    def decided(self, speeds: Sequence[float], batch_size: int) -> list[int]:
-        """Return the shares of a step that follow from measured speeds."""
-        ...
-
-    def share(self, counts: Sequence[int]) -> None:
-        """Take a step's samples so from the next one on, and measure anew."""
-        ...
-
-
 PASSES = 3
 """Forward passes that a gradient takes as long as."""
 
@@ -156,23 +109,87 @@ class Spare:
     overlaps: bool
 
 
-@runtime_checkable
-class Scores(Protocol):
-    """A sampler that has samples scored while a replica waits for its exchanges.
+BALANCED = "sampler balanced (--batch-size auto)"
+"""What messages call a sampler that shares out a step."""
 
-    Such a sampler picks from the samples that one replica holds, so replicas hold shares of the training set; where
-    none are asked for, equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
+
+class Sampler(ABC):
+    """Picks a batch and its importance weights; deterministic given state and seed.
+
+    All but :meth:`next` has a default. A sampler with state overrides :meth:`state_dict` and :meth:`load_state_dict`;
+    the other methods are for samplers that share a step out by speed, that score samples, or whose scores move.
     """
 
-    @property
-    def scored_by(self) -> ScoredBy:
-        """What samples are judged by."""
-        ...
+    gain: Any = None
+    """What drawing by scores is worth (:class:`farflung.sampling.gain.Gain`), where the sampler measures that."""
+
+    @abstractmethod
+    def next(self, view: PoolView) -> Draw:
+        """The batch of this replica for one step."""
+
+    def state_dict(self) -> State:
+        """Cursor, caches and scores, as of the last :meth:`next`."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:  # noqa: B027
+        """Continues from a state; the number of replicas may differ from when it was saved."""
+
+    def report_metadata(self) -> Mapping[str, float]:
+        """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
+        return {}
+
+    # --- one order of all samples, of which a part can be given back ----------------------------------------------
+
+    has_shared_order: bool = False
+    """Whether replicas take their samples from one order of the whole set, so that parts of it can be given back."""
+
+    def give_back(self, step: int, rank: int) -> None:
+        """Returns what a rank took at one of the latest steps, so that it is taken again."""
+        raise NotImplementedError
+
+    def latest(self) -> State:
+        """Returns what a joiner needs beside :meth:`state_dict`, so that it gives back as the others do."""
+        return {}
+
+    # --- steps shared out by speed; see :class:`farflung.sampling.Balanced` ---------------------------------------
+
+    is_balanced: bool = False
+    """Whether a fast replica takes more samples of a step than a slow one."""
+
+    def set_rank(self, rank: int, size: int) -> None:  # noqa: B027
+        """Sets which replica this is, of how many."""
+
+    def record_compute(self, samples: int, seconds: float) -> None:  # noqa: B027
+        """Records how long this replica took for a step's samples."""
+
+    def speeds_due(self, sums: Mapping[str, float]) -> list[float] | None:
+        """Counts an exchange, and returns the speeds of all replicas where it is time to decide by them."""
+        del sums
+        return None
+
+    def choose_counts(self, speeds: Sequence[float], batch_size: int) -> list[int]:
+        """Returns the shares of a step that follow from measured speeds."""
+        raise NotImplementedError
+
+    def set_counts(self, counts: Sequence[int]) -> None:
+        """Takes a step's samples so from the next one on, and measures anew."""
+        raise NotImplementedError
+
+    # --- scores, made while a replica waits for its exchanges -----------------------------------------------------
+
+    scored_by: ScoredBy | None = None
+    """What samples are judged by; ``None``: nothing is scored.
+
+    A sampler that scores picks from the samples that one replica holds, so replicas hold shares of the training set;
+    where none are asked for, equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
+    """
+    statistics: Statistics = "batch"
+    """What running statistics are updated by, where samples are scored."""
 
     @property
-    def statistics(self) -> Statistics:
-        """What running statistics are updated by."""
-        ...
+    def needs_scores(self) -> bool:
+        """Whether samples are scored in a step's wait."""
+        return self.scored_by is not None
 
     def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
         """What to do in a step's wait.
@@ -181,37 +198,36 @@ class Scores(Protocol):
           view: of the step.
           decide: :meth:`farflung.types.Runtime.decide_own`; whatever is chosen by time goes through it.
         """
-        ...
+        del view, decide
+        return Due()
 
-    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
-        """The scores of one chunk, float32, by the model as it was before the step's update."""
-        ...
+    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:  # noqa: B027
+        """Takes the scores of one chunk, float32, by the model as it was before the step's update."""
 
-    def observe(self, spare: Spare) -> None:
-        """What the step had to spare; once a step, after its update."""
-        ...
+    def observe(self, spare: Spare) -> None:  # noqa: B027
+        """Takes what the step had to spare; once a step, after its update."""
 
+    # --- scores that go along with samples that change their owner ------------------------------------------------
 
-@runtime_checkable
-class Carries(Protocol):
-    """A sampler whose scores go along with samples that change their owner.
+    carries_scores: bool = False
+    """Whether the methods below are there.
 
     A slot is the number by which a replica knows a sample; there are as many afterwards as before. A score below 0 says
     that its sample was never scored.
     """
 
     def outgoing(self, count: int, step: int) -> SampleIds:
-        """The slots whose samples are given away at a step: ``count`` distinct ones.
+        """Returns the slots whose samples are given away at a step: ``count`` distinct ones.
 
         Raises:
           ConfigError: there are not as many.
         """
-        ...
+        raise NotImplementedError
 
-    def scores_of(self, ids: SampleIds) -> Tensor:
-        """What is known of the samples in these slots, float32."""
-        ...
+    def scores_of(self, ids: SampleIds) -> Tensor | None:
+        """Returns what is known of the samples in these slots, float32; ``None`` where scores are not carried."""
+        del ids
+        return None
 
-    def incoming(self, ids: SampleIds, scores: Tensor) -> None:
-        """The slots hold other samples now, with the scores that their owners knew."""
-        ...
+    def incoming(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
+        """Notes that the slots hold other samples now, with the scores that their owners knew."""

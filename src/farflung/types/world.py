@@ -12,6 +12,8 @@ from farflung.types.tensors import Counts, Json, Payload, Segment, Sent, TensorS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from farflung.types.sampling import Sampler
+
 __all__ = [
     "AllReduce",
     "Change",
@@ -432,7 +434,7 @@ class Elastic(Protocol):
         """The number of batches that a step adds to those that are taken, less those given back at it."""
         ...
 
-    def give_back(self, step: int, sampler: Any) -> None:
+    def give_back(self, step: int, sampler: Sampler) -> None:
         """Returns the batches of lost members to a sampler, where a change takes effect at a step."""
         ...
 

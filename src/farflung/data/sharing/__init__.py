@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from farflung.lazy import lazy
 from farflung.spec import Registry
-from farflung.types import Reshards, Sharing
+from farflung.types import Sharing
 
 if TYPE_CHECKING:
     from farflung.data.sharing.injection import Injection
@@ -22,7 +22,7 @@ else:
 
 __all__ = ["SHARINGS", "Injection", "NoSharing", "Resharding"]
 
-SHARINGS: Registry[Sharing | Reshards] = Registry(
+SHARINGS: Registry[Sharing] = Registry(
     __name__,
     {
         "none": "NoSharing",

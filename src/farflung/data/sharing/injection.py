@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 
 import torch
+from typing_extensions import override
 
 from farflung.comm.collectives.segments import others
 from farflung.errors import ProtocolError
 from farflung.options import part_option
 from farflung.seeding import generator
-from farflung.types import Batch, Channel, Payload, Samples
+from farflung.types import Batch, Channel, Payload, Samples, Sharing
 
 __all__ = ["Injection"]
 
 
-class Injection:
+class Injection(Sharing):
     r"""Randomized data injection, for replicas whose samples are unlike.
 
     At each step :math:`\lceil \alpha n \rceil` of n replicas, drawn anew by a seed that all have, send the first
@@ -47,11 +48,13 @@ class Injection:
         part_option("sharing injection", "beta", beta)
         self._seed, self._alpha, self._beta, self._keeps_batch = seed, alpha, beta, keep_batch
 
+    @override
     def due(self, step: int) -> bool:
         """Always."""
         del step
         return True
 
+    @override
     def own(self, wanted: int, size: int) -> int:
         """As many as leave room for those that will be received."""
         if not self._keeps_batch:
@@ -63,6 +66,7 @@ class Injection:
         order = torch.randperm(size, generator=generator(self._seed, "senders", step))
         return sorted(order[: math.ceil(self._alpha * size)].tolist())
 
+    @override
     async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         """Own rows first, then those of the senders in rank order; a copy for each receiver travels.
 

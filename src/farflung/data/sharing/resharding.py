@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from farflung.errors import ConfigError, ProtocolError
 from farflung.options import part_option, whole_option
 from farflung.seeding import generator
-from farflung.types import Batch, Carries, Channel, Gate, Moved, Payload, SampleIds, TensorSpec
+from farflung.types import Batch, Channel, Gate, Moved, Payload, SampleIds, Sampler, Sharing, TensorSpec
 
 __all__ = ["Resharding"]
 
@@ -16,7 +17,7 @@ MOST_REST_S = 20.0
 for, and this bounds it where that would come near the deadline of a run."""
 
 
-class Resharding:
+class Resharding(Sharing):
     r"""Importance-aware data resharding: in rounds beside training, pairs of replicas swap samples for good.
 
     In each round replicas are matched at random by a seed that all have; of an odd number one rests. Both of a pair
@@ -55,7 +56,7 @@ class Resharding:
     and what an incoming sample's score is are our choice.
     """
 
-    data_leaves_device = True
+    data_leaves_device = moves_samples = True
 
     def __init__(
         self,
@@ -80,29 +81,33 @@ class Resharding:
         self.by_importance = by == "importance"
         self._piece_nbytes, self._share = piece_nbytes, share
 
+    @override
     def begins(self, step: int) -> bool:
         """Every so many steps, but not at the first, when nothing is known of any sample."""
         return step > 0 and step % self._every == 0
 
+    @override
     def due_step(self, step: int) -> int:
         """So many steps later."""
         return step + self._within
 
+    @override
     def partner(self, step: int, rank: int, size: int) -> int | None:
         """By a random order of all: the first goes with the second, the third with the fourth."""
         order = torch.randperm(size, generator=generator(self._seed, "partners", step)).tolist()
         other = order.index(rank) ^ 1
         return order[other] if other < size else None
 
-    def outgoing(self, held: int, sampler: Carries | None, *, step: int, rank: int) -> SampleIds:
+    @override
+    def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
         """By importance or at random, in random order."""
         random = generator(self._seed, "outgoing", step, rank)
         count = min(self._samples, held)
         if not self.by_importance:
             return torch.randperm(held, generator=random)[:count]
-        assert sampler is not None
         return sampler.outgoing(count, step)[torch.randperm(count, generator=random)]
 
+    @override
     async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
         """Numbers first, then pieces.
 
