@@ -9,7 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import settings
 import tests.unsynced  # noqa: F401
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
@@ -101,6 +102,21 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forks import parent_of
 
     monkeypatch.setattr(launching, "parent_of", parent_of)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved from now on; not rendered, which takes a second each."""
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+
+    def savefig(self: Figure, target: Path, **_: Any) -> None:
+        figures.append(self)
+        target.touch()
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_what_is_imported_is_installed_with_it() -> None:
     others = set(sys.stdlib_module_names) | {"farflung"}
     for path in paths:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        folder = "cli" if "cli" in path.relative_to(PACKAGE).parts else path.parent.name
+        folder = "cli" if "cli" in path.relative_to(PACKAGE).with_suffix("").parts else path.parent.name
         needed = {"cli": ["report", "cli"], "integrations": [path.stem]}.get(folder, [])
         if path.stem == "estimators":
             needed = ["sklearn"]

@@ -6,7 +6,6 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["docstring_of", "read_docstring"]
@@ -20,12 +19,19 @@ def docstring_of(thing: Callable[..., object]) -> str:
 
 
 def read_docstring(module: str, name: str) -> str:
-    """Reads the docstring of a class or function without importing its module; empty where there is no source."""
-    loaded = sys.modules.get(module)
-    path = getattr(find_spec(module), "origin", "") if loaded is None else getattr(loaded, "__file__", "")
+    """Reads the docstring of a class or function; empty where there is no source. Imports no module of farflung."""
     try:
-        source = ast.parse(Path(path).read_text(encoding="utf-8"))
+        source = ast.parse(_path_of(module).read_text(encoding="utf-8"))
     except OSError:
         return ""
     documented = (node for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
     return next((ast.get_docstring(node) or "" for node in documented if node.name == name), "")
+
+
+def _path_of(module: str) -> Path:
+    """Returns where the source of a module is; of one of farflung without importing the packages around it."""
+    top, *inner = module.split(".")
+    if module in sys.modules or top != "farflung":
+        return Path(getattr(sys.modules.get(module), "__file__", None) or "")
+    path = Path(__file__).parent.joinpath(*inner)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
