@@ -366,7 +366,7 @@ def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
         run.notes = record  # type: ignore[assignment]
         registry = run(products_agree(40)).coordinator.registry
     assert written.count(("labels", True)) == 2, "of the first partitions, and with that of the new device"
-    assert written.count(("roster", False)) > 10, "without a tensor"
+    assert written.count(("registry", False)) > 10, "without a tensor"
     with closing(Record(tmp_path)) as record:
         again = record.registry()
     assert again is not None

@@ -26,8 +26,8 @@ class Record:
     """Events and state of a coordinator, for one that is restarted.
 
     ``events.jsonl`` has a line for each event. ``labels.safetensors`` holds the labels of each partition,
-    ``roster.safetensors`` the coefficients of each block, and ``state.safetensors`` the solver's state; each is written
-    whole or not at all.
+    ``registry.safetensors`` the coefficients of each block, and ``state.safetensors`` the solver's state; each is
+    written whole or not at all.
 
     Args:
       folder: of the run; it exists.
@@ -56,7 +56,7 @@ class Record:
         if len(labels) != self._labelled:
             save_tree(self._folder / "labels.safetensors", labels)
             self._labelled = len(labels)
-        save_tree(self._folder / "roster.safetensors", tree)
+        save_tree(self._folder / "registry.safetensors", tree)
 
     def registry(self) -> Registry | None:
         """Reads the registry; ``None``: the run begins.
@@ -64,7 +64,7 @@ class Record:
         Raises:
           CheckpointError: it is damaged.
         """
-        path = self._folder / "roster.safetensors"
+        path = self._folder / "registry.safetensors"
         if not path.exists():
             return None
         tree = load_tree(path)
