@@ -387,11 +387,12 @@ class Elastic:
 
     def _new_follower(self) -> Follower:
         return Follower(
-            self._runtime, self._want, self._ask_to_be_admitted, self._cannot_begin, self._take_changes
+            self._runtime,
+            lambda: self._in_background(self._ask()),
+            self._ask_to_be_admitted,
+            self._cannot_begin,
+            self._take_changes,
         )
-
-    def _want(self) -> None:
-        self._in_background(self._ask())
 
     def _ask_to_be_admitted(self) -> None:
         if self._member.name not in self._view.members:
@@ -421,7 +422,7 @@ class Elastic:
         if not self._seeks:
             self._seeks = True
             self._in_background(self._seek())
-        self._want()
+        self._in_background(self._ask())
         return await self._follower.snapshot()
 
     async def follows(self, step: int) -> bool:
@@ -771,15 +772,20 @@ class Elastic:
         return True
 
     async def _ask(self, *names: str) -> None:
-        """Ask others to admit this member; later, where it was suspended before."""
+        """Ask others for the state, and to admit this member where it has caught up, or cannot.
+
+        A member that was suspended before asks later.
+        """
         if (count := len(self._suspensions)) > 1:
             wait_s = min(2.0 ** (count - 2), _BACK_OFF_S)
             await self._runtime.sleep_until(self._suspensions[-1] + wait_s)
         if self._follower is None or self._ended is not None:
             return
-        text = _ADMIT if self._asks else _WANT + b"%d" % self._follower.request
+        wants = [] if self._follower.is_too_far_behind else [_WANT + b"%d" % self._follower.request]
+        texts = [*wants, *([_ADMIT] if self._asks else [])]
         for name in sorted(self._member.connected.intersection(names or self._member.connected)):
-            self._comm.send(text_payload(text), int(name), TAG, -1)
+            for text in texts:
+                self._comm.send(text_payload(text), int(name), TAG, -1)
 
     # --- effects of the agreement -----------------------------------------------------------------------------------
 
@@ -1032,6 +1038,10 @@ class Elastic:
         if self.joins and self._ended is None:
             lost = ", ".join(self._view.holders[0])
             self.stop(f"rank {self._member.name} cannot begin: members {lost} are lost or silent")
+
+    def forget(self, rank: int) -> None:
+        """Keep nothing for a process that asked to join, since another has its rank; on the thread of exchanges."""
+        self._giver.close([rank])
 
     def cannot_reach(self, rank: int, error: RunLost) -> None:
         """End a member that joins where it cannot reach one that has to admit it; on the thread of exchanges."""

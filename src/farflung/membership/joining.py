@@ -332,6 +332,8 @@ class Follower:
         self._view = 0
         self.is_waited_for = False
         """Whether the others wait for this replica, which is a member."""
+        self.is_too_far_behind = False
+        """Whether results come faster than this replica can fetch them, so that it is given the state once admitted."""
         self.nbytes = 0
         """Of snapshots and results that have come."""
         self.request = 1
@@ -497,6 +499,7 @@ class Follower:
         if (begins := news.get("begins")) is not None:
             source.begins = begins
         if news.get("closed"):
+            self.is_too_far_behind |= self._sources.keys() == {rank}
             self.drop(rank)
             if not self._sources:
                 self._restart("this replica is too far behind: the others wait while it is given the state")

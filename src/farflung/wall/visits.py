@@ -113,6 +113,7 @@ class _Visits:
         """Answer from now on, and hear from other members of replicas that join."""
         if guest is not None:
             guest.watch(self._runtime, self.elastic)
+            self._met.update(guest.used)
             for peer in guest.guests:
                 self._admit(peer)
         self._runtime.view.transport.receive(self._key, partial(answered, self._find))
@@ -205,12 +206,14 @@ class _Visits:
             self._tell(rank, peer)
         known = [runtime.peers[rank] for rank in self.elastic.members if rank in runtime.peers]
         view = self.elastic.view_number
-        return {"view": view, "members": [one.to_json() for one in known], "guests": guests}
+        members: list[Json] = [one.to_json() for one in known]
+        return {"view": view, "members": members, "guests": guests, "used": [*sorted(self._used())]}
 
     def _admit(self, peer: Peer) -> None:
         known = self._runtime.peers.get(peer.rank)
         if known == peer or peer.rank in self._guests or peer.rank == self._runtime.comm.rank:
             return  # another member has told of it too
+        self.elastic.forget(peer.rank)
         greeted = self._runtime.let_in(peer)
         self._guests[peer.rank] = peer
 
@@ -252,6 +255,8 @@ class Guest:
         """When each member greets, by rank."""
         self._view = 0
         """The view whose members these are."""
+        self.used: list[int] = []
+        """The ranks that no other replica may have."""
         self._elastic: Elastic | None = None
 
     @property
@@ -312,7 +317,7 @@ class Guest:
             raise RunLost(f"no member is left of those that have answered: {error}") from None
         if "again" in answer:
             raise RunLost(answer["again"])
-        self._view = int(answer["view"])
+        self._view, self.used = int(answer["view"]), answer["used"]
         self.guests = [Peer.from_json(text) for text in answer["guests"]]
         peers = [Peer.from_json(text) for text in answer["members"]]
         runtime.launch(self._meet(runtime, peers)).wait()
