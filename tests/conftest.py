@@ -121,6 +121,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", help="tests marked slow too, which are left out unless -m names them"
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="tests marked thorough alone, which are left out otherwise unless :: names them",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -137,11 +142,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     which = config.getoption("lab")
     slow = config.getoption("slow") or "slow" in config.getoption("markexpr")
+    thorough = config.getoption("thorough")
+    named = tuple(argument for argument in config.args if "::" in argument)
 
     def runs(item: pytest.Item) -> bool:
-        of_the_lab, is_slow = (item.get_closest_marker(mark) is not None for mark in ("lab", "slow"))
+        of_the_lab, is_slow, is_thorough = (
+            item.get_closest_marker(mark) is not None for mark in ("lab", "slow", "thorough")
+        )
         alone = item.nodeid.startswith(CROWDED) or (of_the_lab and not item.nodeid.startswith(UNMEASURED))
-        return (which == "with" or alone == (which == "alone")) and (slow or not is_slow)
+        if which != "with" and alone != (which == "alone"):
+            return False
+        return slow if is_slow else is_thorough == thorough or item.nodeid.startswith(named)
 
     left_out = [item for item in items if not runs(item)]
     if left_out:

@@ -24,6 +24,7 @@ def summary(folder: Path, command: str, *options: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.thorough
 def test_simulated_and_real_runs_send_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = summary(tmp_path, "simulate", "--network", NETWORK)
     monkeypatch.setenv(joining.NETWORK, NETWORK)

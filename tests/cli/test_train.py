@@ -17,6 +17,7 @@ import torch
 
 from farflung.replica import load_tree
 from farflung.telemetry import read_events
+from tests.covering import thorough
 from tests.forks import Fork, farflung
 from tests.listening import listening
 
@@ -83,6 +84,7 @@ def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.thorough
 def test_the_only_worker_is_named(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with training(*ENDLESS, "--workers", "1", "--out", str(out)) as process:
@@ -142,7 +144,7 @@ def test_a_run_that_lost_a_worker_names_it_and_is_resumed_to_the_same_bits(tmp_p
         assert torch.equal(value, resumed[name]), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "hangup"])
+@pytest.mark.parametrize("number", [signal.SIGINT, *thorough(signal.SIGHUP)], ids=["ctrl-c", "hangup"])
 def test_a_signal_to_stop_keeps_the_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,6 +262,7 @@ def test_weights_of_samples_and_classes(
         np.testing.assert_allclose(model.coef_, repeated.coef_, atol=5e-5)
 
 
+@pytest.mark.thorough
 def test_gradient_descent_with_weights() -> None:
     rows, codes = (part.numpy() for part in cancer())
     options: dict[str, Any] = {"C": 0.01, "class_weight": {0: 20.0}}
@@ -351,6 +352,7 @@ A9A: dict[str, tuple[CodedClassifier, Any, float]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", A9A)
 def test_a9a(name: str) -> None:
     if find(a9a.SOURCE) is None:
@@ -371,6 +373,7 @@ def test_a9a(name: str) -> None:
     assert mine.n_iter_ < 150
 
 
+@pytest.mark.thorough
 def test_hinge_on_a9a() -> None:
     """With a parabola in place of the kink, so near the optimum and not at it."""
     if find(a9a.SOURCE) is None:

@@ -319,6 +319,7 @@ def test_requests_that_are_taken_back_are_not_answered() -> None:
     assert nbytes == 3 * 1000 * FEATURES * 8
 
 
+@pytest.mark.thorough
 def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view, "KEPT_NBYTES", KEPT_NBYTES := 1 << 22)
     met: list[Address] = []

@@ -36,6 +36,7 @@ from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
+from tests.covering import thorough
 
 STEPS, DEADLINE_S = 12, 2.0
 LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
@@ -322,7 +323,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS[:2], *thorough(*PRESETS[2:])])
 def test_seeded_plans_of_each_preset(preset: str) -> None:
     for seed in range(9):
         draw = random.Random(seed)
@@ -346,7 +347,7 @@ def test_all_other_presets_are_refused_by_name(preset: str) -> None:
         SimulatedConfig.resolve({"workload": "synthetic/quadratic", "recipe": preset, "elastic": "1"}).check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(15), *thorough(*range(15, 60))])
 def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
     checked(seed)
 
@@ -819,7 +820,7 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
 
 
 @pytest.mark.parametrize(
-    ("size", "pair", "breaks"), [(2, (0, 1), 12), (3, (1, 2), 6), (3, (0, 2), 6), (5, (2, 4), 6)]
+    ("size", "pair", "breaks"), [(2, (0, 1), 12), (3, (1, 2), 6), *thorough((3, (0, 2), 6), (5, (2, 4), 6))]
 )
 def test_a_pair_whose_connection_breaks_again_and_again_stays(
     size: int, pair: tuple[int, int], breaks: int

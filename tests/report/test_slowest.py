@@ -66,6 +66,7 @@ def test_of_simulated_runs(settings: dict[str, Any], rank: int | None, reason: s
     assert ("slowest" in str(run)) == bool(found)
 
 
+@pytest.mark.thorough
 def test_of_a_real_run_whose_batches_then_follow(tmp_path: Path) -> None:
     """One of two computes no faster than a device that takes thrice as long."""
     pace = tmp_path / "pace.toml"

@@ -26,6 +26,7 @@ from farflung.runs.events import Buffered
 from farflung.runs.folder import RunFolder
 from farflung.runs.launching import Parent
 from farflung.telemetry import Event, JsonLines, Telemetry
+from tests.covering import thorough
 from tests.forks import parent_of
 
 DEADLINE_S = 250
@@ -114,7 +115,7 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
     assert resumed.summary["refused"] == {"messages": 0, "connections": 2468}
 
 
-@pytest.mark.parametrize(("workers", "threads", "expected"), [(1, 0, 2), (2, 0, 1), (2, 3, 3)])
+@pytest.mark.parametrize(("workers", "threads", "expected"), [(2, 0, 1), *thorough((1, 0, 2), (2, 3, 3))])
 def test_replicas_that_share_a_machine_have_a_thread_each_unless_told(
     workers: int, threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
         train("synthetic/quadratic", workers=1, steps=3, out=tmp_path / "run", show=show)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked_workers")
 def test_a_show_that_waits_for_the_workers_to_end_does_not_hold_them_up(tmp_path: Path) -> None:
     ends: list[int] = []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import thorough
+
 DEADLINE_S = 250
 
 PROGRAM = """
@@ -56,7 +58,7 @@ def notebook(folder: Path) -> tuple[Sequence[str], str]:
     return ["kernel.py"], ""
 
 
-@pytest.mark.parametrize("program", [script, command, piped, notebook])
+@pytest.mark.parametrize("program", [script, *thorough(command, piped, notebook)])
 def test_train_is_called_from(program: Callable[[Path], tuple[Sequence[str], str]], tmp_path: Path) -> None:
     arguments, typed = program(tmp_path)
     ended = subprocess.run(

@@ -20,6 +20,7 @@ from farflung.replica import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
 from farflung.schedules import SCHEDULES
 from farflung.types import Decision
+from tests.covering import thorough
 
 NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
 """Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
@@ -93,7 +94,7 @@ BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 
 @pytest.mark.parametrize(
     ("parts", "base"),
-    [*((PARTS[0], base) for base in BASES), *zip(PARTS[1:], itertools.cycle(BASES), strict=False)],
+    [*((PARTS[0], base) for base in BASES), *thorough(*zip(PARTS[1:], itertools.cycle(BASES), strict=False))],
     ids=lambda given: (
         "-".join(map(str, given.values())) or "synchronous" if isinstance(given, dict) else given
     ),
