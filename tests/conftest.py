@@ -94,13 +94,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return Scheduling(config, log)
 
 
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
     """No Python is started for the workers of :func:`farflung.train`, which ``runs/test_programs.py`` is about."""
     from farflung.runs import launching
     from tests.forks import parent_of
 
-    monkeypatch.setattr(launching, "parent_of", parent_of)
+    with mock.patch.object(launching, "parent_of", parent_of):
+        yield
 
 
 @pytest.fixture

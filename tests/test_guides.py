@@ -60,7 +60,6 @@ def test_the_blocks_are_found(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", thorough(*(page for page in PAGES if runnable(page) and page != TERMINALS)), ids=name_of
 )
-@pytest.mark.usefixtures("forked_workers")
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside(tmp_path, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as free:

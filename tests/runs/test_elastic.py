@@ -22,7 +22,6 @@ from farflung.workloads.synthetic import Quadratic
 from tests.covering import thorough
 
 STEPS, AT = 400, 20
-pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 class Strikes:

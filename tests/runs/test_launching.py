@@ -167,7 +167,6 @@ def test_events_that_are_not_heard_hold_nothing_up_and_those_of_steps_are_droppe
     assert told["step"] + told["dropped"] == Counter({0: MANY // 2, 1: MANY // 2})
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
     def show(event: Event) -> None:
         raise KeyError(event["event"])
@@ -177,7 +176,6 @@ def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("forked_workers")
 def test_a_show_that_waits_for_the_workers_to_end_does_not_hold_them_up(tmp_path: Path) -> None:
     ends: list[int] = []
     kinds: Counter[object] = Counter()
