@@ -131,7 +131,6 @@ def test_shares_and_traffic(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.thorough
 def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
     real = farflung.train("synthetic/quadratic", "pipe_sgd", workers=3, steps=6, out=tmp_path / "real")
     data = data_of(written(tmp_path / "a.html", run.folder, real.folder))

@@ -47,7 +47,6 @@ def test_steps_and_their_parts_lie_where_telemetry_has_them(tmp_path: Path) -> N
     assert "exchange" not in {event["event"] for event in retimed.events[0]}
 
 
-@pytest.mark.thorough
 def test_real_replicas_tell_of_exchanges_where_that_is_asked_for(tmp_path: Path) -> None:
     run = farflung.train("synthetic/quadratic", out=tmp_path / "run", trace=True, workers=2, steps=3)
     assert sum(event["event"] == "exchange" for event in run.events[1]) == 3
