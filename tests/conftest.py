@@ -95,13 +95,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_workers() -> Iterator[None]:
-    """No Python is started for the workers of :func:`farflung.train`, which ``runs/test_programs.py`` is about."""
+def forked_workers() -> Iterator[Callable[..., object]]:
+    """No Python is started for the workers of :func:`farflung.train`; yields the function that starts one."""
     from farflung.runs import launching
     from tests.forks import parent_of
 
+    starts = launching.parent_of
     with mock.patch.object(launching, "parent_of", parent_of):
-        yield
+        yield starts
 
 
 @pytest.fixture

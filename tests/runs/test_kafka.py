@@ -360,6 +360,7 @@ def test_more_partitions_are_taken_in_at_a_resume(broker: Broker, opened: Open) 
     assert sorted(step(again, samples, 1)) == [4, 5, 6, 7, 20, 21, 22, 23]
 
 
+@pytest.mark.thorough
 def test_truncation_holds_no_more_than_just_streamed_in(broker: Broker, tmp_path: Path) -> None:
     broker.make("fast", 4)
     stream = (
