@@ -106,6 +106,7 @@ def test_models_and_data(name: str) -> None:
     assert int(train.labels.max()) == classes - 1
 
 
+@pytest.mark.thorough
 def test_the_installed_command_finds_them_in_a_checkout(tmp_path: Path) -> None:
     """Its script's folder is on Python's path, the current one is not."""
     command = Path(sys.executable).with_name("farflung")

@@ -21,6 +21,7 @@ from farflung.coded.run import Learner
 from farflung.coded.solvers import solve
 from farflung.comm.keys import make_keys
 from farflung.tasks import Task
+from tests.covering import thorough
 from tests.forks import Fork, farflung
 
 PARTITIONS = 3
@@ -269,7 +270,7 @@ def minimum(parts: Sequence[int], **learner: Any) -> float:
     ("args", "learner"),
     [
         (["--code", "mds"], {}),
-        (["--model", "svc", "--transposed", "repair", "--C", "0.5"], {"model": "svc", "C": 0.5}),
+        *thorough((["--model", "svc", "--transposed", "repair", "--C", "0.5"], {"model": "svc", "C": 0.5})),
     ],
     ids=str,
 )
@@ -330,7 +331,7 @@ def test_a_run_with_keys_has_no_room_for_others(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda x, y: (x[:, :5], y), "has 5 features, and those that are there have 12"),
-        (lambda x, y: (x, y), "is there already: give each device another one"),
+        *thorough((lambda x, y: (x, y), "is there already: give each device another one")),
     ],
     ids=["width", "name"],
 )
@@ -470,6 +471,7 @@ def test_a_device_leaves_when_others_hold_what_it_has(tmp_path: Path) -> None:
     assert len(summary["partitions"]) == PARTITIONS
 
 
+@pytest.mark.thorough
 def test_the_demonstration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

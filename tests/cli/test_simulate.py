@@ -207,11 +207,9 @@ def test_decisions_by_time_are_made_again_on_another_network(
     "given",
     [
         "--workers 2",
-        *thorough(
-            "--workers 1 --schedule diloco(sync_every=1000000)",
-            "--workers 2 --schedule diloco(sync_every=1000000)",
-            "--workers 2 --schedule diloco(sync_every=1000000) --elastic 1",
-        ),
+        "--workers 1 --schedule diloco(sync_every=1000000)",
+        "--workers 2 --schedule diloco(sync_every=1000000)",
+        "--workers 2 --schedule diloco(sync_every=1000000) --elastic 1",
     ],
 )
 def test_a_real_run_that_was_stopped_is_replayed_in_virtual_time(given: str, tmp_path: Path) -> None:

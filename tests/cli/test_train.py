@@ -7,8 +7,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +16,7 @@ import torch
 from farflung.replica import load_tree
 from farflung.telemetry import read_events
 from tests.covering import thorough
-from tests.forks import Fork, farflung
+from tests.forks import Fork, farflung, ran
 from tests.listening import listening
 
 SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
@@ -63,12 +61,10 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of 30 steps and what it printed, by the command as a shell starts it."""
+    """A run of 30 steps and what it printed."""
     out = tmp_path_factory.mktemp("train") / "whole"
     options = [*SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)]
-    command = [sys.executable, "-m", "farflung", "train", "--data", "packaged", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    return out, json.loads(ended.stdout)
+    return out, json.loads(ran("train", "--data", "packaged", *options))
 
 
 def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:

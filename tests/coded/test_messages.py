@@ -265,6 +265,7 @@ def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], sai
     }
 
 
+@pytest.mark.thorough
 def test_a_hostile_device_in_virtual_time() -> None:
     world = VirtualWorld(HOSTILE + 1, Link(0.001, 1e9), whole=False)
     devices: list[Device] = []

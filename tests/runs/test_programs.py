@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import thorough
-
 DEADLINE_S = 250
 
 PROGRAM = """
@@ -58,7 +56,8 @@ def notebook(folder: Path) -> tuple[Sequence[str], str]:
     return ["kernel.py"], ""
 
 
-@pytest.mark.parametrize("program", [script, *thorough(command, piped, notebook)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", [script, command, piped, notebook])
 def test_train_is_called_from(program: Callable[[Path], tuple[Sequence[str], str]], tmp_path: Path) -> None:
     arguments, typed = program(tmp_path)
     ended = subprocess.run(
