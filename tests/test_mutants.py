@@ -50,10 +50,10 @@ def test_each_change_is_one_of_those_that_tests_can_notice() -> None:
 
 
 def test_every_mutant_of_the_core_can_be_compiled() -> None:
-    for room in ("codecs", "comm"):
+    for room in ("codecs", "schedules"):
         for path in (ROOT / "src" / "farflung" / room).glob("*.py"):
             source = path.read_text(encoding="utf-8")
-            for one in mutants_of(path.as_posix(), source)[::5]:
+            for one in mutants_of(path.as_posix(), source)[::10]:
                 ast.parse(one.apply(source))
 
 

@@ -203,6 +203,7 @@ def test_decisions_by_time_are_made_again_on_another_network(
     assert RunFolder(again).decisions.read_bytes() == log.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "given",
     [

@@ -25,6 +25,7 @@ from sklearn.svm import LinearSVC
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from farflung.coded.estimators import CodedClassifier, CodedLinearSVC, CodedLogisticRegression
+from tests.covering import thorough
 
 
 @parametrize_with_checks(  # type: ignore[untyped-decorator]
@@ -61,7 +62,7 @@ PAIRS: dict[str, tuple[CodedClassifier, Any]] = {
 }
 
 
-@pytest.mark.parametrize("data", [cancer, wine])
+@pytest.mark.parametrize("data", [cancer, *thorough(wine)])
 @pytest.mark.parametrize("name", PAIRS)
 def test_as_scikit_learn(name: str, data: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
     rows, codes = (part.numpy() for part in data())

@@ -453,7 +453,7 @@ def views_of(ended: Ended) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(change.lost, change.joined) for change in max((one.changes for one in elastics), key=len)[1:]]
 
 
-@pytest.mark.parametrize("fault", ["hang", "cut"])
+@pytest.mark.parametrize("fault", ["hang", *thorough("cut")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_that_was_silent_is_suspended_and_comes_back(schedule: str, fault: str) -> None:
     plan = FaultPlan((Fault(fault, rank=1, at_s=0.2, for_s=0.3),))

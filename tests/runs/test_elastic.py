@@ -245,6 +245,7 @@ class Joins:
             os.kill(self._pids[1], signal.SIGINT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=3,period=2)"])
 def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(
     schedule: str, tmp_path: Path

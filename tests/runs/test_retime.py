@@ -135,11 +135,13 @@ CODING = CodingRates(Everything(), message_s=0.0013, copy_s_per_byte=1e-6, encry
     [
         (1, {}),
         (2, {"collective": "ring", "codec": "error_feedback(int8)", "reducer": "codec(phases='hops')"}),
-        (1, {"codec": "error_feedback(topk(density=0.1))", "collective": "all_gather"}),
-        (2, {"codec": "by_role(other=dgc(density=0.1))", "partition": "labels(k=3)"}),
-        (2, {"codec": "error_feedback(qsgd(bits=4))", "reducer": "codec(phases='two')", "workers": 3}),
-        (1, {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)", "count_evaluation": True}),
-        (2, {"reducer": "shared_scale_qsgd", "schedule": "pipelined"}),
+        *thorough(
+            (1, {"codec": "error_feedback(topk(density=0.1))", "collective": "all_gather"}),
+            (2, {"codec": "by_role(other=dgc(density=0.1))", "partition": "labels(k=3)"}),
+            (2, {"codec": "error_feedback(qsgd(bits=4))", "reducer": "codec(phases='two')", "workers": 3}),
+            (1, {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)", "count_evaluation": True}),
+            (2, {"reducer": "shared_scale_qsgd", "schedule": "pipelined"}),
+        ),
     ],
     ids=str,
 )
