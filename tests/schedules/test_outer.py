@@ -13,6 +13,7 @@ from torch import Tensor
 from farflung.replica import Replica, load_tree
 from farflung.schedules import AdaComm
 from farflung.types import SharedStats, State
+from tests.covering import thorough
 from tests.helpers import same_bits, same_tree
 from tests.schedules.runs import APART, Run, distance, pieces
 from tests.schedules.test_equalities import ADAM, SGD
@@ -56,7 +57,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("parts", [{}, RESIDUALS], ids=["identity", "residuals"])
+@pytest.mark.parametrize("parts", [RESIDUALS, *thorough({})], ids=["residuals", "identity"])
 @pytest.mark.parametrize("settings", OPTIMIZERS, ids=NAMES)
 @pytest.mark.parametrize("one", SAME)
 def test_equal_to_the_bit(one: str, settings: dict[str, Any], parts: dict[str, Any]) -> None:
@@ -258,7 +259,7 @@ def test_all_replicas_choose_the_same_periods_by_one_clock() -> None:
 # --- checkpoints --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["identity", RESIDUALS["codec"]])
+@pytest.mark.parametrize("codec", [RESIDUALS["codec"], *thorough("identity")])
 @pytest.mark.parametrize("state", ["kept", "reset", "averaged"])
 @pytest.mark.parametrize("optimizer", [SGD["momentum"], ADAM], ids=["momentum", "adam"])
 def test_a_run_goes_on_with_outer_momentum_and_a_fragment_under_way(
