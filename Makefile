@@ -1,10 +1,10 @@
 # Short names for the scripts; arguments go in ARGS: make test ARGS="tests/codecs -k qsgd"
 
-.PHONY: help setup demo test soak pythons check bench docs package clean
+.PHONY: help setup demo test test-all soak pythons check bench docs package clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv and install farflung in it; the others do this first
 	@scripts/setup
@@ -12,8 +12,11 @@ setup: ## make .venv and install farflung in it; the others do this first
 demo: setup ## train a small model with four workers on this machine
 	@scripts/demo $(ARGS)
 
-test: setup ## run the tests
+test: setup ## run the tests, six to seven minutes on two cores
 	@scripts/test $(ARGS)
+
+test-all: setup ## run the thorough tests, which make test leaves out
+	@scripts/test --thorough $(ARGS)
 
 soak: setup ## elastic runs under seeded faults (ARGS="60 --lab": an hour, with real processes)
 	@scripts/soak $(ARGS)

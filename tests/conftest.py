@@ -95,13 +95,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return Scheduling(config, log)
 
 
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Python is started for the workers of :func:`farflung.train`, which ``runs/test_programs.py`` is about."""
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[Callable[..., object]]:
+    """No Python is started for the workers of :func:`farflung.train`; yields the function that starts one."""
     from farflung.runs import launching
     from tests.forks import parent_of
 
-    monkeypatch.setattr(launching, "parent_of", parent_of)
+    starts = launching.parent_of
+    with mock.patch.object(launching, "parent_of", parent_of):
+        yield starts
 
 
 @pytest.fixture
@@ -137,6 +139,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", action="store_true", help="tests marked slow too, which are left out unless -m names them"
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="tests marked thorough alone, which are left out otherwise unless :: names them",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -153,11 +160,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     which = config.getoption("lab")
     slow = config.getoption("slow") or "slow" in config.getoption("markexpr")
+    thorough = config.getoption("thorough")
+    named = tuple(argument for argument in config.args if "::" in argument)
 
     def runs(item: pytest.Item) -> bool:
-        of_the_lab, is_slow = (item.get_closest_marker(mark) is not None for mark in ("lab", "slow"))
+        of_the_lab, is_slow, is_thorough = (
+            item.get_closest_marker(mark) is not None for mark in ("lab", "slow", "thorough")
+        )
         alone = item.nodeid.startswith(CROWDED) or (of_the_lab and not item.nodeid.startswith(UNMEASURED))
-        return (which == "with" or alone == (which == "alone")) and (slow or not is_slow)
+        if which != "with" and alone != (which == "alone"):
+            return False
+        return slow if is_slow else is_thorough == thorough or item.nodeid.startswith(named)
 
     left_out = [item for item in items if not runs(item)]
     if left_out:

@@ -46,3 +46,14 @@ def covered(names: str, *values: Iterable[object], strength: int = 2, **options:
     """
     rows = covering(itertools.product(*values), strength)
     return pytest.mark.parametrize(names, rows, **options)
+
+
+def thorough(*rows: object) -> list[Any]:
+    """Returns rows for ``parametrize`` that ``scripts/test --thorough`` alone runs.
+
+    Args:
+      rows: values of one name each, or tuples of a value for each name.
+    """
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows
+    ]

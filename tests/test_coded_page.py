@@ -40,6 +40,7 @@ def ended(process: Fork) -> None:
     assert process.returncode == 0, said
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(LIMIT_S)
 def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

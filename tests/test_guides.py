@@ -30,6 +30,7 @@ from farflung.spec import build
 from farflung.telemetry import read_events
 from farflung.workloads import workload
 from tests.broker import HOME, Broker
+from tests.covering import thorough
 from tests.forks import Fork, farflung, script
 from tests.test_readme import BLOCK, FENCE, LIMIT_S, ROOT, Block, blocks_of, program, python, replicas, run
 
@@ -57,9 +58,8 @@ def test_the_blocks_are_found(page: Path) -> None:
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if runnable(page) and page != TERMINALS], ids=name_of
+    "page", thorough(*(page for page in PAGES if runnable(page) and page != TERMINALS)), ids=name_of
 )
-@pytest.mark.usefixtures("forked_workers")
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside(tmp_path, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -122,6 +122,7 @@ def ended(process: Fork) -> None:
     assert process.returncode == 0, "\n".join(err)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(LIMIT_S)
 def test_the_run_that_loses_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside(tmp_path, monkeypatch)
@@ -144,6 +145,7 @@ def test_the_run_that_loses_members(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             carry_out_code(block, tmp_path, number)
 
 
+@pytest.mark.thorough
 @pytest.mark.kafka
 @pytest.mark.timeout(LIMIT_S)
 def test_the_run_from_kafka(

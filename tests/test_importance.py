@@ -16,6 +16,7 @@ import farflung
 from farflung.errors import CheckpointError, ConfigError, RunLost
 from farflung.importance import Drawn, _cut
 from farflung.replica import load_tree, save_tree
+from tests.covering import thorough
 from tests.helpers import same_tree
 from tests.pool import Pool
 
@@ -74,7 +75,7 @@ class Line(nn.Module):
         return inputs @ self.weights
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, *thorough(3)])
 @pytest.mark.parametrize("rule", ["pool", "two", "auto"])
 def test_the_weighted_mean_expects_to_be_the_mean_gradient(size: int, rule: str) -> None:
     """Over all ranks, whose shares are of unlike sizes, and though scores change from batch to batch."""
@@ -266,7 +267,7 @@ def test_shares_depend_on_the_seed_and_draws_on_the_rank_too() -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *thorough(2)])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("done", [0, 1, 7, 10, 13])
 def test_it_goes_on_where_it_was_saved(tmp_path: Path, workers: int, ahead: bool, done: int) -> None:

@@ -137,6 +137,7 @@ def test_what_needs_no_torch_imports_none() -> None:
 # --- the core alone ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_core_alone_trains_and_simulates(tmp_path: Path) -> None:
     blocked = f"import sys\nsys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))\n"
     (tmp_path / "sitecustomize.py").write_text(blocked, encoding="utf-8")

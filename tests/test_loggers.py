@@ -222,7 +222,6 @@ def test_a_logger_that_fails_ends_no_run(
     assert any("summary/final_accuracy" in values for values, _ in good.got)
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_real_workers_are_logged_by_the_process_that_started_them(
     tmp_path: Path, fakes: tuple[Fake, Fake]
 ) -> None:

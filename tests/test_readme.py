@@ -23,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 from farflung.cli.main import main
+from tests.covering import thorough
 from tests.forks import Fork, of_torchrun, ran, script
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +119,7 @@ def test_the_blocks_are_found() -> None:
 
 
 @pytest.mark.timeout(LIMIT_S * 6)
-@pytest.mark.parametrize("block", [*SHELL, *CONFIGURING], ids=where)
+@pytest.mark.parametrize("block", [*SHELL, *thorough(*CONFIGURING)], ids=where)
 def test_commands_run(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def test_bytes_of_training_are_those_of_three_kinds() -> None:
     assert all(ran.sent[kind] > 0 for kind in PARTS)
 
 
+@pytest.mark.thorough
 def test_the_simulated_encoding_rows_are_ratios_of_bytes() -> None:
     (small, large) = encoding.rows_alone(quick=True).values()
     assert small.ours == large.ours == 0.5
@@ -88,6 +89,7 @@ def test_sparse_rows_are_never_zero_and_of_their_density() -> None:
     assert float((rows != 0).double().mean()) == pytest.approx(0.1 / (1 - 0.9**10), rel=0.1)
 
 
+@pytest.mark.thorough
 def test_devices_that_join_fetch_half_of_the_partitions() -> None:
     nbytes, rows = joins.joined("rlnc", "repair", 0, 4, 3)
     partition = 8 * encoding.ROWS_EACH * encoding.FEATURES_OF_K * 4

@@ -176,6 +176,7 @@ class Apart:
         return [float(self.seed)]
 
 
+@pytest.mark.thorough
 def test_a_training_is_made_once_and_again_when_a_canary_has_changed(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

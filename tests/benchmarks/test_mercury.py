@@ -196,6 +196,7 @@ def test_a_training_that_is_not_stored_is_said_and_not_made() -> None:
         stored(replace(TINY, seed=12345))
 
 
+@pytest.mark.thorough
 def test_nothing_has_less_variance_than_drawing_by_gradient_norms() -> None:
     first, later = worth("fashion", [1, 40])
     assert (first.steps, later.steps) == (1, 40)

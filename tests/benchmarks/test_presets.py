@@ -23,6 +23,7 @@ from farflung.recipes import recipe
 from farflung.telemetry import Event
 from farflung.workloads import workload
 from farflung.workloads.shakespeare import GPT
+from tests.covering import thorough
 
 SMALL = Language("synchronous", 0.001, steps=60, workload="synthetic/quadratic")
 
@@ -81,7 +82,7 @@ def test_steps_that_were_not_simulated_take_as_long_as_the_last_blocks() -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["synchronous", "pipe_sgd", "dga", "local_sgd", "diloco", "streaming_diloco"]
+    "name", ["synchronous", *thorough("pipe_sgd", "dga", "local_sgd", "diloco", "streaming_diloco")]
 )
 def test_simulating_some_steps_tells_when_all_would_end(name: str) -> None:
     steps, task = 230, workload("synthetic/quadratic")

@@ -21,7 +21,17 @@ PARTS = {
     "pipe_sgd": pytest.mark.lab,
 }
 """Benchmarks some of whose rows need a part that a machine may lack."""
-NAMES = [pytest.param(one.name, marks=PARTS.get(one.name, ())) for one in every_benchmark()]
+FAST = {"codecs", "simulator"}
+NAMES = [
+    pytest.param(
+        one.name,
+        marks=[
+            *([PARTS[one.name]] if one.name in PARTS else []),
+            *([] if one.name in FAST else [pytest.mark.thorough]),
+        ],
+    )
+    for one in every_benchmark()
+]
 
 
 def quick(name: str) -> None:

@@ -200,6 +200,7 @@ def test_medians_over_rows(predicted: float | None, monkeypatch: pytest.MonkeyPa
         assert rows[PREDICTED].ours == pytest.approx(0.5, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_scoring_is_hidden_where_links_are_slow_and_charged_where_they_are_fast() -> None:
     """A Raspberry Pi scores ten batches in about the time of three batches' steps."""
     found = constant(replace(QUICK, steps=1000, every=10), made_up(lambda training: SPEEDS[training.method]))
@@ -213,6 +214,7 @@ def test_scoring_is_hidden_where_links_are_slow_and_charged_where_they_are_fast(
 # --- workloads --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_fashion_mnist_with_a_tail_and_with_wrong_labels() -> None:
     whole, test = halved.fashion().datasets()
     assert whole.take(torch.tensor([0]), train=True).inputs.shape == (1, 1, 14, 14)

@@ -10,6 +10,7 @@ from benchmarks.delayed.model import delayed_s, fedavg_s, scalability, synchrono
 from benchmarks.pipe_sgd.model import Cluster, period_s, ring_s, server_s
 from farflung.errors import ConfigError
 from farflung.sim import LinkModel
+from tests.covering import thorough
 from tests.schedules.runs import Run
 
 # --- equations --------------------------------------------------------------------------------------------------
@@ -50,14 +51,14 @@ def timed(schedule: str, latency: float, bandwidth: float = math.inf) -> float:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-@pytest.mark.parametrize("bandwidth", [20e3, 2e3])
+@pytest.mark.parametrize("bandwidth", [20e3, *thorough(2e3)])
 def test_a_pipeline_takes_its_period(width: int, bandwidth: float) -> None:
     busy = timed("synchronous", 0.0, bandwidth) - 0.1
     assert timed(f"pipelined({width})", 0.0, bandwidth) == pytest.approx(period_s(0.1, busy, width))
 
 
 @pytest.mark.parametrize(("delay", "period"), [(0, 1), (3, 1), (4, 4), (5, 4), (14, 5)])
-@pytest.mark.parametrize("latency", [0.05, 0.35])
+@pytest.mark.parametrize("latency", [0.05, *thorough(0.35)])
 def test_a_delay_takes_its_period(delay: int, period: int, latency: float) -> None:
     took = timed("synchronous", latency) - 0.1
     found = timed(f"delayed({delay}, {period})", latency)

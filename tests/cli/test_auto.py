@@ -24,6 +24,7 @@ def summary(folder: Path, command: str, *options: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.thorough
 def test_simulated_and_real_runs_send_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = summary(tmp_path, "simulate", "--network", NETWORK)
     monkeypatch.setenv(joining.NETWORK, NETWORK)
@@ -36,6 +37,7 @@ def test_simulated_and_real_runs_send_alike(tmp_path: Path, monkeypatch: pytest.
     assert [(d.name, d.step, d.timing) for d in decided[0]] == [("collective", 0, False)]
 
 
+@pytest.mark.thorough
 def test_a_real_run_takes_what_a_simulated_one_took(tmp_path: Path) -> None:
     simulated = summary(tmp_path, "simulate", "--network", NETWORK)
     log = str(tmp_path / "simulate" / "decisions.jsonl")

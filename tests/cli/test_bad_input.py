@@ -155,6 +155,7 @@ def test_options(capsys: pytest.CaptureFixture[str], args: list[str], says: str)
     assert says in refused(capsys, "train", *args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["train", "simulate"])
 def test_a_stream_that_brings_less_than_a_step_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str

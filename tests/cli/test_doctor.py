@@ -218,6 +218,7 @@ sys.exit(main(["doctor", "--serve"]))
 """
 
 
+@pytest.mark.thorough
 def test_serving_ends_at_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SERVES],

@@ -19,6 +19,7 @@ from farflung.replica import load_tree
 from farflung.runs import Run, RunFolder, simulate
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
+from tests.covering import thorough
 from tests.forks import farflung, ran
 
 SMALL = [
@@ -164,11 +165,13 @@ def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path, schedule: str) -
         {"codec": "error_feedback(topk(density=0.1))"},
         {"schedule": "pipelined(width=3)"},
         {"schedule": "delayed(delay=3, period=2)", "momentum": 0.9},
-        {"schedule": "diloco(sync_every=500)"},
-        {"schedule": "diloco(sync_every=500)", "workers": 1},
         {"schedule": "diloco(sync_every=500)", "elastic": 1},
-        {"schedule": "local_sgd(sync_every=6)", "momentum": 0.9},
-        {"schedule": "streaming_diloco(sync_every=12, fragments=2)"},
+        *thorough(
+            {"schedule": "diloco(sync_every=500)"},
+            {"schedule": "diloco(sync_every=500)", "workers": 1},
+            {"schedule": "local_sgd(sync_every=6)", "momentum": 0.9},
+            {"schedule": "streaming_diloco(sync_every=12, fragments=2)"},
+        ),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -200,6 +203,7 @@ def test_decisions_by_time_are_made_again_on_another_network(
     assert RunFolder(again).decisions.read_bytes() == log.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "given",
     [

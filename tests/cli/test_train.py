@@ -7,8 +7,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +15,8 @@ import torch
 
 from farflung.replica import load_tree
 from farflung.telemetry import read_events
-from tests.forks import Fork, farflung
+from tests.covering import thorough
+from tests.forks import Fork, farflung, ran
 from tests.listening import listening
 
 SETTINGS = ["--workers", "2", "--batch-size", "8", "--momentum", "0.9", "--evaluate-every", "0"]
@@ -62,12 +61,10 @@ def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of 30 steps and what it printed, by the command as a shell starts it."""
+    """A run of 30 steps and what it printed."""
     out = tmp_path_factory.mktemp("train") / "whole"
     options = [*SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)]
-    command = [sys.executable, "-m", "farflung", "train", "--data", "packaged", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    return out, json.loads(ended.stdout)
+    return out, json.loads(ran("train", "--data", "packaged", *options))
 
 
 def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
@@ -83,6 +80,7 @@ def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.thorough
 def test_the_only_worker_is_named(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with training(*ENDLESS, "--workers", "1", "--out", str(out)) as process:
@@ -142,7 +140,7 @@ def test_a_run_that_lost_a_worker_names_it_and_is_resumed_to_the_same_bits(tmp_p
         assert torch.equal(value, resumed[name]), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "hangup"])
+@pytest.mark.parametrize("number", [signal.SIGINT, *thorough(signal.SIGHUP)], ids=["ctrl-c", "hangup"])
 def test_a_signal_to_stop_keeps_the_checkpoint(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def optimized(folder: Path, *said: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_commands_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = optimized(tmp_path, "-c", PROGRAM)
     assert said.endswith("[0, 0, 0]\n")

@@ -21,6 +21,7 @@ from farflung.coded.run import Learner
 from farflung.coded.solvers import solve
 from farflung.comm.keys import make_keys
 from farflung.tasks import Task
+from tests.covering import thorough
 from tests.forks import Fork, farflung
 
 PARTITIONS = 3
@@ -269,7 +270,7 @@ def minimum(parts: Sequence[int], **learner: Any) -> float:
     ("args", "learner"),
     [
         (["--code", "mds"], {}),
-        (["--model", "svc", "--transposed", "repair", "--C", "0.5"], {"model": "svc", "C": 0.5}),
+        *thorough((["--model", "svc", "--transposed", "repair", "--C", "0.5"], {"model": "svc", "C": 0.5})),
     ],
     ids=str,
 )
@@ -305,6 +306,7 @@ def test_a_run(tmp_path: Path, args: list[str], learner: dict[str, Any]) -> None
     assert (columns > 0) == ("repair" not in args)
 
 
+@pytest.mark.thorough
 def test_a_run_with_keys_has_no_room_for_others(tmp_path: Path) -> None:
     keys = {name: tmp_path / name for name in ("friend", "stranger")}
     for name, folder in keys.items():
@@ -329,7 +331,7 @@ def test_a_run_with_keys_has_no_room_for_others(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda x, y: (x[:, :5], y), "has 5 features, and those that are there have 12"),
-        (lambda x, y: (x, y), "is there already: give each device another one"),
+        *thorough((lambda x, y: (x, y), "is there already: give each device another one")),
     ],
     ids=["width", "name"],
 )
@@ -351,6 +353,7 @@ def test_a_device_that_does_not_fit_is_sent_away(
     assert said in err[-1]
 
 
+@pytest.mark.thorough
 def test_labels_of_one_class_end_the_run(tmp_path: Path) -> None:
     data = [written(tmp_path, part, y=np.ones(len(samples(part)[1]))) for part in range(2)]
     with ExitStack() as stack:
@@ -365,6 +368,7 @@ def test_labels_of_one_class_end_the_run(tmp_path: Path) -> None:
     assert all("all samples have the label 1: there is nothing to tell apart" in one for one in said)
 
 
+@pytest.mark.thorough
 def test_products_that_are_not_finite_end_the_run_for_all(tmp_path: Path) -> None:
     data = [written(tmp_path, part, x=1e100 * samples(part)[0]) for part in range(2)]
     learner = ["--model", "svc", "--solver", "gd(learning_rate=1e149)"]
@@ -380,6 +384,7 @@ def test_products_that_are_not_finite_end_the_run_for_all(tmp_path: Path) -> Non
     assert all("a product of the samples is not finite in float64" in one for one in said)
 
 
+@pytest.mark.thorough
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     data = [written(tmp_path, part) for part in range(PARTITIONS)]
@@ -408,6 +413,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert second["devices_came"] == 2 * (PARTITIONS + 1)
 
 
+@pytest.mark.thorough
 def test_a_coordinator_that_is_killed_comes_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     data = [written(tmp_path, part) for part in range(PARTITIONS)]
@@ -443,6 +449,7 @@ def test_before_training_a_device_leaves_at_once(tmp_path: Path) -> None:
         assert process.returncode == 130
 
 
+@pytest.mark.thorough
 def test_a_device_leaves_when_others_hold_what_it_has(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     data = [written(tmp_path, part) for part in range(PARTITIONS)]
@@ -464,6 +471,7 @@ def test_a_device_leaves_when_others_hold_what_it_has(tmp_path: Path) -> None:
     assert len(summary["partitions"]) == PARTITIONS
 
 
+@pytest.mark.thorough
 def test_the_demonstration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_over_two_balanced_pairs_the_four_types_of_columns_are_equally_often(
     assert types.bincount(minlength=4).tolist() == [fours] * 4
 
 
+@pytest.mark.thorough
 def test_groups_of_balanced_rows_are_masked_independently() -> None:
     orders = [(coded_rows(RLNC(), 40, 12, seed)[::4] != 0).double() for seed in range(200)]
     agree = torch.stack([(order[:-1] == order[1:]).double().mean() for order in orders])
@@ -126,6 +127,7 @@ def needed(code: Code, devices: int, partitions: int, draws: int) -> Tensor:
     return torch.tensor(counts, dtype=torch.float64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("devices", "partitions", "extra"), [(20, 16, 0.396), (12, 8, 0.412)])
 def test_balanced_masks_need_few_answers_beyond_k(devices: int, partitions: int, extra: float) -> None:
     """Exact, by counting types of columns (Hall's condition, since the values are generic)."""

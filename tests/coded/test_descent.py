@@ -18,7 +18,7 @@ from farflung.data.source import find
 from farflung.faults import FaultPlan
 from tests.coded.problems import run
 from tests.coded_runs import Run
-from tests.covering import covered
+from tests.covering import thorough
 
 PARTITIONS, DEVICES = 6, 9
 ITERATIONS = 40
@@ -48,7 +48,17 @@ def descent(problem: Problem, rate: float, seen: Callable[[Tensor], object]) -> 
 RATES: dict[Objective, float] = {Logistic(): 1.5e-5, Hinge(): 2e-7}
 
 
-@covered("objective, transposed, code", RATES, ["columns", "repair"], ["rlnc", "mds"])
+LOGISTIC, HINGE = RATES
+
+
+@pytest.mark.parametrize(
+    ("objective", "transposed", "code"),
+    [
+        (LOGISTIC, "columns", "rlnc"),
+        (HINGE, "columns", "mds"),
+        *thorough((LOGISTIC, "repair", "mds"), (HINGE, "repair", "rlnc")),
+    ],
+)
 def test_every_iterate_is_that_without_a_code(
     objective: Objective, transposed: str, code: str, samples: tuple[Tensor, Tensor]
 ) -> None:

@@ -25,6 +25,7 @@ from sklearn.svm import LinearSVC
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from farflung.coded.estimators import CodedClassifier, CodedLinearSVC, CodedLogisticRegression
+from tests.covering import thorough
 
 
 @parametrize_with_checks(  # type: ignore[untyped-decorator]
@@ -61,7 +62,7 @@ PAIRS: dict[str, tuple[CodedClassifier, Any]] = {
 }
 
 
-@pytest.mark.parametrize("data", [cancer, wine])
+@pytest.mark.parametrize("data", [cancer, *thorough(wine)])
 @pytest.mark.parametrize("name", PAIRS)
 def test_as_scikit_learn(name: str, data: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
     rows, codes = (part.numpy() for part in data())
@@ -262,6 +263,7 @@ def test_weights_of_samples_and_classes(
         np.testing.assert_allclose(model.coef_, repeated.coef_, atol=5e-5)
 
 
+@pytest.mark.thorough
 def test_gradient_descent_with_weights() -> None:
     rows, codes = (part.numpy() for part in cancer())
     options: dict[str, Any] = {"C": 0.01, "class_weight": {0: 20.0}}
@@ -351,6 +353,7 @@ A9A: dict[str, tuple[CodedClassifier, Any, float]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", A9A)
 def test_a9a(name: str) -> None:
     if find(a9a.SOURCE) is None:
@@ -371,6 +374,7 @@ def test_a9a(name: str) -> None:
     assert mine.n_iter_ < 150
 
 
+@pytest.mark.thorough
 def test_hinge_on_a9a() -> None:
     """With a parabola in place of the kink, so near the optimum and not at it."""
     if find(a9a.SOURCE) is None:

@@ -73,6 +73,7 @@ def expected() -> Tensor:
     return trained(PARTITIONS)
 
 
+@pytest.mark.thorough
 def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
     """Three devices of 200 MB each: raw and coded rows, and columns."""
     few = Settings(partitions=2, devices=3, patience_s=2 * PATIENCE_S)
@@ -109,6 +110,7 @@ def much(number: int) -> tuple[Tensor, Tensor]:
     return features, torch.ones(12_500, dtype=torch.float64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, PLANS))]
 )
@@ -146,6 +148,7 @@ def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path,
             assert (one["reason"], one["refused"], one["kept"], one["meetings"]) == ("", 0, [], 1)
 
 
+@pytest.mark.thorough
 def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
     tmp_path: Path, expected: Tensor
 ) -> None:
@@ -191,6 +194,7 @@ def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
         assert not any(one["kept"] for one in crowd.left())
 
 
+@pytest.mark.thorough
 def test_a_coordinator_that_is_killed_comes_again_and_devices_come_back(
     tmp_path: Path, expected: Tensor
 ) -> None:

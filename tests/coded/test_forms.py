@@ -75,6 +75,7 @@ MODELS: dict[str, tuple[type[CodedClassifier], dict[str, Any], Objective, Solver
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "devices"),
     [

@@ -265,6 +265,7 @@ def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], sai
     }
 
 
+@pytest.mark.thorough
 def test_a_hostile_device_in_virtual_time() -> None:
     world = VirtualWorld(HOSTILE + 1, Link(0.001, 1e9), whole=False)
     devices: list[Device] = []
@@ -319,6 +320,7 @@ def test_requests_that_are_taken_back_are_not_answered() -> None:
     assert nbytes == 3 * 1000 * FEATURES * 8
 
 
+@pytest.mark.thorough
 def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view, "KEPT_NBYTES", KEPT_NBYTES := 1 << 22)
     met: list[Address] = []

@@ -71,6 +71,7 @@ def test_parallel_coded_rows_are_worth_one() -> None:
     assert redundancy(rows, 2) == 2
 
 
+@pytest.mark.thorough
 def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*generator_matrix(MDS(), 10, 40, 1)]
     assert redundancy(rows, 40) == 3

@@ -35,6 +35,7 @@ from farflung.errors import ConfigError
 from farflung.replica import load_tree, save_tree
 from farflung.seeding import generator
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
+from tests.covering import thorough
 
 pytest.importorskip("sklearn")
 
@@ -235,7 +236,9 @@ MODELS: dict[str, tuple[Objective, int]] = {
 }
 
 
-@pytest.mark.parametrize("columns", [name for name in COLUMNS if name != "huge"])
+@pytest.mark.parametrize(
+    "columns", ["as they are", "far from 0", *thorough("of unlike sizes", "large", "constant and empty")]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gap_is_no_less_than_what_is_above_the_optimum(model: str, columns: str) -> None:
     """At every iterate, whatever the columns are like; and in the end it is as small as was asked for."""

@@ -287,20 +287,6 @@ def test_every_link_is_used_at_once(name: str, seconds: float) -> None:
 # --- arrival ----------------------------------------------------------------------------------------------------
 
 
-@each_collective
-def test_a_late_rank_changes_no_bit(name: str) -> None:
-    async def body(runtime: Runtime, late: int) -> Result:
-        if runtime.comm.rank == late:
-            await runtime.sleep_until(10.0)
-        return await exchange(runtime, name, contribution(runtime.comm.rank, 50))
-
-    wanted = simulated(4, name, 50)
-    for late in range(4):
-        results, seconds = in_virtual_time(4, partial(body, late=late), FAR)
-        assert seconds > 10.0
-        assert_same(results, wanted)
-
-
 def shuffled(world: VirtualWorld, seed: int) -> None:
     """Each message of this world takes a time of its own."""
     rng, network = random.Random(seed), world.network

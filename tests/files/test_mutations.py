@@ -13,7 +13,7 @@ import pytest
 from farflung.errors import FarflungError
 from tests.files.mutations import Kind, damaged, examples
 
-FEW, MANY = 200, 4000
+FEW, MANY = 100, 4000
 LIMIT_S = 600.0
 """After so long the test of many stops, and fails if it has come to less than half of them."""
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from farflung.errors import ConfigError
 from farflung.replica import load_tree
+from tests.covering import thorough
 from tests.pool import Pool
 
 
@@ -24,6 +25,7 @@ def ran(pool: Pool, name: str, *args: str) -> list[float]:
     return list(one)
 
 
+@pytest.mark.thorough
 def test_lightning_shares_all_samples_out(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     options = ["--recipe", "synchronous", "--folder", str(tmp_path), "--batch-size", "80", "--steps", "5"]
@@ -68,7 +70,8 @@ def test_lightning_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "how", ["synchronous(codec=error_feedback(topk(0.2)))", "diloco(sync_every=4)", "delayed(delay=2)"]
+    "how",
+    ["diloco(sync_every=4)", *thorough("synchronous(codec=error_feedback(topk(0.2)))", "delayed(delay=2)")],
 )
 def test_the_trainer_of_transformers_goes_on_from_its_checkpoint(
     pool: Pool, tmp_path: Path, how: str
@@ -104,6 +107,7 @@ def test_a_checkpoint_of_the_trainer_holds_the_averaged_model(pool: Pool, tmp_pa
     assert torch.equal(load_file(half / "model.safetensors")["layer.weight"], (one + other) / 2)
 
 
+@pytest.mark.thorough
 def test_the_trainer_of_transformers_takes_the_files_of_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     how = ["--recipe", "synchronous(codec=error_feedback(topk(0.2)))"]
@@ -142,7 +146,7 @@ def test_accelerate_accumulates_without_exchanges(pool: Pool) -> None:
     assert every[-1] == 4 * fourth[-1] == 256 / (2 * 8)
 
 
-@pytest.mark.parametrize("options", [[], ["--scored-by", "loss"]])
+@pytest.mark.parametrize("options", [[], *thorough(["--scored-by", "loss"])])
 def test_importance_under_ddp(pool: Pool, options: list[str]) -> None:
     steps = ran(pool, "importance_in_ddp.py", "--steps", "3", *options)
     assert steps != ran(pool, "importance_in_ddp.py", "--steps", "2", *options)

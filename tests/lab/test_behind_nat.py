@@ -20,7 +20,7 @@ from tests.lab.netns import Home, Machine, ip, public_and_homes
 STEPS = 12
 LIMIT_S = 150.0
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 @pytest.fixture

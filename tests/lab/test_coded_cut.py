@@ -19,7 +19,7 @@ PARTITIONS, NEAR, FAR = 4, 4, 2
 LIMIT_S = 120.0
 SAME = 1e-6
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 @pytest.mark.parametrize("cut_at", ["ordered", "iterate"])

@@ -33,7 +33,7 @@ MACHINES = DEVICES + 4
 LIMIT_S = 120.0
 SAME = 1e-6
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.elastic.run import durations, trained
 from farflung.faults import FaultPlan
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(200)]
 
 
 @pytest.mark.slow

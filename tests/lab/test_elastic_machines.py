@@ -19,7 +19,7 @@ from tests.lab.netns import Machine, two_machines
 
 LIMIT_S = 90.0
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(3 * LIMIT_S)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(3 * LIMIT_S)]
 
 
 @pytest.fixture

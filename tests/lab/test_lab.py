@@ -23,6 +23,7 @@ from farflung.lab.children import Child
 from farflung.lab.measure import expected
 from farflung.lab.tun import address_of, chosen_congestion_control
 from farflung.network import Link, NetworkProfile, Site
+from tests.covering import thorough
 
 LIMIT_S = 300.0
 """An upper bound on what anything here may take on a busy machine; a test that passes waits for events alone."""
@@ -51,6 +52,7 @@ def test_every_pair_is_as_the_profile_says(lab: Lab) -> None:
     assert all(pair.fits for pair in pairs)
 
 
+@pytest.mark.thorough
 def test_a_link_that_loses_packets_is_measured_as_a_link() -> None:
     lossy = NetworkProfile.uniform(Link(0.02, 20e6, loss=0.02), 2)
     with Lab(lossy, 2) as lab:
@@ -62,6 +64,7 @@ def test_a_link_that_loses_packets_is_measured_as_a_link() -> None:
             lab.check()
 
 
+@pytest.mark.thorough
 def test_nodes_have_the_congestion_control_of_the_profile() -> None:
     profile = replace(PROFILE, congestion="reno")
     with Lab(profile, 2) as lab, Lab(profile, 2, congestion_control="bbr") as other, Lab(PROFILE, 2) as own:
@@ -70,12 +73,14 @@ def test_nodes_have_the_congestion_control_of_the_profile() -> None:
         assert own.congestion_control == chosen_congestion_control()
 
 
+@pytest.mark.thorough
 def test_a_link_that_is_off_is_refused(lab: Lab) -> None:
     lab.change(0, 1, Condition(bandwidth_bps=25e6))
     with pytest.raises(LabError, match=r"1 of 2 pairs.*from node 0 to node 1"):
         lab.check()
 
 
+@pytest.mark.thorough
 def test_a_crashed_line_is_noticed(lab: Lab) -> None:
     line = next(lab.watched())
     os.kill(line.pid, signal.SIGKILL)
@@ -83,6 +88,7 @@ def test_a_crashed_line_is_noticed(lab: Lab) -> None:
         run_job(lab, ["sleep", "1000"], dict(os.environ))
 
 
+@pytest.mark.thorough
 def test_workers_are_told_who_they_are(lab: Lab, tmp_path: Path) -> None:
     script = "import json, os; print(json.dumps([dict(os.environ), os.getpid(), os.listdir('/proc')]))"
     files = [(tmp_path / f"{node}").open("w+") for node in range(2)]
@@ -113,6 +119,7 @@ def test_delays_may_be_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
         lab.check(any_delay=True)
 
 
+@pytest.mark.thorough
 def test_exit_codes_are_the_commands(lab: Lab) -> None:
     script = 'if [ "$RANK" = 1 ]; then kill -9 $$; fi; exit 3'
     assert run_job(lab, ["sh", "-c", script], dict(os.environ)).exit_codes == (3, 137)
@@ -162,6 +169,7 @@ def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
         return run_job(lab, command, dict(os.environ), plan=plan, told=told)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["cut", "hang"])
 def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: Path) -> None:
     plan = getattr(FaultPlan(), kind)(1, at_s=0.2, for_s=0.3)
@@ -188,6 +196,7 @@ if os.environ["RANK"] == "1":
 """Rank 0 ends at once; rank 1 tells that it begins, and ends by 5 when it goes on after a stop."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("plan", "code"),
     [
@@ -207,6 +216,7 @@ def test_a_job_ends_without_workers_that_hang_for_ever(
         assert run_job(lab, command, dict(os.environ), plan=plan, told=told).exit_codes == (0, code)
 
 
+@pytest.mark.thorough
 def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Path) -> None:
     plan = FaultPlan().lose(0, loss=0.3, at_step=2).throttle(0, 1, bandwidth_bps=1e5, at_step=2)
     result = talk(lab, plan.restore(0, at_s=1.0), 60, tmp_path)
@@ -215,6 +225,7 @@ def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Pa
     assert lab.condition(0, 1) == lab.condition(1, 0) == Condition()
 
 
+@pytest.mark.thorough
 def test_faults_that_never_struck_are_named(
     lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,11 +236,13 @@ def test_faults_that_never_struck_are_named(
     ]
 
 
+@pytest.mark.thorough
 def test_a_step_of_what_tells_of_none_is_refused(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"crash of rank 1 at step 5: at_step requires farflung train"):
         run_job(lab, ["true"], {}, plan=FaultPlan().crash(1, at_step=5))
 
 
+@pytest.mark.thorough
 def test_a_crash_closes_connections(lab: Lab, tmp_path: Path) -> None:
     assert talk(lab, FaultPlan().crash(1, at_step=5), -1, tmp_path).exit_codes == (7, 137)
 
@@ -280,7 +293,7 @@ def processes(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("time_", range(4))
+@pytest.mark.parametrize("time_", [0, *thorough(1, 2, 3)])
 def test_nothing_is_left_however_it_ends(way: Way, time_: int, tmp_path: Path) -> None:
     up = tmp_path / "up"
     os.mkfifo(up)

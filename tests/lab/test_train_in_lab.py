@@ -15,7 +15,7 @@ STEPS, BATCH = 6, 16
 FORWARD_S = 0.004
 HEADERS_NBYTES = 52
 
-pytestmark = [pytest.mark.lab]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 
 
 def test_a_run_in_the_lab(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

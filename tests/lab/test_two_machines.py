@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from farflung.comm.keys import make_keys
 from farflung.replica.checkpoint import load_tree
+from tests.covering import thorough
 from tests.forks import of_torchrun
 from tests.helpers import same_tree
 from tests.lab.netns import Machine, ip, two_machines
@@ -30,7 +31,9 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield made
 
 
-@pytest.mark.parametrize("with_keys", [False, True], ids=["keys through the store", "keys from folders"])
+@pytest.mark.parametrize(
+    "with_keys", [False, *thorough(True)], ids=["keys through the store", "keys from folders"]
+)
 def test_two_machines_end_with_the_same_parameters(
     with_keys: bool, machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
@@ -76,6 +79,7 @@ def test_two_machines_end_with_the_same_parameters(
     assert b'"settings"' not in heard, "a greeting can be read"
 
 
+@pytest.mark.thorough
 def test_machines_without_an_ipv4_address_need_no_loopback_of_it(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:

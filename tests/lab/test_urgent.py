@@ -14,7 +14,7 @@ from farflung.network import Link, NetworkProfile
 
 LIMIT_S = 120.0
 """An upper bound on a busy machine; the messages take some seconds."""
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def test_a_control_message_overtakes_4_mb_at_10_mbit() -> None:

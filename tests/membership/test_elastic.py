@@ -36,6 +36,7 @@ from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
+from tests.covering import thorough
 
 STEPS, DEADLINE_S = 12, 2.0
 LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
@@ -322,7 +323,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", thorough(*PRESETS))
 def test_seeded_plans_of_each_preset(preset: str) -> None:
     for seed in range(9):
         draw = random.Random(seed)
@@ -346,7 +347,7 @@ def test_all_other_presets_are_refused_by_name(preset: str) -> None:
         SimulatedConfig.resolve({"workload": "synthetic/quadratic", "recipe": preset, "elastic": "1"}).check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(5), *thorough(*range(5, 60))])
 def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
     checked(seed)
 
@@ -452,7 +453,7 @@ def views_of(ended: Ended) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(change.lost, change.joined) for change in max((one.changes for one in elastics), key=len)[1:]]
 
 
-@pytest.mark.parametrize("fault", ["hang", "cut"])
+@pytest.mark.parametrize("fault", ["hang", *thorough("cut")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_that_was_silent_is_suspended_and_comes_back(schedule: str, fault: str) -> None:
     plan = FaultPlan((Fault(fault, rank=1, at_s=0.2, for_s=0.3),))
@@ -537,6 +538,7 @@ def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch
     assert re.search(said, str(ended.error))
 
 
+@pytest.mark.thorough
 def test_one_that_flaps_comes_back_later_each_time() -> None:
     plan = FaultPlan()
     for number in range(3):
@@ -635,7 +637,7 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
         assert all(torch.equal(given, common[int(index)]) for index, given in own.get("given", {}).items())
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, *thorough(1)])
 @pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one.startswith(LATE)])
 def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None:
     """At any moment from before it is let in to after it has begun, with residuals."""
@@ -819,7 +821,7 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
 
 
 @pytest.mark.parametrize(
-    ("size", "pair", "breaks"), [(2, (0, 1), 12), (3, (1, 2), 6), (3, (0, 2), 6), (5, (2, 4), 6)]
+    ("size", "pair", "breaks"), [(2, (0, 1), 12), (3, (1, 2), 6), *thorough((3, (0, 2), 6), (5, (2, 4), 6))]
 )
 def test_a_pair_whose_connection_breaks_again_and_again_stays(
     size: int, pair: tuple[int, int], breaks: int

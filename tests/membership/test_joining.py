@@ -18,6 +18,7 @@ from farflung.membership.connections import text_payload
 from farflung.membership.joining import NEWS, StateGiver
 from farflung.network import NetworkProfile, network_profile
 from farflung.trees import pack_tensors, unpack_tensors
+from tests.covering import thorough
 from tests.membership.test_elastic import CODECS, Ended, check, run
 
 SPARSE = "codec='error_feedback(topk(density=0.01))'"
@@ -130,7 +131,12 @@ def test_one_that_is_too_far_behind_is_waited_for(
 
 @pytest.mark.parametrize(
     "news",
-    ["[]", "no JSON", '{"offer": {}}', '{"offer": {"step": 1, "parts": [[1]], "needed": 0, "started": 0}}'],
+    [
+        "[]",
+        *thorough(
+            "no JSON", '{"offer": {}}', '{"offer": {"step": 1, "parts": [[1]], "needed": 0, "started": 0}}'
+        ),
+    ],
 )
 def test_malformed_news_lose_their_sender(
     news: str, homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import thorough
 from tests.membership.plans import check
 
-PLANS, TOGETHER = 1500, 50
+PLANS, FEW, TOGETHER = 1500, 300, 50
 
 
-@pytest.mark.parametrize("first", range(0, PLANS, TOGETHER))
+@pytest.mark.parametrize("first", [*range(0, FEW, TOGETHER), *thorough(*range(FEW, PLANS, TOGETHER))])
 def test_no_plan_breaks_a_law(first: int) -> None:
     broken = [law for seed in range(first, first + TOGETHER) if (law := check(seed))]
     assert not broken

@@ -9,6 +9,7 @@ import pytest
 from tests.membership import plans, soak
 
 
+@pytest.mark.thorough
 def test_plans_break_no_law(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--seed", "3", "--count", "4"]) == 0
     said = capsys.readouterr().out

@@ -22,6 +22,7 @@ from farflung.runs.simulation import whole
 from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.wall.visits import _agreed_key
+from tests.covering import thorough
 
 STEPS, DEADLINE_S, TENSORS = 6, 2.0, 300
 """So many tensors are three messages."""
@@ -118,6 +119,6 @@ def check(seed: int) -> Start:
     return ended
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *thorough(*range(8, 24))])
 def test_where_one_is_lost_at_the_start_the_others_train_on_or_stop_by_name(seed: int) -> None:
     check(seed)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import pytest
 from safetensors.torch import save_file
 
 from farflung import files
@@ -79,6 +80,7 @@ def killed(folder: Path, lines: int, writes: int, share: float) -> None:
     runs(folder, line, written)
 
 
+@pytest.mark.thorough
 def test_fifty_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
     lines: list[None] = []
     writes: list[Path] = []

@@ -30,13 +30,17 @@ COPIES = {
 """Between two steps, the gradient among them, and at most: while exchanges start before earlier ones are merged."""
 
 
-@pytest.fixture(autouse=True)
-def unseen() -> Iterator[None]:
-    """Lets the collector forget what was there before the test, of which there is much."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="module", autouse=True)
+def unfrozen() -> Iterator[None]:
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def unseen() -> None:
+    """Lets the collector forget what was there before the test; the first has much to forget."""
+    gc.collect()
+    gc.freeze()
 
 
 def count_copies() -> float:

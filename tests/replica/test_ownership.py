@@ -479,6 +479,7 @@ def under_way(kept: Checkpoints) -> bool:
     return bool(own["ownership"]["round"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sampler",
     [

@@ -23,6 +23,7 @@ from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Decision, Draw, Due, Json, PoolView, SampleIds, Spare
 from farflung.workloads import Quadratic
+from tests.covering import thorough
 from tests.helpers import same_bits
 
 
@@ -388,12 +389,14 @@ class ByTime(GroupedImportance):
     ("speeds", "chunks", "mbps"),
     [
         ((1.0, 1.0, 1.0), 1, 10.0),
-        ((1.0, 1.0, 1.0), 1, 50.0),
-        ((1.0, 3.0, 1.0), 1, 5.0),
-        ((1.0, 3.0, 2.0), 2, 10.0),
-        ((1.0, 1.7, 2.9), 2, 5.0),
         ((1.0, 1.7, 2.9), 2, 50.0),
-        ((1.0, 2.0, 3.0), 2, 10.0),
+        *thorough(
+            ((1.0, 1.0, 1.0), 1, 50.0),
+            ((1.0, 3.0, 1.0), 1, 5.0),
+            ((1.0, 3.0, 2.0), 2, 10.0),
+            ((1.0, 1.7, 2.9), 2, 5.0),
+            ((1.0, 2.0, 3.0), 2, 10.0),
+        ),
     ],
 )
 def test_groups_by_time_end_within_a_chunk_of_the_aggregation(

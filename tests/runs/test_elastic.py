@@ -19,6 +19,7 @@ from farflung.errors import ConfigError, Left, ProtocolError, RunLost
 from farflung.runs import RunOptions, joining
 from farflung.telemetry import Event, read_events
 from farflung.workloads.synthetic import Quadratic
+from tests.covering import thorough
 
 STEPS, AT = 400, 20
 
@@ -52,7 +53,7 @@ def trained(strikes: Strikes, workers: int, out: Path, **settings: Any) -> farfl
 
 
 @pytest.mark.parametrize(
-    ("workers", "lost"), [(3, (0,)), (3, (1,)), (3, (2,)), (4, (1, 3)), (2, (0,)), (2, (1,))]
+    ("workers", "lost"), [(2, (0,)), (3, (1,)), *thorough((2, (1,)), (3, (0,)), (3, (2,)), (4, (1, 3)))]
 )
 def test_a_run_goes_on_without_those_that_were_killed(
     workers: int, lost: tuple[int, ...], tmp_path: Path
@@ -70,8 +71,8 @@ def test_a_run_goes_on_without_those_that_were_killed(
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("workers", "leave"), [(3, (0,)), (3, (1, 2)), (2, (0,))])
-@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
+@pytest.mark.parametrize(("workers", "leave"), [(2, (0,)), *thorough((3, (0,)), (3, (1, 2)))])
+@pytest.mark.parametrize("schedule", ["synchronous", *thorough("pipelined(width=2)")])
 def test_a_run_goes_on_without_those_that_leave(
     workers: int, leave: tuple[int, ...], schedule: str, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_one_that_is_asked_to_leave_before_the_run_is_set_up_leaves(tmp_path: Pa
     assert [event["members"] for event in early.of("view") if event["rank"] == 0] == [[0, 2]]
 
 
+@pytest.mark.thorough
 def test_it_goes_on_from_a_checkpoint_with_any_number(tmp_path: Path) -> None:
     trained(Strikes((1,)), 3, tmp_path / "run")
     step = f"step-{STEPS:08d}"
@@ -111,6 +113,7 @@ def test_it_goes_on_from_a_checkpoint_with_any_number(tmp_path: Path) -> None:
     assert run.summary["steps"] == STEPS + 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
 def test_one_that_was_stopped_is_suspended_and_comes_back(schedule: str, tmp_path: Path) -> None:
     strikes, steps = Strikes((1,), signal.SIGSTOP), 3000
@@ -145,6 +148,7 @@ def test_it_ends_by_name_where_too_few_are_left(tmp_path: Path) -> None:
         trained(Strikes((1,)), 3, tmp_path / "run", elastic="3")
 
 
+@pytest.mark.thorough
 def test_one_that_has_joined_leaves_where_it_is_interrupted(tmp_path: Path) -> None:
     folder, joined, views = tmp_path / "run", list[subprocess.Popen[str]](), list[Event]()
     pids: dict[object, int] = {}
@@ -177,6 +181,7 @@ def test_one_that_has_joined_leaves_where_it_is_interrupted(tmp_path: Path) -> N
     assert int(str(run.summary["steps"])) < 100_000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_that_has_joined_goes_on_where_all_workers_of_the_command_die(
     workers: int, tmp_path: Path
@@ -240,6 +245,7 @@ class Joins:
             os.kill(self._pids[1], signal.SIGINT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["synchronous", "delayed(delay=3,period=2)"])
 def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(
     schedule: str, tmp_path: Path
@@ -269,6 +275,7 @@ def point() -> Quadratic:
     return Quadratic(dim=int(os.environ.get("DIM", "8")))
 
 
+@pytest.mark.thorough
 def test_a_replica_with_another_model_is_refused_alone_and_leaves_its_rank_to_the_next(
     tmp_path: Path,
 ) -> None:

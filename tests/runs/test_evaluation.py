@@ -16,6 +16,7 @@ from farflung.devices.stragglers import Varying
 from farflung.replica.evaluation import _forward_once
 from farflung.runs import Run, compare, simulate
 from farflung.types import Json
+from tests.covering import thorough
 
 UNEVEN = DeviceProfile(forward_s=0.01, stragglers=(Varying(spread=0.9),), name="uneven")
 """Replicas come to their evaluations at unlike times, and with late means at unlike steps."""
@@ -117,7 +118,7 @@ def noisy() -> TorchWorkload:
     return TorchWorkload(Noisy, data, data, nn.functional.cross_entropy, defaults=defaults)
 
 
-@pytest.mark.parametrize("device", [UNEVEN, AT_ONCE], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [UNEVEN, *thorough(AT_ONCE)], ids=lambda device: device.name)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_they_find_the_same_on_and_off_the_clock_and_move_no_bit(
     schedule: str, device: DeviceProfile

@@ -31,7 +31,7 @@ AWAY_S = 4.0
 """How long the broker is away; longer than the deadline of messages."""
 WORKERS, STEPS, BATCH = 4, 200, 4
 PRODUCE = Path(__file__).parents[2] / "examples" / "produce.py"
-KINDS = [pytest.param(True, id="kafka", marks=pytest.mark.kafka)]
+KINDS = [pytest.param(True, id="kafka", marks=[pytest.mark.kafka, pytest.mark.thorough])]
 if not HOME:
     KINDS.append(pytest.param(False, id="imitation"))
 
@@ -287,6 +287,7 @@ def silent(stream: IO[str], seconds: float) -> None:
         assert stream.readline(), "it has ended"
 
 
+@pytest.mark.thorough
 def test_each_offset_is_trained_on_once_over_an_outage_and_a_kill(broker: Broker, tmp_path: Path) -> None:
     broker.make("readings", 4)
     stream = f"tests.logged_stream:logged({str(tmp_path)!r}, servers={broker.servers!r}, topic='readings')"
@@ -359,6 +360,7 @@ def test_more_partitions_are_taken_in_at_a_resume(broker: Broker, opened: Open) 
     assert sorted(step(again, samples, 1)) == [4, 5, 6, 7, 20, 21, 22, 23]
 
 
+@pytest.mark.thorough
 def test_truncation_holds_no_more_than_just_streamed_in(broker: Broker, tmp_path: Path) -> None:
     broker.make("fast", 4)
     stream = (

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
@@ -26,7 +27,7 @@ from farflung.runs.events import Buffered
 from farflung.runs.folder import RunFolder
 from farflung.runs.launching import Parent
 from farflung.telemetry import Event, JsonLines, Telemetry
-from tests.forks import parent_of
+from tests.covering import thorough
 
 DEADLINE_S = 250
 
@@ -114,12 +115,17 @@ def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest
     assert resumed.summary["refused"] == {"messages": 0, "connections": 2468}
 
 
-@pytest.mark.parametrize(("workers", "threads", "expected"), [(1, 0, 2), (2, 0, 1), (2, 3, 3)])
+@pytest.mark.parametrize(("workers", "threads", "expected"), [(2, 0, 1), (2, 3, 3), *thorough((1, 0, 2))])
 def test_replicas_that_share_a_machine_have_a_thread_each_unless_told(
-    workers: int, threads: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int,
+    threads: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forked_workers: Callable[..., Parent],
 ) -> None:
-    if workers > 1:  # a fork has the threads of what it is a fork of
-        monkeypatch.setattr(launching, "parent_of", parent_of)
+    if workers == 1:  # a fork has the threads of what it is a fork of
+        monkeypatch.setattr(launching, "parent_of", forked_workers)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     run = train("synthetic/quadratic", workers=workers, steps=1, threads=threads, out=tmp_path / "run")
     found = [
@@ -166,7 +172,6 @@ def test_events_that_are_not_heard_hold_nothing_up_and_those_of_steps_are_droppe
     assert told["step"] + told["dropped"] == Counter({0: MANY // 2, 1: MANY // 2})
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
     def show(event: Event) -> None:
         raise KeyError(event["event"])
@@ -175,7 +180,7 @@ def test_an_error_of_show_ends_the_run(tmp_path: Path) -> None:
         train("synthetic/quadratic", workers=1, steps=3, out=tmp_path / "run", show=show)
 
 
-@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.thorough
 def test_a_show_that_waits_for_the_workers_to_end_does_not_hold_them_up(tmp_path: Path) -> None:
     ends: list[int] = []
     kinds: Counter[object] = Counter()

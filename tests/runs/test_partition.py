@@ -228,6 +228,7 @@ def test_a_replica_without_samples_is_refused() -> None:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_shares_are_shown_and_summed_up(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [

@@ -56,6 +56,7 @@ def notebook(folder: Path) -> tuple[Sequence[str], str]:
     return ["kernel.py"], ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", [script, command, piped, notebook])
 def test_train_is_called_from(program: Callable[[Path], tuple[Sequence[str], str]], tmp_path: Path) -> None:
     arguments, typed = program(tmp_path)

@@ -20,6 +20,7 @@ from farflung.replica import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
 from farflung.schedules import SCHEDULES
 from farflung.types import Decision
+from tests.covering import thorough
 
 NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
 """Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
@@ -93,7 +94,7 @@ BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 
 @pytest.mark.parametrize(
     ("parts", "base"),
-    [*((PARTS[0], base) for base in BASES), *zip(PARTS[1:], itertools.cycle(BASES), strict=False)],
+    [*((PARTS[0], base) for base in BASES), *thorough(*zip(PARTS[1:], itertools.cycle(BASES), strict=False))],
     ids=lambda given: (
         "-".join(map(str, given.values())) or "synchronous" if isinstance(given, dict) else given
     ),
@@ -134,11 +135,13 @@ CODING = CodingRates(Everything(), message_s=0.0013, copy_s_per_byte=1e-6, encry
     [
         (1, {}),
         (2, {"collective": "ring", "codec": "error_feedback(int8)", "reducer": "codec(phases='hops')"}),
-        (1, {"codec": "error_feedback(topk(density=0.1))", "collective": "all_gather"}),
-        (2, {"codec": "by_role(other=dgc(density=0.1))", "partition": "labels(k=3)"}),
-        (2, {"codec": "error_feedback(qsgd(bits=4))", "reducer": "codec(phases='two')", "workers": 3}),
-        (1, {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)", "count_evaluation": True}),
-        (2, {"reducer": "shared_scale_qsgd", "schedule": "pipelined"}),
+        *thorough(
+            (1, {"codec": "error_feedback(topk(density=0.1))", "collective": "all_gather"}),
+            (2, {"codec": "by_role(other=dgc(density=0.1))", "partition": "labels(k=3)"}),
+            (2, {"codec": "error_feedback(qsgd(bits=4))", "reducer": "codec(phases='two')", "workers": 3}),
+            (1, {"reducer": "powersgd(rank=1)", "schedule": "delayed(delay=2)", "count_evaluation": True}),
+            (2, {"reducer": "shared_scale_qsgd", "schedule": "pipelined"}),
+        ),
     ],
     ids=str,
 )

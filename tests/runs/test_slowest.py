@@ -13,6 +13,7 @@ from farflung.devices import DeviceProfile
 from farflung.faults import FaultPlan
 from farflung.runs.bottleneck import slowest
 from farflung.telemetry import Event
+from tests.covering import thorough
 
 DEVICE = DeviceProfile("even", 1e-3)
 SLOW = FaultPlan().slow(2, factor=3.0, at_s=0.0)
@@ -52,7 +53,7 @@ def test_by_mean_times(times: list[tuple[float, float, float]], found: dict[str,
     ("settings", "rank", "reason"),
     [
         ({"network": "lan-1g", "faults": SLOW}, 2, "compute"),
-        ({"network": "lan-1g", "faults": SLOW, "batch_size": "auto", "steps": 400}, None, None),
+        *thorough(({"network": "lan-1g", "faults": SLOW, "batch_size": "auto", "steps": 400}, None, None)),
         ({"network": "4g"}, None, "link"),
         ({"network": "lan-1g", "stream": "rate([400, 100, 400])", "steps": 30}, 1, "data"),
     ],
@@ -66,6 +67,7 @@ def test_of_simulated_runs(settings: dict[str, Any], rank: int | None, reason: s
     assert ("slowest" in str(run)) == bool(found)
 
 
+@pytest.mark.thorough
 def test_of_a_real_run_whose_batches_then_follow(tmp_path: Path) -> None:
     """One of two computes no faster than a device that takes thrice as long."""
     pace = tmp_path / "pace.toml"

@@ -22,6 +22,7 @@ from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Telemetry
 from farflung.types import Dataset, Decision
 from farflung.workloads import Quadratic
+from tests.covering import thorough
 
 SIZES = torch.randn(4000, generator=torch.Generator().manual_seed(1)).double().mul(1.2).exp()
 """The norms of samples' gradients."""
@@ -266,7 +267,9 @@ def gain_of(replica: Replica) -> Gain:
     return gain
 
 
-@pytest.mark.parametrize("parts", [{}, {"schedule": "pipelined(width=2)"}, {"codec": "truncate16"}], ids=str)
+@pytest.mark.parametrize(
+    "parts", [{"schedule": "pipelined(width=2)"}, *thorough({}, {"codec": "truncate16"})], ids=str
+)
 def test_replicas_choose_alike_and_the_choice_is_a_decision_of_the_run(parts: dict[str, Any]) -> None:
     replicas, decided = run("grouped_importance(scored_by='loss')", bucket_nbytes=16, **parts)
     assert {gain_of(replica).rule for replica in replicas} <= {"pool", "two"}

@@ -23,6 +23,7 @@ from farflung.sampling import SAMPLERS, GroupedImportance
 from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.spec import build
 from farflung.types import Decision, Draw, Json, PoolView, SampleIds, Spare
+from tests.covering import thorough
 from tests.helpers import same_tree
 
 N = 40
@@ -274,8 +275,7 @@ def test_a_batch_is_drawn_from_the_newest_group_without_replacement() -> None:
         assert draw.told["rule"] == "pool"
 
 
-@pytest.mark.parametrize("rule", ["pool", "two"])
-@pytest.mark.parametrize("groups", [None, "bacc", 20])
+@pytest.mark.parametrize(("rule", "groups"), [("pool", "bacc"), *thorough(("two", None))])
 def test_batches_from_candidates_expect_the_mean_over_all_samples(rule: Any, groups: Any) -> None:
     """Over seeds, while scores change from step to step, so those that candidates are drawn by are old."""
     count, found = 200, []

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from farflung.data import TensorDataset
 from farflung.recipes import recipe
 from farflung.seeding import derive, generator
-from farflung.sim import LinkModel
 from farflung.types import Batch, Dataset
 from farflung.workloads import Quadratic
 from farflung.workloads.classification import build
@@ -397,56 +396,6 @@ def test_swapped_updates_of_any_optimizer(
     same(ours, swapped(*given, optimizers(), delay, period))
 
 
-def pulled(
-    first: Tensor, batches: Batches, delay_at: Callable[[int], int], period: int, momentum: float
-) -> list[list[Tensor]]:
-    """The pull, which no paper has, by the equations of :class:`farflung.schedules.Delayed`.
-
-    After a mean: a <- a + mean(B), s <- s + (1 - (1 - rho)^K) (a - s), w = s + u, rho = min(1 - mu, 1 / (D + K + 1)).
-    """
-    a, s, u, path = first, [first] * SIZE, [torch.zeros_like(first)] * SIZE, []
-    optimizers = with_momentum()
-    coming: dict[int, tuple[int, Tensor]] = {}
-    for step in range(len(batches[0])):
-        w = [s[i] + u[i] for i in range(SIZE)]
-        w = [optimizers[i](w[i], gradient(w[i], batches[i][step])) for i in range(SIZE)]
-        u = [w[i] - s[i] for i in range(SIZE)]
-        if (step + 1) % period == 0:
-            delay = delay_at(step)
-            coming[step + delay] = delay, mean(u)
-            s, u = w, [torch.zeros_like(first)] * SIZE
-        if step in coming:
-            delay, block = coming.pop(step)
-            rho = min(1 - momentum, 1 / (delay + period + 1)) if delay else 1.0
-            a = a + block
-            s = [each + (1 - (1 - rho) ** period) * (a - each) for each in s]
-        path.append([s[i] + u[i] for i in range(SIZE)])
-    return path
-
-
-@pytest.mark.parametrize(
-    ("schedule", "delay", "period"),
-    [(str(recipe("dga").schedule), 20, 5), ("delayed(7, 4)", 7, 4)],
-    ids=["preset dga", "inside a block"],
-)
-def test_a_pull_in_the_place_of_the_swap(schedule: str, delay: int, period: int) -> None:
-    """Blocks and delay are those of DGA; what becomes of a mean is the pull."""
-    ours, given = trained(schedule, steps=60, settings=MOMENTUM)
-    same(ours, pulled(*given, lambda step: delay, period, MOMENTUM["momentum"]))
-
-
-def test_the_preset_delayed() -> None:
-    """Two latencies of 0.17 s under steps of 0.1 s are four steps, which the fourth exchange tells."""
-    ours, given = trained(
-        str(recipe("delayed").schedule),
-        {"collective": "direct"},
-        settings=MOMENTUM,
-        link=LinkModel(0.17),
-        seconds_per_sample=0.1 / 3 / 4,
-    )
-    same(ours, pulled(*given, lambda step: 0 if step < 4 else 4, 1, MOMENTUM["momentum"]))
-
-
 # --- AdaComm --------------------------------------------------------------------------------------------------------
 
 
@@ -540,43 +489,6 @@ def test_error_feedback_of_top_k(density: float) -> None:
 
     ours, given = trained("synchronous", {"codec": f"error_feedback(topk({density}))"})
     same(ours, synchronous(*given, torch.neg, send))
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("warmup", [0, 25])
-def test_dgc(warmup: int, nesterov: bool) -> None:
-    """Lin et al. 2018, Alg. 2 with momentum correction and factor masking, each weight with its own threshold.
-
-    What has one dimension is sent whole: the mean of momenta is the momentum of the mean. The density of the authors'
-    code in stage e of five of the warm-up is rho^((e + 1) / 6).
-    """
-    m, rho, step = 0.9, 0.02, [0] * SIZE
-    u, v = ([torch.zeros(sum(NUMELS), dtype=torch.float64) for _ in range(SIZE)] for _ in range(2))
-
-    def send(rank: int, g: Tensor) -> Tensor:
-        stage = step[rank] // 5
-        density = rho ** ((stage + 1) / 6) if step[rank] < warmup else rho
-        step[rank] += 1
-        u[rank] = m * (u[rank] + g) if nesterov else m * u[rank] + g
-        v[rank] = v[rank] + u[rank] + (g if nesterov else 0.0)
-        pieces = zip(v[rank].split(NUMELS), SHAPES, strict=True)
-        mask = torch.cat(
-            [
-                top(piece, max(1, round(density * len(piece))))
-                if len(shape) > 1
-                else torch.zeros(len(piece), dtype=torch.bool)
-                for piece, shape in pieces
-            ]
-        )
-        dense = torch.cat([torch.full((math.prod(shape),), len(shape) == 1) for shape in SHAPES])
-        sent = torch.where(mask | dense, v[rank], 0.0)
-        v[rank] = v[rank] - sent
-        u[rank] = torch.where(mask, 0.0, u[rank])
-        return sent
-
-    codec = f"dgc({rho}, momentum={m}, nesterov={nesterov}, warmup_steps={warmup})"
-    ours, given = trained("synchronous", {"codec": codec})
-    same(ours, synchronous(*given, lambda sent: -PLAIN["learning_rate"] * sent, send))
 
 
 def cosines(size: int) -> Tensor:

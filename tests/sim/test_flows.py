@@ -284,11 +284,6 @@ def test_a_ring_over_unequal_links() -> None:
     assert collective_s(network, 3, "ring", 3000) == 4.5
 
 
-@pytest.mark.parametrize("network", [UP, NetworkProfile.uniform(Link(0.5, 8e3))], ids=["switch", "links"])
-def test_direct_takes_two_one_way_delays(network: NetworkProfile) -> None:
-    assert collective_s(network, 4, "direct", 0) == 1.0
-
-
 def test_direct_on_a_switch_by_hand() -> None:
     # Three shards of a kilobyte at a third of the rate each, twice.
     assert collective_s(UP, 4, "direct", 4000) == 2 * (3.0 + 0.5)

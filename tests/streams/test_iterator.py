@@ -160,6 +160,7 @@ def test_what_is_no_function_is_refused(opened: Open) -> None:
         opened(evens, skip=-1)
 
 
+@pytest.mark.thorough
 def test_each_sample_is_trained_on_once_over_a_kill_and_a_replay_takes_the_same(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     options = ["--workload", "synthetic/quadratic", "--steps", "60", "--evaluate-every", "0", "--out"]
