@@ -203,8 +203,9 @@ class StateGiver:
 
     def tell_view(self) -> None:
         """Tells the replicas that follow of the newest view."""
+        view = self._view_news()
         for rank in self._offers:
-            self._tell_view(rank, self._view_news())
+            self._tell_view(rank, view)
 
     def _tell_view(self, rank: int, view: Mapping[str, Any]) -> None:
         self._offers[rank].view = view["number"]
@@ -514,8 +515,7 @@ class Follower:
         self._kept_from = max(self._kept_from, least)
         if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
             return
-        is_lacking = number not in self.results and number >= self._kept_from
-        if not is_lacking and number not in self._contents:
+        if number in self.results or (number < self._kept_from and number not in self._contents):
             source.fetched.append(number)
             return
         source.results.add(number)
