@@ -30,7 +30,7 @@ import farflung
 import farflung.recipes
 from farflung.config import BUCKET_NBYTES
 from farflung.handle import Handle
-from farflung.replica.unused import Unused
+from farflung.replica.unused import UnusedParameters
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
 from farflung.wall import LaunchEnv
@@ -630,12 +630,14 @@ def unused(
         if how:
             recipe = recipe_of(how).but(codec=codec, bucket_nbytes=bucket_nbytes)
             with (
-                mock.patch.object(Unused, "tell", autospec=True, side_effect=Unused.tell) as told,
+                mock.patch.object(
+                    UnusedParameters, "exchange", autospec=True, side_effect=UnusedParameters.exchange
+                ) as told,
                 farflung.attach(model, chosen, recipe, store=store) as handle,
             ):
                 without = train(model)
-            sent = handle._exchanges.sent_nbytes
-            asked = [call.args[2] for call in told.call_args_list]
+            sent = handle._engine.sent_nbytes
+            asked = [{unit.number: places for unit, places in call.args[3]} for call in told.call_args_list]
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             try:

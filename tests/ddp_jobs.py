@@ -227,7 +227,7 @@ def beside_attach(
         theirs = hooked(rank, how, **options)
         with farflung.attach(model, optimizer, Recipe("", "", **recipe, **options), store=store) as handle:
             loop(model, optimizer, rank)
-            sent = handle._exchanges.sent_nbytes
+            sent = handle._engine.sent_nbytes
     return {"hook": theirs, "attach": digest(dict(model.named_parameters())), "attach_bytes": sent}
 
 
@@ -436,10 +436,11 @@ def telescopes(rank: int, size: int, store: dist.Store, *, how: str) -> dict[str
                 came[name] = came[name] + p.grad  # type: ignore[assignment, operator]
         left = {}
         names = [name for name, _ in reversed(list(model.named_parameters()))]
-        for own in state._owns:
-            local = state._slots[own.index].state.local
+        assert state._buckets is not None
+        for own in state._buckets:
+            local = state._engine.reducer_states[own.index].state.local
             residual = (local if "residual" in local else local["codec"])["residual"]
-            for place in own.filling.parameters:
+            for place in own.parameters:
                 shape = place.shape
                 left[names.pop(0)], residual = (
                     residual[: place.numel()].view(shape),

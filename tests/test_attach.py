@@ -265,7 +265,7 @@ def devices_in(state: State) -> set[str]:
     for name, leaf in state.items():
         if isinstance(leaf, dict):
             found |= devices_in(leaf)
-        elif isinstance(leaf, torch.Tensor) and name != "rider":
+        elif isinstance(leaf, torch.Tensor) and name != "metadata":
             found.add(leaf.device.type)
     return found
 

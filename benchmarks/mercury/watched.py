@@ -184,7 +184,7 @@ class Watched:
                     replica.model,
                     data,
                     2 * replica.step_done + nth,  # no exchange comes twice
-                    stands=replica._exchanges.consensus_parameters(),
+                    stands=replica._engine.consensus_parameters(),
                     goes_on=True,
                     seed=self.seed,
                     device=replica.device,

@@ -2,11 +2,11 @@
 
 import atexit
 import zlib
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,18 @@ from farflung.config import BUCKET_NBYTES
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.options import whole_option
 from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
-from farflung.replica.buckets import Filling, fillings
-from farflung.replica.slots import Slots
+from farflung.replica import Engine, GradientBuckets, StepMetadata
+from farflung.replica.buckets import GradientBucket, make_buckets
+from farflung.schedules import Synchronous
 from farflung.spec import build, text_of
 from farflung.tasks import Pending
-from farflung.types import Codec, Contribution, Reducer, State
+from farflung.types import Bucket, Codec, Reducer, State
 from farflung.wall import WallRuntime, interface_to_master
 
 __all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
 
 _JOIN_S = 60.0
-_NO_RIDER = torch.zeros(0, dtype=torch.float64)
+_NO_SIDE = torch.zeros(0, dtype=torch.float64)
 _UNLIKE = (
     "DDP left out other parameters on one rank than on another: with skip_all_reduce_unused_params all ranks have to "
     "use the same parameters"
@@ -181,28 +182,58 @@ def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> t
 
 @dataclass(eq=False)
 class _Arrival:
-    """One of DDP's buckets, until the means of all its gradients are there."""
+    """One of DDP's buckets, until the means of all its gradients have arrived."""
 
     buffer: Tensor
     index: int
     parameters: Sequence[Tensor]
     grads: Sequence[Tensor]
     future: torch.futures.Future[Tensor]
-    waits_for: int = 0
+
+    def release(self) -> None:
+        """Lets DDP take the bucket."""
+        if not self.future.done():
+            self.future.set_result(self.buffer)
 
 
-_Piece: TypeAlias = tuple[Tensor, Tensor]
+@dataclass(slots=True, eq=False)
+class _HookBucket(GradientBucket):
+    """A bucket of the hook's own, which fills with DDP's gradients; the mean goes back into these."""
+
+    grads: list[Tensor] = field(default_factory=list)
+    """DDP's gradients of the pass in progress."""
+    places: list[Tensor] = field(default_factory=list)
+    """Views of the flat tensor, one for each of them."""
+    is_full: bool = False
+
+    @override
+    def load_gradient(self, mean: Tensor) -> None:
+        if mean.data_ptr() != self.gradient.data_ptr():
+            self.gradient.copy_(mean)
+        torch._foreach_copy_(self.grads, self.places)
+        self.grads, self.places = [], []
 
 
-@dataclass(eq=False)
-class _Own:
-    """One bucket of the hook's own, and what of it is on the way."""
+class _HookBuckets(GradientBuckets):
+    """Buckets that never change, of DDP's parameters.
 
-    index: int
-    filling: Filling
-    arrivals: list[_Arrival] = field(default_factory=list)
-    grads: list[_Piece] = field(default_factory=list)
-    """DDP's own gradients, each with its place here."""
+    Args:
+      parameters: in the order in which the model registered them.
+      bucket_nbytes: a bucket is closed once it holds this many bytes.
+    """
+
+    def __init__(self, parameters: Sequence[Any], bucket_nbytes: int) -> None:
+        self.own = [
+            _HookBucket(b.index, b.gradient, b.names, b.parameters, b.views, b.orders)
+            for b in make_buckets([("", parameter) for parameter in parameters], bucket_nbytes)
+        ]
+        self._buckets: list[GradientBucket] = [*self.own]
+        self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self.own)
+        self.place_of: dict[Tensor, tuple[_HookBucket, int]] = {
+            parameter: (bucket, place)
+            for bucket in self.own
+            for place, parameter in enumerate(bucket.parameters)
+        }
 
 
 class HookState:
@@ -225,31 +256,33 @@ class HookState:
         """Backward passes exchanged so far."""
         self.carries = True
         """Whether gradients go by the reducer in this step, and not by DDP's own all-reduce."""
-        self.sent_nbytes = 0
-        """Payload bytes sent so far by this rank."""
         self.error: BaseException | None = None
         """The first thing that went wrong in an exchange; nothing is exchanged after it."""
         self._settings, self._reducer, self._meet = settings, settings.reducer, meet
         self._runtime: WallRuntime
         self._met = False
-        self._owns: list[_Own] = []
-        self._places: dict[Tensor, tuple[_Own, int]] = {}
-        self._slots: Slots
-        self._carried: dict[int, int] = {}
-        """How many buckets of a step have been carried, where some are left."""
-        self._waiting: list[_Arrival] = []
+        self._buckets: _HookBuckets | None = None
+        self._engine: Engine
+        self._arrivals: list[_Arrival] = []
+        """DDP's buckets of the pass in progress."""
         self._index = -1
         """The index of the bucket that DDP handed over last in the pass under way; -1 once all have come."""
         self._task = -1
         """The run of autograd that calls back at its end."""
         self._is_watched = False
         """Whether the pass under way is given up if it does not go on in time."""
-        self._launched: dict[int, Pending[None]] = {}
-        """The exchanges of the pass under way, by number of the bucket."""
+        self._averages: list[Pending[None]] = []
+        """Exchanges of DDP's buckets as they are, before there are buckets of the hook's own."""
+        self._averaged_nbytes = 0
         self._loaded: State | None = None
         self._closed = False
         self._group: dist.ProcessGroup
         self._turns = self._taking_turns()
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Payload bytes sent so far by this rank."""
+        return self._averaged_nbytes + (0 if self._buckets is None else self._engine.sent_nbytes)
 
     def meet(self) -> None:
         """Joins the other ranks, once; by itself with the first bucket."""
@@ -288,12 +321,11 @@ class HookState:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         grads = [grad.detach() for grad in bucket.gradients()]  # create_graph=True gives them a graph
         arrival = _Arrival(buffer, bucket.index(), bucket.parameters(), grads, future)
+        self._arrivals.append(arrival)
         if is_delayed:
             self._average(arrival)
-        elif self._owns:
+        elif self._buckets is not None:
             self._enter(arrival)
-        else:
-            self._waiting.append(arrival)
         return future
 
     def _complete(self) -> None:
@@ -301,27 +333,35 @@ class HookState:
         self._index = -1
         if not self.carries:
             return
-        if self._waiting:
+        if self._buckets is None and self._arrivals and not self._averages:
             self._lay_out()
-            for waiting in self._waiting:
-                self._enter(waiting)
-            self._waiting.clear()
-        for own in self._owns:
-            if own.index not in self._launched:
-                absent = own.filling.missing or set(range(len(own.filling.parameters)))
-                own.filling.missing = set()
-                torch._foreach_zero_([own.filling.views[place] for place in absent])
-                self._launch(own, absent)
+            for arrival in self._arrivals:
+                self._enter(arrival)
+        for bucket in () if self._buckets is None else self._buckets.own:
+            if not bucket.is_full:
+                self._fill(bucket, sorted(bucket.missing) or range(len(bucket.parameters)))
 
     def _end(self) -> None:
-        """Waits for the exchanges of the pass, before DDP does and turns their error into one of its own."""
+        """Applies the means of the pass, before DDP waits for them and turns an error into one of its own."""
         if self._index >= 0:
             if current_node() is not None:  # a reentrant checkpoint ends, and the pass goes on
                 self._watch()
                 return
             self._complete()
-        launched, self._launched = self._launched, {}
-        self._wait(launched.values())
+        try:
+            averages, self._averages = self._averages, []
+            self._wait(averages)
+            if self._buckets is not None and self._engine.is_round_open:
+                self._runtime.drive(self._engine.settle())
+                self._runtime.drive(self._engine.finish(updated=True))
+                if self._engine.unused.is_unequal:
+                    raise ConfigError(f"ddp_hook: in step {self.step - 1} {_UNLIKE}")
+        except BaseException as error:
+            self.error = self.error or error
+            raise self.error from None
+        finally:
+            arrivals, self._arrivals = self._arrivals, []
+            _release(arrivals)
 
     def _wait(self, exchanges: Iterable[Pending[None]]) -> None:
         for pending in exchanges:
@@ -346,7 +386,7 @@ class HookState:
                     f"ddp_hook: after a reentrant checkpoint no gradient came for {deadline_s:g} s. Where DDP has "
                     "skip_all_reduce_unused_params, give torch.utils.checkpoint use_reentrant=False"
                 )
-                _release([arrival for own in self._owns for arrival in own.arrivals])
+                _release(self._arrivals)
                 break
         self._is_watched = False
 
@@ -359,7 +399,7 @@ class HookState:
 
         Not during a backward pass.
         """
-        if not self._owns:
+        if self._buckets is None:
             return self._loaded or {"step": self.step, "parameters": {}}
         if self._closed:
             return self._runtime.drive(self._snapshot())
@@ -372,13 +412,13 @@ class HookState:
           CheckpointError: of another model, here or in the first backward pass.
         """
         self.step, self._loaded = state["step"], state
-        if self._owns:
+        if self._buckets is not None:
             self._runtime.launch(self._restore()).wait()
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         memory = self.state_dict()
-        if self._owns:
+        if self._buckets is not None:
             memory["rank"] = self._runtime.comm.rank
         return _make_state, (self._settings,), memory
 
@@ -399,7 +439,7 @@ class HookState:
     # --- one step ---------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self._waiting or any(own.arrivals for own in self._owns):
+        if self._arrivals:
             rank = self._runtime.comm.rank
             raise RunLost(
                 f"the backward pass of step {self.step - 1} broke off on rank {rank} while others took its gradients; "
@@ -407,9 +447,16 @@ class HookState:
             )
         self.step += 1
         self._runtime.events += 1
-        self._launched = {}
         if self._settings.fall_back:
             self.carries = next(self._turns)
+        if self.carries and self._buckets is not None:
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        assert self._buckets is not None
+        for bucket in self._buckets.own:
+            bucket.missing, bucket.is_full = set(range(len(bucket.parameters))), False
+        self._engine.begin(self.step - 1, StepMetadata(0.0, 1.0))
 
     def _taking_turns(self) -> Iterator[bool]:
         """Whether the reducer carries each step; a step lasts from the first bucket of one to that of the next."""
@@ -426,14 +473,15 @@ class HookState:
             yield faster
 
     def _now(self) -> float:
-        device = self._owns[0].filling.flat.device
+        assert self._buckets is not None
+        device = self._buckets[0].gradient.device
         if device.type != "cpu":
             torch.cuda.current_stream(device).synchronize()
         return perf_counter()
 
     async def _sum(self, values: Tensor) -> Tensor:
         channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.at(self.step), 0)
-        total, _ = await channel.collective("direct")(channel, values, _NO_RIDER)
+        total, _ = await channel.collective("direct")(channel, values, _NO_SIDE)
         return total
 
     async def _check_equal(self, shapes: object) -> None:
@@ -445,135 +493,97 @@ class HookState:
 
         DDP's first buckets have them in that order, the last bucket first.
         """
-        parameters: list[Any] = [p for arrival in reversed(self._waiting) for p in arrival.parameters]
-        shapes = [(arrival.index, [tuple(p.shape) for p in arrival.parameters]) for arrival in self._waiting]
+        settings, size = self._settings, self._runtime.comm.size
+        parameters: list[Any] = [p for arrival in reversed(self._arrivals) for p in arrival.parameters]
+        shapes = [(arrival.index, [tuple(p.shape) for p in arrival.parameters]) for arrival in self._arrivals]
         self._wait([self._runtime.launch(self._check_equal(shapes))])
         self._runtime.expect(parameters)
-        named = [("", parameter) for parameter in parameters]
-        for index, filling in enumerate(fillings(named, self._settings.bucket_nbytes)):
-            own = _Own(index, filling)
-            self._owns.append(own)
-            self._places |= {parameter: (own, place) for place, parameter in enumerate(filling.parameters)}
-        specs = {own.index: own.filling.spec for own in self._owns}
-        self._slots = Slots(self._reducer, specs, self._settings.seed, self._runtime.comm.rank)
-        nbytes = summed_nbytes(self._reducer, specs.values(), self._runtime.comm.size)
+        buckets = _HookBuckets(parameters, settings.bucket_nbytes)
+        self._engine = Engine(self._runtime, buckets, self._reducer, Synchronous(), seed=settings.seed)
+        self._engine.round_number = self.step - 1  # rounds before it had exchanges of DDP's buckets
+        nbytes = summed_nbytes(self._reducer, [bucket.spec for bucket in buckets], size)
         self._runtime.settle_collective(_collective(self._reducer), nbytes)
+        self._buckets = buckets
         if self._loaded is not None:
             self._runtime.launch(self._restore()).wait()
+        self._begin_round()
 
     def _enter(self, arrival: _Arrival) -> None:
         """Spreads DDP's bucket over those of the hook's own; whichever are full then are sent."""
-        if not self._places.keys() >= set(arrival.parameters):
+        assert self._buckets is not None
+        place_of = self._buckets.place_of
+        if not place_of.keys() >= set(arrival.parameters):
             error = ConfigError(
                 "ddp_hook: this state belongs to another model already; create one for each model. Under "
                 "skip_all_reduce_unused_params parameters that were unused in the first backward pass have to stay so"
             )
             self.close(error)
             raise error
-        touched: dict[_Own, list[_Piece]] = {}
+        pieces: dict[_HookBucket, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter, grad in zip(arrival.parameters, arrival.grads, strict=True):
-            own, place = self._places[parameter]
-            if not own.filling.missing:
-                own.filling.missing = set(range(len(own.filling.parameters)))
-            own.filling.missing.remove(place)
-            touched.setdefault(own, []).append((grad, own.filling.views[place]))
-        arrival.waits_for = len(touched)
-        for own, pieces in touched.items():
-            torch._foreach_copy_([view for _, view in pieces], [grad for grad, _ in pieces])
-            own.grads += pieces
-            own.arrivals.append(arrival)
+            bucket, place = place_of[parameter]
+            bucket.missing.remove(place)
+            grads, places = pieces.setdefault(bucket, ([], []))
+            grads.append(grad)
+            places.append(bucket.views[place])
+        for bucket, (grads, places) in pieces.items():
+            torch._foreach_copy_(places, grads)
+            bucket.grads += grads
+            bucket.places += places
         if arrival.buffer.requires_grad:  # as with PyTorch's hooks, its graph is that of this rank's share
             with torch.enable_grad():
                 arrival.buffer.div_(self._runtime.comm.size)
-        for own in touched:
-            if not own.filling.missing:
-                self._launch(own)
+        for bucket in pieces:
+            if not bucket.missing:
+                self._fill(bucket, ())
 
-    def _launch(self, own: _Own, absent: Collection[int] = ()) -> None:
-        arrivals, pieces, step = own.arrivals, own.grads, self.step - 1
-        own.arrivals, own.grads = [], []
-        exchange = partial(self._carry, own, pieces, step, sorted(absent))
-        self._start(own.index, own.filling.flat.device, exchange, arrivals)
+    def _fill(self, bucket: _HookBucket, absent: Sequence[int]) -> None:
+        """Sends a bucket; absent places are those of parameters that DDP has left out."""
+        bucket.is_full = True
+        bucket.missing = set()
+        bucket.clear_places(absent)
+        self._engine.bucket_ready(bucket.index)
 
     def _average(self, arrival: _Arrival) -> None:
         """Sends one of DDP's buckets as it is, before there are buckets of the hook's own."""
-        arrival.waits_for = 1
-        values, number, size = arrival.buffer.detach().clone(), len(self._launched), self._runtime.comm.size
+        values, number, size = arrival.buffer.detach().clone(), len(self._averages), self._runtime.comm.size
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
-
+        filled = None
+        if values.device.type != "cpu":
+            filled = torch.cuda.current_stream(values.device).record_event()
         divides_first = values.dtype == torch.float16  # whose sums may overflow
 
         async def exchange() -> None:
-            given = values.mul_(1 / size) if divides_first else values
-            total, _ = await channel.collective("direct")(channel, given, _NO_RIDER)
-            arrival.buffer.detach().copy_(total if divides_first else total.div_(size))
-            self.sent_nbytes += channel.sent_nbytes
-
-        self._start(number, values.device, exchange, [arrival])
-
-    def _start(
-        self,
-        number: int,
-        device: torch.device,
-        exchange: Callable[[], Coroutine[Pending[Any], None, None]],
-        arrivals: Sequence[_Arrival],
-    ) -> None:
-        """Begins an exchange that some of DDP's buckets wait for."""
-        filled = None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
-
-        async def carry() -> None:
             if filled is not None:
-                torch.cuda.current_stream(device).wait_event(filled)
-            await exchange()
-            for arrival in arrivals:
-                arrival.waits_for -= 1
-                if not arrival.waits_for:
-                    arrival.future.set_result(arrival.buffer)
+                torch.cuda.current_stream(values.device).wait_event(filled)
+            own = values.mul_(1 / size) if divides_first else values
+            total, _ = await channel.collective("direct")(channel, own, _NO_SIDE)
+            arrival.buffer.detach().copy_(total if divides_first else total.div_(size))
+            self._averaged_nbytes += channel.sent_nbytes
+            arrival.release()
 
-        def ended(pending: Pending[None]) -> None:
-            if pending.error is not None:
-                _release(arrivals)
-
-        pending = self._runtime.launch(carry())
-        pending.on_done(ended)
-        self._launched[number] = pending
-
-    async def _carry(self, own: _Own, pieces: Sequence[_Piece], step: int, absent: Sequence[int]) -> None:
-        """The whole of a bucket's exchange; runs on the communication thread, which others go on with meanwhile."""
-        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(step), own.index)
-        contribution = Contribution(own.filling.flat, 1.0, _sample_of(absent))
-        reduced = await self._reducer.reduce(channel, self._slots[own.index], contribution, step=step)
-        if not _are_equal(reduced.rider, channel.size):
-            raise ConfigError(f"ddp_hook: in step {step} {_UNLIKE}")
-        carried = self._carried.pop(step, 0) + 1
-        if carried < len(self._owns):
-            self._carried[step] = carried
-        last = carried == len(self._owns)
-        if reduced.learn is not None or (last and reduced.learn_together is not None):
-            await self._runtime.aside(partial(self._slots.learn, own.index, reduced, last=last))
-        if reduced.mean.data_ptr() != own.filling.flat.data_ptr():
-            own.filling.flat.copy_(reduced.mean)
-        torch._foreach_copy_([grad for grad, _ in pieces], [view for _, view in pieces])
-        self.sent_nbytes += channel.sent_nbytes
+        self._averages.append(self._runtime.launch(exchange()))
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def _snapshot(self) -> State:
-        shared, local = self._slots.state_dict()
-        parameters = {str(own.index): own.filling.layout for own in self._owns}
+        assert self._buckets is not None
+        shared, local = self._engine.reducer_states.state_dict()
+        parameters = {str(bucket.index): bucket.layout for bucket in self._buckets}
         return {"step": self.step, "parameters": parameters, "shared": shared, "local": local}
 
     async def _restore(self) -> None:
         assert self._loaded is not None
+        assert self._buckets is not None
         kept, self._loaded = self._loaded, None
         if not kept["parameters"]:
             return
-        if {str(own.index): own.filling.layout for own in self._owns} != kept["parameters"]:
+        if {str(bucket.index): bucket.layout for bucket in self._buckets} != kept["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
         rank = self._runtime.comm.rank
         local = kept["local"] if kept.get("rank", rank) == rank else {}
-        self._slots.check_own(local)
-        self._slots.load_state_dict(kept["shared"], local)
+        self._engine.reducer_states.check_own(local)
+        self._engine.reducer_states.load_state_dict(kept["shared"], local)
 
 
 def _sample_of(value: object) -> Tensor:
@@ -591,8 +601,7 @@ def _are_equal(sums: Tensor, size: int) -> bool:
 def _release(arrivals: Iterable[_Arrival]) -> None:
     """Lets DDP go on where there is an error to raise."""
     for arrival in arrivals:
-        if not arrival.future.done():
-            arrival.future.set_result(arrival.buffer)
+        arrival.release()
 
 
 def _collective(reducer: Reducer) -> str:

@@ -23,10 +23,11 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.comm import Endpoint, Purpose, collective_named
 from farflung.config import ON_NONFINITE
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.moments import eval_state, kind_of
 from farflung.rates import NoScaling
 from farflung.recipes import Recipe, recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Exchanges, GradientBuckets, Parts, Vote, fingerprint, optimizer_settings
+from farflung.replica import Engine, GradientBuckets, Parts, StepMetadata, fingerprint, optimizer_settings
 from farflung.replica.averaging import (
     average,
     broadcast,
@@ -45,8 +46,6 @@ from farflung.replica.fitness import (
     needs_closure,
     plain_optimizer,
 )
-from farflung.replica.merges import needs_the_loop
-from farflung.replica.optimizers import kind_of, second_versions
 from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
@@ -56,6 +55,7 @@ from farflung.wall import LaunchEnv, WallRuntime
 if TYPE_CHECKING:
     from farflung.importance import ImportanceSampler
     from farflung.network import NetworkProfile
+    from farflung.sampling import Gain
 
 __all__ = ["Handle", "attach", "carries"]
 
@@ -80,7 +80,7 @@ _attached: list[Handle] = []
 def carries(chosen: Recipe) -> str:
     """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
     parts = chosen.parts(0)
-    if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
+    if reason := parts.schedule.attach_refusal or _left_to_the_loop(parts):
         return f"no: {reason}"
     if chosen.sampler != "uniform":
         return f"draw batches with sampler {chosen.members['sampler']}"
@@ -92,7 +92,7 @@ def _nearest(parts: Parts) -> str:
     changes = {"sharing": "none"} if parts.sharing.data_leaves_device else {}
     if parts.scaling != NoScaling():
         changes["scaling"] = "none"
-    if needs_the_loop(parts.schedule):
+    if parts.schedule.attach_refusal:
         changes["schedule"] = text_of(_nearest_schedule(parts.schedule), SCHEDULES)
     return ", ".join(f"{family}={text!r}" for family, text in changes.items())
 
@@ -191,7 +191,7 @@ def attach(
     """
     chosen = recipe(how) if isinstance(how, str) else how
     parts = chosen.parts(seed)
-    if reason := needs_the_loop(parts.schedule) or _left_to_the_loop(parts):
+    if reason := parts.schedule.attach_refusal or _left_to_the_loop(parts):
         raise Unsupported(
             f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train, or this "
             f"recipe.but({_nearest(parts)}), which comes nearest"
@@ -249,26 +249,40 @@ def attach(
     try:
         runtime.view.left += _UNEVEN
         runtime.expect(itertools.chain(model.parameters(), model.buffers()))
-        exchanges = Exchanges(
-            runtime,
-            buckets,
-            parts.reducer,
-            parts.schedule,
-            seed,
-            nonfinite or "stop",
-            gain=None if sampler is None else sampler.gain,
-            looks=nonfinite is not None,
-        )
-        if needs_closure(optimizer) and not exchanges.is_synchronous:
+        if needs_closure(optimizer) and not parts.schedule.is_synchronous:
             raise Unsupported(
                 f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
                 f"{chosen.schedule} cannot follow: use a synchronous recipe"
             )
-        exchanges.goes_with(optimizer)
+        engine = Engine(
+            runtime,
+            buckets,
+            parts.reducer,
+            parts.schedule,
+            seed=seed,
+            optimizer=optimizer,
+            on_nonfinite=nonfinite or "stop",
+            checks_gradients=nonfinite is not None,
+        )
+        gain = None if sampler is None else sampler.gain
+        if gain is not None:
+            from farflung.replica.measuring import MeasuredGain
+
+            engine.extend(MeasuredGain(gain, runtime, parts.schedule, parts.reducer))
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
         collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
         handle = Handle(
-            model, optimizer, runtime, buckets, exchanges, collective, show, accumulating, profile
+            model,
+            optimizer,
+            runtime,
+            buckets,
+            engine,
+            parts.schedule,
+            collective,
+            show,
+            accumulating,
+            profile,
+            gain,
         )
         handle.start()
         if elastic and size > 1:
@@ -299,11 +313,13 @@ class Handle:
         optimizer: torch.optim.Optimizer,
         runtime: WallRuntime,
         buckets: GradientBuckets,
-        exchanges: Exchanges,
+        engine: Engine,
+        schedule: Schedule,
         collective: str,
         show: Sink | None = None,
         accumulating: Callable[[], bool] = lambda: False,
         network: NetworkProfile | None = None,
+        gain: Gain | None = None,
     ) -> None:
         self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
@@ -312,7 +328,8 @@ class Handle:
         self.step = 0
         """Steps of the optimizer so far; one that a ``GradScaler`` skips counts too."""
         self._model, self._optimizer = model, optimizer
-        self._runtime, self._buckets, self._exchanges = runtime, buckets, exchanges
+        self._runtime, self._buckets, self._engine = runtime, buckets, engine
+        self._schedule, self._gain = schedule, gain
         self._syncing, self._accumulating = True, accumulating
         self._network = network
         self._weight = 1.0
@@ -320,10 +337,6 @@ class Handle:
         """Whether :meth:`finish`, :meth:`leave` or an error has ended what :func:`attach` began."""
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
         """The runs of autograd that make up the backward pass under way, by number; ``None``: it has ended."""
-        self._round_number = 0
-        """Rounds of exchanges so far, which number messages: one for each step, or for each pass where passes send."""
-        self._is_round_open = False
-        """Whether exchanges have been planned and not all been merged."""
         self._is_step_open = False
         """Whether there was a backward pass since the optimizer's last step."""
         self._empty_passes = 0
@@ -347,7 +360,7 @@ class Handle:
         self._warnings: set[str] = set()
         """Kinds of warnings that have been given."""
         parameters = list(model.named_parameters())
-        self._trained = [p for bucket in buckets.buckets for p in buckets.parameters(bucket.index)]
+        self._trained = buckets.parameters
         self._known = {id(p) for _, p in parameters}
         self._left_out = [(name, p) for name, p in parameters if not p.requires_grad]
         self._held = len(held_by(optimizer))
@@ -380,13 +393,15 @@ class Handle:
         """
         elastic = self._runtime.elastic
         return (
-            tuple(range(self._runtime.comm.size)) if elastic is None else elastic.at(self._round_number).ranks
+            tuple(range(self._runtime.comm.size))
+            if elastic is None
+            else elastic.at(self._engine.round_number).ranks
         )
 
     @property
     def is_synchronous(self) -> bool:
         """Whether all replicas take the same steps: on means of gradients, each at the step that they were taken at."""
-        return self._exchanges.is_synchronous
+        return self._schedule.is_synchronous
 
     @property
     def communication_cpu_s(self) -> float:
@@ -396,7 +411,7 @@ class Handle:
     @property
     def sent_nbytes(self) -> int:
         """Payload bytes of gradients and updates that this replica has sent so far."""
-        return self._exchanges.sent_nbytes
+        return self._engine.sent_nbytes
 
     @property
     def sent(self) -> dict[str, list[int]]:
@@ -409,7 +424,7 @@ class Handle:
     @property
     def waited_s(self) -> float:
         """Seconds for which the loop has waited for exchanges so far; the rest was hidden behind its work."""
-        return self._exchanges.waited_s
+        return self._engine.times.waited_s
 
     def knows(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this handle is on any of some parameters."""
@@ -423,7 +438,7 @@ class Handle:
         indices = self._runtime.drive(unlike(self._runtime, tensors, 0, purpose=Purpose.START))
         unequal = [tensors[index] for index in indices]
         self._runtime.drive(broadcast(self._runtime, unequal, 0, network=self._network))
-        self._exchanges.restart()
+        self._engine.restart()
         self._told_s = self._runtime.now()
         if self._telemetry is not None:
             self._telemetry.emit("begin", t=self._told_s, step=0)
@@ -465,7 +480,7 @@ class Handle:
         """
         if self._runtime.elastic is not None:
             raise Unsupported("join() needs all replicas: leave out elastic")
-        if not self._exchanges.is_synchronous or needs_closure(self._optimizer):
+        if not self._schedule.is_synchronous or needs_closure(self._optimizer):
             raise Unsupported(
                 "join() follows other replicas step by step, which neither a late schedule nor an optimizer with a "
                 "closure allows: use a synchronous recipe, or as many steps on all"
@@ -491,10 +506,10 @@ class Handle:
 
         self._check_none_new()
         self._end_skipped_step()
-        stands = self._exchanges.consensus_parameters()
+        stands = self._engine.consensus_parameters()
         if stands == {} and self._can_be_apart and self._measure_spread(part=1):
             stands = None  # something has changed them since the last exchange
-        entered = averaged(self._runtime, self._model, self._round_number, stands)
+        entered = averaged(self._runtime, self._model, self._engine.round_number, stands)
         self._runtime.drive(entered.__aenter__())
         try:
             yield self._model
@@ -511,17 +526,16 @@ class Handle:
           RunLost: after :meth:`finish`.
         """
         self._end_skipped_step()
-        exchanges = self._runtime.drive(self._exchanges.state_dict())
+        exchanges = self._runtime.launch(self._engine.state_dict()).wait()
         persistent = self._model.state_dict().keys()
         own: dict[str, Tensor] = {
             name: buffer for name, buffer in self._model.named_buffers() if name in persistent
         }
-        if self._exchanges.diverged:
+        if self._engine.diverged:
             trained = {id(p) for p in self._trained}
             own |= {name: p for name, p in self._model.named_parameters() if id(p) in trained}
         return {
             "step": self.step,
-            "round_number": self._round_number,
             "rank": self.rank,
             "size": self._runtime.comm.size,
             "buckets": self._buckets.layout,
@@ -537,7 +551,7 @@ class Handle:
         Raises:
           CheckpointError: of another model, another rank, another number of replicas, or none at all.
         """
-        wanted = {"step", "round_number", "rank", "size", "buckets", "model", "exchanges"}
+        wanted = {"step", "rank", "size", "buckets", "model", "exchanges"}
         if lacking := wanted - state.keys():
             raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(lacking))}")
         if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
@@ -554,14 +568,14 @@ class Handle:
             name not in tensors or tensors[name].shape != value.shape for name, value in own.items()
         ):
             raise CheckpointError("this state was made with another model or other buckets")
-        self._runtime.drive(self._exchanges.drop())
-        self._is_round_open = False
+        for flight in self._engine.flights:
+            self._runtime.drive(flight.started.bring())
         self._reset_step()
         with torch.no_grad():
             for name, value in own.items():
                 tensors[name].copy_(value)
-        self.step, self._round_number = state["step"], state["round_number"]
-        self._exchanges.load_state_dict(state["exchanges"])
+        self.step = state["step"]
+        self._engine.load_state_dict(state["exchanges"])
 
     def finish(self) -> None:
         """Takes leave of the others, once the loop is through.
@@ -640,11 +654,11 @@ class Handle:
         self._check_all_known()
         if self._is_step_open:
             self._continue_step(parameter)
-        if not self._is_round_open:
+        if not self._engine.is_round_open:
             self._begin_round()
         self._is_step_open = True
         self._empty_passes += 1
-        self._buckets.arm(self._exchanges.ready)
+        self._buckets.arm(self._engine.bucket_ready)
 
     def _continue_step(self, parameter: nn.Parameter) -> None:
         """Decides what another backward pass before the optimizer's step is, by what became of the last one.
@@ -655,10 +669,10 @@ class Handle:
         Raises:
           Unsupported: the schedule cannot take it, or the optimizer is not the one that steps.
         """
-        if self._exchanges.has_late_gradients:
+        if self._schedule.has_late_gradients:
             raise Unsupported(
                 f"a second backward pass before the step of {kind_of(self._optimizer)}: "
-                f"{self._exchanges.schedule_name} has sent the first one's gradients for a later step. Add losses up "
+                f"{type(self._schedule).__name__} has sent the first one's gradients for a later step. Add losses up "
                 "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
             )
         none_in_many = f"took no step in {_MOST_PASSES} backward passes"
@@ -669,11 +683,11 @@ class Handle:
             if self._skipped_steps >= _MOST_PASSES:
                 raise Unsupported(self._describe_missing_step(none_in_many))
             self._end_step(updated=False, in_pass=True)
-        elif self._exchanges.has_gradient_transfers(self.step):
+        elif self._engine.has_gradient_transfers(self.step):
             self._passes += 1
             if self._passes >= _MOST_PASSES:
                 self._warn_once("step", self._describe_missing_step(none_in_many))
-            if self._is_round_open:
+            if self._engine.is_round_open:
                 self._close_round(updated=False, in_pass=True)
         elif not is_kept:
             sums = sketch(self._trained)
@@ -694,22 +708,23 @@ class Handle:
     def _describe_missing_step(self, what: str) -> str:
         other = f"; {self._other_optimizer} did" if self._other_optimizer else ""
         return (
-            f"{kind_of(self._optimizer)}, which attach() was given, {what}{other}, and {self._exchanges.schedule_name} "
+            f"{kind_of(self._optimizer)}, which attach() was given, {what}{other}, and {type(self._schedule).__name__} "
             "counts its steps: attach the optimizer whose step() runs; updates by hand need a synchronous recipe"
         )
 
-    def _begin_round(self, vote: Vote | None = None) -> None:
-        """Plans what leaves in a backward pass or after it; without a vote this replica has data."""
-        if not self._round_number & (self._round_number - 1):
+    def _begin_round(self, *, has_data: bool = True) -> None:
+        """Plans what leaves in a backward pass or after it."""
+        number = self._engine.round_number
+        if not number & (number - 1):
             self._check_none_new()
-        if not self._exchanges.moves_parameters:
-            self._compare(has_data=vote is None)
-        self._exchanges.begin(self.step, vote or Vote(0.0, self._weight), self._round_number)
-        self._is_round_open = True
+        if self._schedule.moves_gradients:
+            self._compare(has_data=has_data)
+        weight = self._weight if has_data else 0.0
+        self._engine.begin(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))
 
     def _compare(self, *, has_data: bool) -> None:
         """Compares replicas, which step on the same means, more and more seldom; says once where they differ."""
-        count = self._round_number
+        count = self._engine.round_number
         if not count or (count & (count - 1) and count % _COMPARED_EVERY):
             return
         spread = self._measure_spread(has_data=has_data)
@@ -725,7 +740,7 @@ class Handle:
     def _measure_spread(self, part: int = 0, *, has_data: bool = True) -> float:
         if self.size == 1:
             return 0.0
-        number = self._round_number
+        number = self._engine.round_number
         return self._runtime.drive(
             relative_spread(self._runtime, self._trained, number, part=part, takes_part=has_data)
         )
@@ -750,10 +765,10 @@ class Handle:
         self._buckets.finish()
         if self._empty_passes > 1 or self._buckets.has_replaced_gradients():
             raise Unsupported(_STEP_IN_BACKWARD)
-        if not self._runtime.drive(self._exchanges.settle()):
+        if not self._runtime.drive(self._engine.settle()):
             self._buckets.clear()
         self._exchanged = True
-        if not self._exchanges.moves_parameters:
+        if self._schedule.moves_gradients:
             self._close_round(updated=True, in_pass=False)
 
     # --- around the optimizer ---------------------------------------------------------------------------------
@@ -764,7 +779,7 @@ class Handle:
         self._has_stepped = None if self._has_stepped is None else True
         if not self._exchanged:  # else the backward pass has checked
             self._check_all_known()
-            if self._exchanges.moves_parameters and not self._exchanges.has_gradient_transfers(self.step):
+            if not self._schedule.moves_gradients and not self._engine.has_gradient_transfers(self.step):
                 self._begin_round()  # its gradients are those of no_sync() or torch.func
             elif self.size > 1 and self._has_gradients():
                 self._is_apart = True
@@ -788,13 +803,13 @@ class Handle:
         if graph_task_id() >= 0:
             raise Unsupported(_STEP_IN_BACKWARD)
         self._other_optimizer = kind_of(other)
-        if not (self._has_stepped and self._exchanges.moves_parameters):
+        if not self._has_stepped or self._schedule.moves_gradients:
             return
         others = self._known - {id(p) for p in held_by(self._optimizer)}
         if any(p.grad is not None and id(p) in others for p in held_by(other)):
             raise Unsupported(
                 f"{kind_of(other)} steps after {kind_of(self._optimizer)}, which attach() was given, on other "
-                f"parameters of the model: {self._exchanges.schedule_name} exchanges what steps have changed when the "
+                f"parameters of the model: {type(self._schedule).__name__} exchanges what steps have changed when the "
                 "attached one has stepped. Attach the optimizer that steps last"
             )
 
@@ -824,7 +839,9 @@ class Handle:
 
     def _end_skipped_step(self) -> None:
         """Ends a step that the loop has left out, as a GradScaler does; one whose gradients are numbers goes on."""
-        if self._is_round_open and (not self._buckets.is_finite() or self._buckets.has_zeroed_gradients()):
+        if self._engine.is_round_open and (
+            not self._buckets.is_finite() or self._buckets.has_zeroed_gradients()
+        ):
             self._end_step(updated=False, in_pass=False)
 
     def _end_step(self, *, updated: bool, in_pass: bool) -> None:
@@ -834,7 +851,7 @@ class Handle:
           updated: whether it had gradients to step on.
           in_pass: whether the next backward pass runs already, so that parameters have to stay as they are.
         """
-        if self._is_round_open:
+        if self._engine.is_round_open:
             self._close_round(updated=updated, in_pass=in_pass)
         self._reset_step()
         self.step += 1
@@ -847,18 +864,12 @@ class Handle:
         self._passes, self._sketch_of_open_step = 0, None
 
     def _close_round(self, *, updated: bool, in_pass: bool) -> None:
-        self._is_round_open = False
-        if in_pass:
-            self._exchanges.close(updated=updated)
-            self._runtime.drive(self._exchanges.take())
-        else:
-            self._runtime.drive(self._exchanges.finish(updated=updated))
-        self._round_number += 1
+        self._runtime.drive(self._engine.finish(updated=updated, applies=not in_pass))
 
     @property
     def _can_be_apart(self) -> bool:
         """Whether replicas may differ though all exchanges are merged: those that step for themselves, for one."""
-        return self._is_apart or self._exchanges.moves_parameters
+        return self._is_apart or not self._schedule.moves_gradients
 
     def _tell(self) -> None:
         """Emits an event of the step that has ended, from the end of the one before to its own."""
@@ -873,22 +884,20 @@ class Handle:
             duration_s=self._told_s - begin,
             exposed_s=self._told_waited_s - waited,
             bytes_sent=self.sent_nbytes,
-            in_flight=self._exchanges.in_flight,
-            **self._exchanges.worth,
+            in_flight=len({flight.step for flight in self._engine.flights}),
+            **({} if self._gain is None else {"rule": self._gain.rule, **self._gain.told()}),
         )
 
     def _answers(self) -> bool:
         """A step without data; whether any replica had some."""
-        self._begin_round(Vote(0.0, 0.0, out=True))
-        self._buckets.without_data(self._exchanges.ready)
-        applies = self._runtime.drive(self._exchanges.settle())
-        settled = self._runtime.drive(self._exchanges.finish(updated=applies))
-        self._is_round_open = False
-        self._round_number += 1
+        self._begin_round(has_data=False)
+        self._buckets.without_data(self._engine.bucket_ready)
+        has_gradient = self._runtime.drive(self._engine.settle())
+        outcome = self._runtime.drive(self._engine.finish(updated=has_gradient))
         self.step += 1
         self._runtime.events += 1
-        going_on = settled.out < self.size
-        if going_on and applies:
+        going_on = outcome.num_exhausted < self.size
+        if going_on and has_gradient:
             self._step_by_itself()
         self._buckets.clear()
         return going_on
@@ -904,7 +913,7 @@ class Handle:
         """Takes over what a replica with the most steps has come to; returns how many these are."""
         counts = torch.zeros(self.size, dtype=torch.float64)
         counts[self.rank] = steps
-        number, purpose = self._round_number, Purpose.JOIN
+        number, purpose = self._engine.round_number, Purpose.JOIN
         _, total = self._runtime.drive(
             sum_everywhere(self._runtime, torch.empty(0), counts, number, purpose=purpose)
         )
@@ -930,9 +939,10 @@ class Handle:
         if self._is_step_open:
             self._end_step(updated=False, in_pass=False)
         if self._other_optimizer:
-            self._exchanges.close(updated=True)  # what it has done since the last step
-        number = self._round_number
-        self._runtime.drive(self._exchanges.flush(number, update))
+            # What it has done since the last step.
+            self._runtime.drive(self._engine.finish(updated=True, applies=False))
+        number = self._engine.round_number
+        self._runtime.drive(self._engine.flush(update))
         if self._can_be_apart and (spread := self._measure_spread(part=2)):
             parameters = [p.detach() for p in self._trained]
             self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
@@ -943,7 +953,7 @@ class Handle:
                     f"something has changed them after the last step of {kind_of(self._optimizer)}, such as another "
                     "optimizer. Attach the one that steps last",
                 )
-        if self._exchanges.moves_parameters and (state := second_versions(self._optimizer, self._trained)):
+        if not self._schedule.moves_gradients and (state := eval_state(self._optimizer, self._trained)):
             self._runtime.drive(average(self._runtime, state, number, Purpose.MOMENTS))
         if self._runtime.elastic is not None:
             self._runtime.drive(self._runtime.elastic.finish(number))

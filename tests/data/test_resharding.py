@@ -13,7 +13,7 @@ import torch
 from farflung.comm import ExchangeChannel
 from farflung.data import SHARINGS, Resharding, TensorDataset
 from farflung.errors import ConfigError, ProtocolError
-from farflung.replica.in_flight import LinkGate
+from farflung.replica.gate import LinkGate
 from farflung.sampling import Uniform
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import Moved, Payload, Runtime

@@ -25,7 +25,7 @@ from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import RECIPES
 from farflung.replica import Replica
 from farflung.replica.checkpoint import pack_tree
-from farflung.replica.in_flight import _packed, _unpacked
+from farflung.replica.flight import _packed, _unpacked
 from farflung.replica.summary import Summary
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
@@ -225,7 +225,9 @@ def check(ended: Ended) -> None:
         assert all(torch.equal(model[name], tensor) for name, tensor in first.items())
     assert len(ended.samples) == len(set(ended.losses)) == 1
     survivors = ended.survivors
-    shared = {bytes(pack_tree(replica._exchanges._slots.state_dict()[0]).numpy()) for replica in survivors}
+    shared = {
+        bytes(pack_tree(replica._engine.reducer_states.state_dict()[0]).numpy()) for replica in survivors
+    }
     assert len(shared) == 1, "states of the reducer that all share differ"
     elastic: Any = survivors[0].runtime.elastic
     sampler: Any = survivors[0].parts.sampler
@@ -621,20 +623,21 @@ def test_one_that_joins_a_resumed_run_has_sent_nothing_before(monkeypatch: pytes
 def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_state(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, states = Replica._join, list[tuple[State, list[torch.Tensor]]]()
+    join, states = Replica._join, list[tuple[bool, torch.Tensor | None, torch.Tensor]]()
 
     async def noted(self: Replica) -> None:
         await join(self)
-        for merger in self._exchanges._mergers.values():
-            states.append((merger.state_dict()[1], [one.clone() for one in merger.common() or ()]))
+        for _, _, state in self._engine._merge_states:
+            assert state.anchor is not None
+            states.append((state.has_updates, state.local.get("given"), state.anchor.clone()))
 
     monkeypatch.setattr(Replica, "_join", noted)
     for at_s in (0.2, 0.25, 0.3, 0.35):
         check(run(3, FaultPlan().join(2, at_s=at_s), f"synchronous(schedule='{schedule}')"))
     assert states
-    for own, common in states:
-        assert not any(own.get("fresh", ()))
-        assert all(torch.equal(given, common[int(index)]) for index, given in own.get("given", {}).items())
+    for has_updates, given, anchor in states:
+        assert not has_updates
+        assert given is None or torch.equal(given, anchor)
 
 
 @pytest.mark.parametrize("lost", [0, *thorough(1)])

@@ -12,7 +12,7 @@ from torch import Tensor
 import farflung
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import AdaptiveTopK
-from farflung.replica.slots import Slots
+from farflung.replica.reducer_states import ReducerStates
 from farflung.seeding import generator
 from farflung.types import CodecState, TensorSpec
 from tests.reducers.replicas import SPEC, Replica, assert_alike, gradient, run
@@ -75,7 +75,7 @@ def test_buckets_decide_together_or_each_for_itself() -> None:
     decided = {}
     for decide in ("last", "bucket"):
         reducer = AdaptiveTopK(smoothing=1.0, threshold=0.5, decide=decide)
-        slots = Slots(reducer, {0: SPEC, 1: SPEC}, 0, 0)
+        slots = ReducerStates(reducer, {0: SPEC, 1: SPEC}, 0, 0)
         states = {
             number: reducer._learned(slots[number].state, compressed=False, sums=numbers)
             for number, numbers in sums.items()

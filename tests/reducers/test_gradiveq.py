@@ -19,7 +19,7 @@ from farflung.reducers import GradiVeQ
 from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Coder, Layout
 from farflung.reducers.gradiveq.window import alike, dimensions, fingerprint, principal
-from farflung.replica.slots import Slots
+from farflung.replica.reducer_states import ReducerStates
 from farflung.seeding import generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
@@ -536,11 +536,11 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 def test_models_that_it_can_do_nothing_for_are_refused() -> None:
     matrix = TensorSpec((100,), parts=(Placed((10, 10), 0),))
     with pytest.raises(Unsupported, match="this model has none"):
-        Slots(GradiVeQ(), {0: matrix}, 1, 0)
-    Slots(GradiVeQ(matrices=True), {0: matrix}, 1, 0)
+        ReducerStates(GradiVeQ(), {0: matrix}, 1, 0)
+    ReducerStates(GradiVeQ(matrices=True), {0: matrix}, 1, 0)
     with pytest.raises(Unsupported, match="this model has neither"):
-        Slots(GradiVeQ(matrices=True), {0: TensorSpec((10,))}, 1, 0)
-    Slots(GradiVeQ(), {0: matrix, 1: SPEC}, 1, 0)
+        ReducerStates(GradiVeQ(matrices=True), {0: TensorSpec((10,))}, 1, 0)
+    ReducerStates(GradiVeQ(), {0: matrix, 1: SPEC}, 1, 0)
 
 
 def test_a_run_that_ends_before_anything_is_compressed_is_refused() -> None:

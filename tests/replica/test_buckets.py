@@ -7,7 +7,7 @@ import copy
 import itertools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -43,9 +43,9 @@ def check(model: nn.Module, buckets: GradientBuckets, wanted: dict[str, Tensor])
     """Every gradient is right, and is the part of its bucket that it should be; without one there are zeros."""
     names = {p: name for name, p in model.named_parameters()}
     for bucket in buckets.buckets:
-        flat, start = buckets.flat(bucket.index), 0
+        flat, start = buckets[bucket.index].gradient, 0
         assert TensorSpec.of(flat) == bucket.spec
-        for parameter in buckets.parameters(bucket.index):
+        for parameter in buckets[bucket.index].parameters:
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
             if names[parameter] not in wanted:
@@ -72,7 +72,7 @@ def backward(buckets: GradientBuckets, loss: Tensor) -> list[int]:
 def test_buckets_hold_every_parameter_once_from_the_output_side() -> None:
     model = chain(4, 5, 6, 7)
     buckets = GradientBuckets(model.named_parameters(), bucket_nbytes=150)
-    held = [p for bucket in buckets.buckets for p in buckets.parameters(bucket.index)]
+    held = [p for bucket in buckets.buckets for p in buckets[bucket.index].parameters]
     assert [id(p) for p in held] == [id(p) for p in reversed(list(model.parameters()))]
     assert [bucket.index for bucket in buckets.buckets] == list(range(len(buckets.buckets)))
     # 28 + 168 bytes of the last layer, 24 + 120 and then 20 + 80 of the others: closed at 150 or at the end.
@@ -124,14 +124,14 @@ def test_a_bucket_is_whole_when_it_is_ready_and_the_rest_is_still_to_come() -> N
     model.get_parameter("0.bias").register_hook(lambda _: reached.append(-1))  # the input side
 
     def ready(index: int) -> None:
-        flats[index] = buckets.flat(index).clone()
+        flats[index] = buckets[index].gradient.clone()
         reached.append(index)
 
     buckets.backward(loss_of(model), ready)
     assert reached.index(0) < reached.index(-1)
     names = {p: name for name, p in model.named_parameters()}
     for index, flat in flats.items():
-        parts = [wanted[names[p]].reshape(-1) for p in buckets.parameters(index)]
+        parts = [wanted[names[p]].reshape(-1) for p in buckets[index].parameters]
         assert same_bits(flat, torch.cat(parts))
 
 
@@ -160,8 +160,8 @@ def test_the_optimizer_steps_on_what_was_loaded() -> None:
         backward(buckets, loss_of(model))
         optimizer.zero_grad(set_to_none=True)
         for bucket in buckets.buckets:
-            flat = buckets.flat(bucket.index)
-            buckets.load(bucket.index, flat.fill_(0.5) if in_place else torch.full_like(flat, 0.5))
+            flat = buckets[bucket.index].gradient
+            buckets[bucket.index].load_gradient(flat.fill_(0.5) if in_place else torch.full_like(flat, 0.5))
         optimizer.step()
         for was, p in zip(before, model.parameters(), strict=True):
             assert same_bits(p.detach(), was - 0.5)
@@ -291,15 +291,15 @@ def test_flat_weights_and_gradients_have_one_order() -> None:
     model = odd_layouts()
     buckets = GradientBuckets(model.items(), 100)
     kept = {name: p.detach().clone() for name, p in model.items()}
-    flats = [buckets.weights(bucket.index) for bucket in buckets.buckets]
+    flats = [bucket.weights() for bucket in buckets]
     backward(buckets, sum(p.square().sum() / 2 for p in model.values()))
-    for bucket, flat in zip(buckets.buckets, flats, strict=True):
-        assert torch.equal(buckets.flat(bucket.index), flat)
+    for bucket, flat in zip(buckets, flats, strict=True):
+        assert torch.equal(bucket.gradient, flat)
     assert all(torch.equal(value, kept[name]) for name, value in buckets.named(flats).items())
     for p in model.values():
         p.detach().zero_()
-    for bucket, flat in zip(buckets.buckets, flats, strict=True):
-        buckets.load_weights(bucket.index, flat)
+    for bucket, flat in zip(buckets, flats, strict=True):
+        bucket.load_weights(flat)
     assert all(torch.equal(p, kept[name]) for name, p in model.items())
 
 
@@ -324,8 +324,9 @@ def test_a_memory_format_may_change_between_steps(fused: bool) -> None:
             )
             if buckets:
                 buckets.backward(loss, lambda index: None)
-                buckets.load(0, buckets.flat(0).clone())
-                for p, view in zip(buckets.parameters(0), buckets.view(0, buckets.flat(0)), strict=True):
+                bucket = buckets[0]
+                bucket.load_gradient(bucket.gradient.clone())
+                for p, view in zip(bucket.parameters, bucket.view(bucket.gradient), strict=True):
                     assert p.grad is not None
                     assert torch.equal(p.grad, view)
             else:
@@ -410,18 +411,23 @@ def test_a_sparse_gradient_is_refused_by_name(bucket_nbytes: int) -> None:
 def test_no_gradient_is_kept_for_what_nobody_used_unless_the_mean_has_something() -> None:
     model = chain(4, 5)
     buckets = GradientBuckets(model.named_parameters())
-    bias, weight = buckets.parameters(0)
-    buckets.load(0, torch.zeros_like(buckets.flat(0)), unused={0, 1})
+
+    def loaded(mean: Tensor, unused: Collection[int] = (), never: Collection[int] = ()) -> None:
+        buckets[0].unused, buckets[0].never_used = unused, never
+        buckets[0].load_gradient(mean)
+
+    bias, weight = buckets[0].parameters
+    loaded(torch.zeros_like(buckets[0].gradient), {0, 1})
     assert bias.grad is None
     assert weight.grad is None
-    mean = torch.zeros_like(buckets.flat(0))
+    mean = torch.zeros_like(buckets[0].gradient)
     mean[-1] = 1.0  # what error feedback had left from an earlier step
-    buckets.load(0, mean, unused={0, 1})
+    loaded(mean, {0, 1})
     assert bias.grad is None
     assert weight.grad is not None
-    buckets.load(0, mean, unused={0, 1}, never={1})
+    loaded(mean, {0, 1}, {1})
     assert weight.grad is None
-    buckets.load(0, torch.zeros_like(mean))
+    loaded(torch.zeros_like(mean))
     assert bias.grad is not None
 
 

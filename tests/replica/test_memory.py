@@ -12,7 +12,7 @@ from torch import nn
 
 import farflung
 from farflung.recipes import recipe
-from farflung.replica import Exchanges
+from farflung.replica import Engine
 
 WIDTH, LAYERS, STEPS = 128, 4, 12
 COPIES = {
@@ -54,17 +54,17 @@ def count_copies() -> float:
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_recipe_holds_what_its_docstring_says(how: str) -> None:
-    weigh: Callable[[Exchanges], None] = Exchanges._weigh
+    track: Callable[[Engine], None] = Engine._track_peak
     most = [0.0]
 
-    def weighed(exchanges: Exchanges) -> None:
-        weigh(exchanges)
+    def tracked(engine: Engine) -> None:
+        track(engine)
         most.append(count_copies() - 1)
 
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     chosen = recipe(how).but(bucket_nbytes=WIDTH * WIDTH * 4)
-    with mock.patch.object(Exchanges, "_weigh", weighed), farflung.attach(model, optimizer, chosen):
+    with mock.patch.object(Engine, "_track_peak", tracked), farflung.attach(model, optimizer, chosen):
         rest = []
         for _ in range(STEPS):
             model(torch.ones(1, WIDTH)).square().sum().backward()

@@ -1,12 +1,12 @@
-"""Merges: each in a room of its own, found by its type; what has none is refused before the first step."""
+"""Merges: settings to which state is passed in; one that is not named is refused before it starts."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,32 +14,32 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import Unsupported
-from farflung.replica import GradientBuckets, Replica, Vote, load_tree
-from farflung.replica.in_flight import InFlight
-from farflung.replica.merges import MERGERS, Merger
-from farflung.replica.votes import Rider
+from farflung.replica import Extension, StepMetadata, load_tree
+from farflung.replica.buckets import GradientBucket
 from farflung.schedules import Delayed
+from farflung.schedules.merges import Replace, Swap
 from farflung.types import (
+    Averaged,
     Bucket,
     Channel,
     CodecState,
     Contribution,
     Fragment,
     Merge,
+    MergeBucket,
+    MergeState,
     Part,
     Reduced,
     Reducer,
-    Replace,
     Schedule,
     Seeds,
     SharedStats,
     State,
     StateSlot,
-    Swap,
     TensorSpec,
     Transfer,
+    anchor_of,
 )
-from farflung.types.schedule import Moved
 from tests.helpers import same_bits, same_tree
 from tests.schedules.runs import APART, Run, distance, pieces
 
@@ -47,60 +47,39 @@ from tests.schedules.runs import APART, Run, distance, pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Slow(Merge):
     """The mean of parameters feeds an outer optimizer: SGD with momentum on the way that replicas went."""
 
-    moves: ClassVar[Moved] = "parameters"
-    means: ClassVar[str] = "fed to an outer optimizer"
+    moves: ClassVar[Averaged] = "parameters"
 
     rate: float = 1.0
     momentum: float = 0.0
 
-
-class SlowSteps(Merger):
-    """Carries out :class:`Slow`."""
-
-    def __init__(self, merge: Slow, buckets: GradientBuckets) -> None:
-        super().__init__(merge, buckets)
-        self._merge = merge
-        self._at = [buckets.weights(bucket.index) for bucket in buckets.buckets]
-        self._speed = [torch.zeros_like(at) for at in self._at]
-
-    @property
     @override
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self._at, *self._speed))
+    def init(self, weights: Tensor) -> MergeState:
+        return MergeState(weights)
 
     @override
-    def give(self, index: int, transfer: Transfer, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        own = self._at[index] - self._buckets.weights(index)
+    def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
+        own = anchor_of(state) - bucket.weights()
         return own.clone(), {"own": own}
 
     @override
-    def put(self, index: int, exchange: InFlight, mean: Tensor | None) -> None:
-        since = self._at[index] - self._buckets.weights(index) - exchange.kept[index]["own"]
+    def apply(
+        self,
+        bucket: MergeBucket,
+        state: MergeState,
+        saved: State,
+        mean: Tensor | None,
+        delay: int,
+    ) -> None:
+        anchor = anchor_of(state)
+        since = anchor - bucket.weights() - saved["own"]
         if mean is not None:
-            self._speed[index].mul_(self._merge.momentum).add_(mean)
-            self._at[index].sub_(self._speed[index], alpha=self._merge.rate)
-        self._buckets.load_weights(index, self._at[index] - since)
-
-    @override
-    def common(self) -> list[Tensor]:
-        return self._at
-
-    @override
-    def restart(self) -> None:
-        self._at = [self._buckets.weights(index) for index in range(len(self._at))]
-
-    @override
-    def state_dict(self) -> tuple[State, State]:
-        named = [{str(i): t for i, t in enumerate(found)} for found in (self._at, self._speed)]
-        return {"at": named[0], "speed": named[1]}, {}
-
-    @override
-    def load_state_dict(self, shared: State, own: State, exchanges: Sequence[InFlight]) -> None:
-        self._at = [shared["at"][str(i)].clone() for i in range(len(self._at))]
-        self._speed = [shared["speed"][str(i)].clone() for i in range(len(self._at))]
+            speed = state.shared.setdefault("speed", torch.zeros_like(anchor))
+            speed.mul_(self.momentum).add_(mean)
+            anchor.sub_(speed, alpha=self.rate)
+        bucket.load_weights(anchor - since)
 
 
 @dataclass(frozen=True)
@@ -134,12 +113,7 @@ class Streaming(Schedule):
         ]
 
 
-@pytest.fixture
-def outer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MERGERS, Slow, SlowSteps)
-
-
-def test_outer_steps_of_rate_one_are_delayed_updates(outer: None) -> None:
+def test_outer_steps_of_rate_one_are_delayed_updates() -> None:
     for period in (1, 4):
         ours = Run(Streaming(period), settings={"momentum": 0.9, "steps": 16}).whole()
         theirs = Run(f"delayed(0, {period}, pull='swap')", settings={"momentum": 0.9, "steps": 16}).whole()
@@ -147,7 +121,6 @@ def test_outer_steps_of_rate_one_are_delayed_updates(outer: None) -> None:
         assert same_bits(ours.weights(0), ours.weights(1))
 
 
-@pytest.mark.usefixtures("outer")
 def test_fragments_on_identical_batches_are_one_worker() -> None:
     schedule = Streaming(4, delay=3, fragments=2)
     several = Run(schedule, 2, APART, alike=True, workload=pieces, settings={"steps": 14}).whole()
@@ -156,7 +129,6 @@ def test_fragments_on_identical_batches_are_one_worker() -> None:
     assert distance(several.weights(), alone.weights()) < 1e-6
 
 
-@pytest.mark.usefixtures("outer")
 @pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.3))"])
 def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_path: Path) -> None:
     schedule = Streaming(4, delay=3, fragments=2, outer=Slow(0.7, 0.9))
@@ -175,7 +147,7 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
     whole = run("whole", 18).whole()
     run("parts", 9).whole()
     shared = load_tree(tmp_path / "parts" / "step-00000009" / "shared.safetensors")
-    assert set(shared["exchanges"]["merges"]["Slow"]) == {"at", "speed"}
+    assert set(shared["exchanges"]["merges"]["Slow"]["0"]) == {"anchor", "is_apart", "speed"}
     for start in (3, 9):
         resumed = run("parts", 18)
         for replica in resumed.replicas:
@@ -183,7 +155,7 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
         resumed.whole()
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
-            assert got._exchanges.sent_nbytes == wanted._exchanges.sent_nbytes
+            assert got._engine.sent_nbytes == wanted._engine.sent_nbytes
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -201,19 +173,11 @@ class Planned(Schedule):
         return [Transfer(part, step + self.by, self.planned) for part in parts]
 
 
-def test_a_merge_without_a_room_is_refused_before_the_first_step() -> None:
-    with pytest.raises(
-        Unsupported,
-        match="schedule Planned: nothing carries out merge Slow; known: Outer, Pull, Replace, Swap; add",
-    ):
-        Run(Planned((Slow(),), Slow()))
-
-
 def test_a_merge_that_was_not_named_never_starts() -> None:
     run = Run(Planned((Replace(),), Swap()))
     with pytest.raises(Unsupported, match="step 0: plans merge Swap, which is not among its merges"):
         run.steps(1)
-    assert [replica._exchanges.sent_nbytes for replica in run.replicas] == [0, 0]
+    assert [replica._engine.sent_nbytes for replica in run.replicas] == [0, 0]
 
 
 def test_a_late_result_of_a_schedule_that_is_not_late_never_starts() -> None:
@@ -222,7 +186,7 @@ def test_a_late_result_of_a_schedule_that_is_not_late_never_starts() -> None:
         Unsupported, match="step 0: plans a result for step 2, and its late is False: make it True"
     ):
         run.steps(1)
-    assert [replica._exchanges.sent_nbytes for replica in run.replicas] == [0, 0]
+    assert [replica._engine.sent_nbytes for replica in run.replicas] == [0, 0]
 
 
 def test_a_merge_named_twice_is_refused() -> None:
@@ -331,20 +295,27 @@ class Hearing(EveryOther):
 
 
 @pytest.mark.parametrize("rests", [0, 3])
-def test_numbers_of_ones_own_are_summed_once(rests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_ones_own_are_summed_once(rests: int) -> None:
     """Whatever number of exchanges a step starts, or none."""
-    forward = Replica.forward
 
-    def counting(replica: Replica, *given: Any) -> tuple[Tensor, Vote]:
-        loss, vote = forward(replica, *given)
-        return loss, replace(vote, numbers={"seen": 10.0**replica.runtime.comm.rank})
+    class Seen(Extension):
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
 
-    monkeypatch.setattr(Replica, "forward", counting)
+        @property
+        @override
+        def names(self) -> Sequence[str]:
+            return ("seen",)
+
+        @override
+        def metadata(self, own: StepMetadata) -> Mapping[str, float]:
+            return {"seen": 10.0**self._rank}
+
     run = Run(Hearing(delay=0, period=1 + rests), 3, APART, workload=pieces)
     for replica in run.replicas:
-        replica._exchanges._rider = Rider(("seen",))
+        replica._engine.extend(Seen(replica.runtime.comm.rank))
     run.steps(12)
-    states = [replica._exchanges._state for replica in run.replicas]
+    states = [replica._engine._schedule_state for replica in run.replicas]
     assert [state["seen"] for state in states] == [12 * 111.0] * 3
     assert states[0]["heard"] == 12 // (1 + rests)
 
@@ -367,24 +338,24 @@ def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest
     monkeypatch.setattr("farflung.recipes.parts._reducer", lambda recipe: Learning())
     run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
-        assert [slot.state.shared["steps"] for slot in replica._exchanges._slots] == [[0, 1, 2, 3]] * 4
+        assert [slot.state.shared["steps"] for slot in replica._engine.reducer_states] == [[0, 1, 2, 3]] * 4
 
 
 @pytest.mark.parametrize("schedule", ["diloco(4)", "delayed(2)", "delayed(2, pull='swap')"])
 def test_a_restart_holds_no_second_copy_of_the_model(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanges = Run(schedule, 2, APART, workload=pieces).replicas[0]._exchanges
+    engine = Run(schedule, 2, APART, workload=pieces).replicas[0]._engine
     copies: list[weakref.ref[Tensor]] = []
     held: list[int] = []
-    weights = GradientBuckets.weights
+    weights = GradientBucket.weights
 
-    def watched(self: GradientBuckets, index: int) -> Tensor:
-        copy = weights(self, index)
+    def watched(self: GradientBucket) -> Tensor:
+        copy = weights(self)
         copies.append(weakref.ref(copy))
         held.append(sum(each() is not None for each in copies))
         return copy
 
-    monkeypatch.setattr(GradientBuckets, "weights", watched)
-    exchanges.restart()
+    monkeypatch.setattr(GradientBucket, "weights", watched)
+    engine.restart()
     kept = held[-1]
-    exchanges.restart()
+    engine.restart()
     assert max(held) == kept

@@ -191,8 +191,8 @@ def test_each_sample_is_held_once_at_every_step(size: int, schedule: str) -> Non
     sizes = [[len(ids) for ids in held] for held in found]
     assert all(each == sizes[0] for each in sizes)
     for replica in run.replicas:
-        assert isinstance(replica._ownership, Ownership)
-        assert replica._ownership._round is None, "none begins that would take effect after the last step"
+        (ownership,) = (each for each in replica._extensions if isinstance(each, Ownership))
+        assert ownership._round is None, "none begins that would take effect after the last step"
 
 
 def test_an_odd_replica_rests() -> None:
@@ -441,7 +441,7 @@ def test_the_gate_has_something_to_hold_back() -> None:
     """Otherwise the test above would show nothing."""
     run = Resharded(steps=40, sharing=LONG)
     for replica in run.replicas:
-        replica._exchanges.gate.shut = lambda: None  # type: ignore[method-assign]
+        replica._engine.gate.shut = lambda: None  # type: ignore[method-assign]
     sent = swaps_of(run)
     run.run()
     windows = [aggregations(events) for events in run.events]
@@ -476,7 +476,7 @@ def undisturbed(**members: Any) -> tuple[list[Any], float]:
 def under_way(kept: Checkpoints) -> bool:
     """Whether the newest checkpoint holds a round."""
     _, own = kept.load(kept.newest())
-    return bool(own["ownership"]["round"])
+    return bool(own["extensions"]["ownership"]["round"])
 
 
 @pytest.mark.thorough
@@ -522,8 +522,8 @@ def test_who_is_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path, stop: int
         assert total == events[-1]["bytes_sent_per_replica"], "without exchanges that were under way"
     assert once(first.held())
     for replica in first.replicas:
-        assert isinstance(replica._ownership, Ownership)
-        assert replica._ownership._round is None, "nothing is left under way"
+        (ownership,) = (each for each in replica._extensions if isinstance(each, Ownership))
+        assert ownership._round is None, "nothing is left under way"
     again = Resharded(folder=tmp_path, schedule=schedule).resumed()
     assert once(again.held())
     assert again.ends() == ends

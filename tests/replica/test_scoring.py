@@ -16,7 +16,7 @@ from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.recipes import recipe
 from farflung.replica import Replica
-from farflung.replica.scoring import Filled, scores_of, still
+from farflung.replica.scoring import AccumulatedGradient, scores_of, still
 from farflung.runs import make_replica
 from farflung.sampling import GroupedImportance, Uniform
 from farflung.sim import LinkModel, VirtualWorld
@@ -333,23 +333,23 @@ def test_gradients_of_the_wait_are_in_the_next_steps_mean_by_their_samples() -> 
 
 def test_what_is_held_goes_on_from_its_state_and_is_given_once() -> None:
     net, other = nn.Linear(3, 1), nn.Linear(3, 1)
-    held, resumed = Filled(net), Filled(other)
+    held, resumed = AccumulatedGradient(net), AccumulatedGradient(other)
     assert held.state_dict() == {}
     held.add(net(torch.ones(2, 3)).squeeze(1))
     resumed.load_state_dict(held.state_dict())
     assert held.share(6) == resumed.share(6) == 0.75
     for one, model in ((held, net), (resumed, other)):
-        one.give(6)
+        one.load(6)
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[0.25] * 3]
         model.weight.grad = None
-        one.give(6)
+        one.load(6)
         assert model.weight.grad is None
 
 
 def test_gradients_that_are_not_finite_are_left_out() -> None:
     net = nn.Linear(3, 1)
-    held = Filled(net)
+    held = AccumulatedGradient(net)
     held.add(net(torch.tensor([[1.0, math.nan, 0.0]])).squeeze(1))
     assert held.share(6) == 1
 

@@ -391,7 +391,7 @@ def test_nothing_more_rides_where_batches_are_alike() -> None:
             await replica.step()
 
         world.run([one(replica) for replica in replicas])
-        return replicas[0]._exchanges.sent_nbytes
+        return replicas[0]._engine.sent_nbytes
 
     assert bytes_of("rate(5)") - bytes_of("in_memory") == 2 * 8 - 8
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +13,10 @@ import farflung
 from farflung.codecs import CODECS
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
-from farflung.replica.unused import Unused, joined_places, places_in
-from farflung.types import Bucket, Placed, TensorSpec
+from farflung.replica.buckets import make_buckets
+from farflung.replica.units import Unit
+from farflung.replica.unused import UnusedParameters
+from farflung.types import Bucket, CodecState, StateSlot, TensorSpec
 
 PARTS = [
     *({"codec": codec} for codec in sorted(CODECS)),
@@ -85,18 +86,31 @@ def test_what_is_lacked_is_told_once() -> None:
     assert one > two - one == three - two > 0
 
 
+def unit_of(*counts: int) -> Unit:
+    """Returns a unit with buckets of so many parameters of one element."""
+    buckets = [
+        make_buckets([("", nn.Parameter(torch.zeros(1))) for _ in range(count)])[0] for count in counts
+    ]
+    state = StateSlot(CodecState({}, {}))
+    return Unit(0, Bucket(0, TensorSpec((sum(counts),), torch.float32)), tuple(buckets), state)
+
+
+def test_places_of_a_unit_are_those_of_its_buckets() -> None:
+    unit = unit_of(3, 3)
+    assert not unit.absent
+    unit.buckets[0].absent, unit.buckets[1].absent = (0, 2), (1,)
+    assert unit.absent == (0, 2, 4)
+    unused = UnusedParameters()
+    unused.load_state_dict({"now": {"0": [0, 2, 4]}, "never": {"0": [2]}}, {})
+    unused.update(unit)
+    assert [bucket.unused for bucket in unit.buckets] == [{0, 2}, {1}]
+    assert [bucket.never_used for bucket in unit.buckets] == [{2}, set()]
+
+
 def test_nothing_is_worked_out_anew_where_nothing_has_changed() -> None:
     """A step costs the same for many unused parameters as for few."""
-    found = Unused({0: Bucket(0, TensorSpec((4,), torch.float32))})
-    assert found.merged(0) == ({}, {})
-    assert found.merged(0) is found.merged(0)
-
-
-def test_places_of_a_part_are_those_of_its_buckets() -> None:
-    parts = Placed((2,), 0), Placed((1,), 2), Placed((3,), 3)
-    first, second = (Bucket(index, replace(TensorSpec((6,), torch.float32), parts=parts)) for index in (4, 7))
-    places = joined_places([(first, (0, 2)), (second, (1,))])
-    assert places == (0, 2, 4)
-    assert places_in((first, second), places) == {4: {0, 2}, 7: {1}}
-    assert places_in((first, second), (3,)) == {7: {0}}
-    assert places_in((first, second), ()) == {}
+    unit, unused = unit_of(4), UnusedParameters()
+    unused.update(unit)
+    before = unit.buckets[0].unused
+    unused.update(unit)
+    assert unit.buckets[0].unused is before

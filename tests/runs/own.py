@@ -14,7 +14,8 @@ from typing_extensions import override
 import farflung
 from farflung.sampling import Uniform
 from farflung.schedules import Synchronous
-from farflung.types import CodecState, Draw, Part, Payload, PoolView, Replace, State, Transfer
+from farflung.schedules.merges import Replace
+from farflung.types import CodecState, Draw, Part, Payload, PoolView, State, Transfer
 
 __all__ = ["Coarse", "Epochs", "Late", "OwnOrder", "halves"]
 

@@ -100,9 +100,9 @@ def goes_on(tmp_path: Path, make: Callable[[Path, int], Run]) -> None:
         assert sent_in_steps(resumed) == sent_in_steps(whole)
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
-            assert got._exchanges.sent_nbytes == wanted._exchanges.sent_nbytes
-            assert got._exchanges.most_nbytes == wanted._exchanges.most_nbytes
-            for slot, other in zip(got._exchanges._slots, wanted._exchanges._slots, strict=True):
+            assert got._engine.sent_nbytes == wanted._engine.sent_nbytes
+            assert got._engine.peak_nbytes == wanted._engine.peak_nbytes
+            for slot, other in zip(got._engine.reducer_states, wanted._engine.reducer_states, strict=True):
                 assert same_tree(slot.state.shared, other.state.shared)
                 assert same_tree(slot.state.local, other.state.local)
 
@@ -148,7 +148,7 @@ def test_the_shared_part_has_what_replicas_have_in_common(tmp_path: Path) -> Non
     assert not same_bits(own[0]["parameters"]["w"], own[1]["parameters"]["w"])
     assert [flight["step"] for flight in own[0]["exchanges"]["flights"].values()] == [3, 5, 7]
     for tree in own:
-        blocks = [flight["kept"]["0"]["own"] for flight in tree["exchanges"]["flights"].values()]
+        blocks = [flight["saved"]["0"]["own"] for flight in tree["exchanges"]["flights"].values()]
         total = shared["model"]["w"].clone()
         for block in blocks:
             total += block

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import ConfigError
+from farflung.moments import momentum_of
 from farflung.replica import Replica
-from farflung.replica.merges import pull, share_of_a_step
-from farflung.replica.optimizers import momentum_of
+from farflung.schedules.merges import pull, share_of_a_step
 from farflung.sim import LinkModel
 from farflung.types import Batch
 from farflung.workloads import Quadratic
@@ -137,9 +137,8 @@ def test_momentum_is_the_largest_of_all_groups() -> None:
 
 
 def test_a_momentum_that_never_fades_is_refused() -> None:
-    exchanges = Run("delayed(3, pull='auto')").replicas[0]._exchanges
     with pytest.raises(ConfigError, match="momentum 1: must be below 1"):
-        exchanges.goes_with(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1, momentum=1.0))
+        pull.Pull().check(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1, momentum=1.0))
 
 
 @pytest.fixture

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
         save_tree,
         share_name,
     )
+    from farflung.replica.engine import Engine
     from farflung.replica.evaluation import Score, evaluate
-    from farflung.replica.exchanges import Exchanges, Settled
+    from farflung.replica.extension import Extension, StepResult
     from farflung.replica.lockstep import Lockstep, keep_once
     from farflung.replica.loop import Replica
     from farflung.replica.members import Parts
+    from farflung.replica.metadata import StepMetadata
     from farflung.replica.optimizers import optimizer_settings
     from farflung.replica.placement import place
+    from farflung.replica.plan import StepOutcome
     from farflung.replica.summary import Leg, Summary, TimeSplit
-    from farflung.replica.votes import Vote
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -33,31 +35,35 @@ else:
             "checkpoint": (
                 "Checkpoints check_model check_optimizer_kind check_share fingerprint load_tree save_tree share_name"
             ),
+            "engine": "Engine",
             "evaluation": "Score evaluate",
-            "exchanges": "Exchanges Settled",
+            "extension": "Extension StepResult",
             "lockstep": "Lockstep keep_once",
             "loop": "Replica",
             "members": "Parts",
+            "metadata": "StepMetadata",
             "optimizers": "optimizer_settings",
             "placement": "place",
+            "plan": "StepOutcome",
             "summary": "Leg Summary TimeSplit",
-            "votes": "Vote",
         },
     )
 
 __all__ = [
     "Checkpoints",
-    "Exchanges",
+    "Engine",
+    "Extension",
     "GradientBuckets",
     "Leg",
     "Lockstep",
     "Parts",
     "Replica",
     "Score",
-    "Settled",
+    "StepMetadata",
+    "StepOutcome",
+    "StepResult",
     "Summary",
     "TimeSplit",
-    "Vote",
     "check_model",
     "check_optimizer_kind",
     "check_share",

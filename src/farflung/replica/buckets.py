@@ -14,57 +14,62 @@ from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, Unsupported
 from farflung.types import Bucket, Json, Placed, TensorSpec
 
-__all__ = ["Filling", "GradientBuckets", "fillings"]
+__all__ = ["GradientBucket", "GradientBuckets", "make_buckets"]
 
 FIRST_NBYTES = 1 << 20
 """The first bucket is smaller, so that the first exchange starts early; DistributedDataParallel's choice too."""
 
 
-@dataclass(slots=True)
-class Filling:
-    """A flat tensor that fills with the gradients of some parameters; all views of it, in their order.
+@dataclass(slots=True, eq=False)
+class GradientBucket:
+    """A flat tensor of the gradients of some parameters; ``p.grad`` of each becomes a view of it.
 
     The elements of a parameter lie in the order of its memory, so that its view has its strides: fused optimizers step
     on memory, as if both had the same layout.
+
+    Args:
+      index: in backward order.
+      gradient: the flat tensor.
+      names: of the parameters.
+      parameters: in the order of their places.
+      views: of the flat tensor, in the same order.
+      orders: dimensions of each parameter, outermost in memory first.
     """
 
-    flat: Tensor
+    index: int
+    gradient: Tensor
     names: list[str]
     parameters: list[nn.Parameter]
     views: list[Tensor]
     orders: list[tuple[int, ...]]
-    """Dimensions of each parameter, outermost in memory first."""
-    missing: set[int]
-    gradients: list[Tensor] = field(init=False)
-    """What parameters have as gradients: the views, as other tensors, since a loop may set their ``data``."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Steps on the parameters; ``None`` if it is not known."""
+    missing: set[int] = field(default_factory=set)
+    """Places that the backward pass in progress has not reached."""
+    absent: tuple[int, ...] = ()
+    """Places without a gradient in the last backward pass, in ascending order."""
+    unused: Collection[int] = ()
+    """Places without a gradient on any rank, in the exchange whose mean is applied."""
+    never_used: Collection[int] = ()
+    """Places that have not had a gradient on any rank yet."""
     restrided: set[int] = field(default_factory=set)
     """Places of parameters whose strides are not those of their views: gradients are copied."""
-    absent: tuple[int, ...] = ()
-    """Places that had no gradient when the last backward pass was through, in ascending order."""
-    gaps: list[Tensor] = field(default_factory=list)
-    """Their elements of the flat tensor, a view for each run of neighbours."""
+    _gradients: list[Tensor] = field(init=False)
+    """The gradients that parameters get: the views as other tensors, since a loop may set their ``data``."""
+    _gaps: list[Tensor] = field(default_factory=list)
+    """Elements of the absent places, a view for each run of neighbours."""
 
     def __post_init__(self) -> None:
-        self.gradients = [view.detach() for view in self.views]
-
-    def give(self, place: int) -> None:
-        """Makes a part of the flat tensor the gradient of its parameter."""
-        view, gradient, parameter = self.views[place], self.gradients[place], self.parameters[place]
-        if place in self.restrided:
-            parameter.grad = torch.empty_like(parameter).copy_(view)
-            return
-        if gradient.data_ptr() != view.data_ptr():
-            gradient = self.gradients[place] = view.detach()
-        parameter.grad = gradient
+        self._gradients = [view.detach() for view in self.views]
 
     @property
     def spec(self) -> TensorSpec:
-        """The flat tensor's, with what it is made of; shapes are in the order of memory."""
+        """The flat tensor's spec with those of its parameters; shapes are in the order of memory."""
         places, start = [], 0
         for parameter, order in zip(self.parameters, self.orders, strict=True):
             places.append(Placed(tuple(parameter.shape[dim] for dim in order), start))
             start += parameter.numel()
-        return replace(TensorSpec.of(self.flat), parts=tuple(places))
+        return replace(TensorSpec.of(self.gradient), parts=tuple(places))
 
     @property
     def layout(self) -> list[Json]:
@@ -75,6 +80,97 @@ class Filling:
         """Returns views of a contiguous tensor of this size, one in the shape and strides of each parameter."""
         offset = flat.storage_offset()
         return [flat.as_strided(v.shape, v.stride(), offset + v.storage_offset()) for v in self.views]
+
+    def weights(self) -> Tensor:
+        """Returns a flat copy of the parameters."""
+        ordered = zip(self.parameters, self.orders, strict=True)
+        return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered])
+
+    def load_weights(self, flat: Tensor) -> None:
+        """Overwrites the parameters."""
+        with torch.no_grad():
+            for parameter, values in zip(self.parameters, self.view(flat), strict=True):
+                parameter.copy_(values)
+
+    def load_gradient(self, mean: Tensor) -> None:
+        """Makes a flat tensor the gradient of the parameters, except of those that have been frozen.
+
+        Places in ``unused`` get none, unless the mean has something for them that a codec had held back from earlier
+        steps; places in ``never_used`` get none.
+        """
+        if mean.data_ptr() != self.gradient.data_ptr():
+            self.gradient.copy_(mean)
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if (
+                place in self.never_used
+                or not parameter.requires_grad
+                or (place in self.unused and not view.any())
+            ):
+                parameter.grad = None
+            else:
+                self._set_gradient(place)
+
+    def gather(self) -> None:
+        """Copies gradients that are not views yet into the flat tensor, and puts the views in their place."""
+        views, grads, absent = [], [], []
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = parameter.grad
+            if grad is None:
+                absent.append(place)
+                continue
+            if grad.layout is not torch.strided:
+                raise Unsupported(
+                    f"the gradient of parameter {self.names[place]} is sparse: give the embedding sparse=False"
+                )
+            if grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
+                views.append(view)
+                # A gradient of backward(create_graph=True) has a graph.
+                grads.append(grad.detach() if grad.requires_grad else grad)
+                if parameter.stride() == view.stride():
+                    self._set_gradient(place)
+                else:
+                    self.restrided.add(place)
+        self.clear_places(absent)
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def clear_places(self, places: Sequence[int]) -> None:
+        """Zeroes places, in ascending order, that have no gradient in this backward pass."""
+        if self.absent != (absent := tuple(places)):
+            self.absent, self._gaps = absent, self._find_gaps(absent)
+        for gap in self._gaps:
+            gap.zero_()
+
+    def has_replaced_gradients(self) -> bool:
+        """Returns True if a gradient has been taken away or replaced since it was filled in."""
+        exempt = self.restrided.union(self.absent)
+        return any(
+            (grad := parameter.grad) is not self._gradients[place]
+            and place not in exempt
+            and (grad is None or grad.data_ptr() != self.views[place].data_ptr())
+            for place, parameter in enumerate(self.parameters)
+        )
+
+    def _set_gradient(self, place: int) -> None:
+        """Makes a part of the flat tensor the gradient of its parameter."""
+        view, gradient, parameter = self.views[place], self._gradients[place], self.parameters[place]
+        if place in self.restrided:
+            parameter.grad = torch.empty_like(parameter).copy_(view)
+            return
+        if gradient.data_ptr() != view.data_ptr():
+            gradient = self._gradients[place] = view.detach()
+        parameter.grad = gradient
+
+    def _find_gaps(self, places: Sequence[int]) -> list[Tensor]:
+        """Returns the elements of places, in ascending order, as few views of the flat tensor."""
+        gaps: list[tuple[int, int]] = []
+        for place in places:
+            first = int(self.views[place].storage_offset())
+            last = first + self.views[place].numel()
+            if gaps and gaps[-1][1] == first:
+                first = gaps.pop()[0]
+            gaps.append((first, last))
+        return [self.gradient[first:last] for first, last in gaps]
 
 
 class GradientBuckets:
@@ -103,8 +199,9 @@ class GradientBuckets:
         for name, p in trained:
             if p.is_complex():
                 raise Unsupported(f"parameter {name} is complex: make its torch.view_as_real the parameter")
-        self._fillings = fillings(trained, bucket_nbytes)
-        self.buckets = tuple(Bucket(index, filling.spec) for index, filling in enumerate(self._fillings))
+        self._buckets = make_buckets(trained, bucket_nbytes)
+        self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self._buckets)
+        """As schedules see them."""
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
         """Parameters in each bucket."""
         self._ready: Callable[[int], None] | None = None
@@ -113,27 +210,34 @@ class GradientBuckets:
         """Held while a gradient is taken: autograd has a thread for each device."""
         self._said_unused = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index, place))
-            for index, filling in enumerate(self._fillings)
-            for place, parameter in enumerate(filling.parameters)
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
         ]
+
+    def __getitem__(self, index: int) -> GradientBucket:
+        return self._buckets[index]
+
+    def __iter__(self) -> Iterator[GradientBucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
 
     @property
     def layout(self) -> list[Json]:
-        """Layouts of the buckets, see :attr:`Filling.layout`."""
-        return [filling.layout for filling in self._fillings]
+        """Layouts of the buckets, see :attr:`GradientBucket.layout`."""
+        return [bucket.layout for bucket in self._buckets]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of all buckets, in their order."""
+        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     @property
     def nbytes(self) -> int:
         """Bytes of one dense gradient."""
         return sum(bucket.spec.nbytes for bucket in self.buckets)
-
-    def flat(self, index: int) -> Tensor:
-        return self._fillings[index].flat
-
-    def parameters(self, index: int) -> list[nn.Parameter]:
-        """The parameters whose gradients are in a bucket, in its order."""
-        return self._fillings[index].parameters
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Runs autograd; ``ready(index)`` is called as each bucket fills, once for each and by one thread at a time."""
@@ -150,14 +254,14 @@ class GradientBuckets:
 
     def arm(self, ready: Callable[[int], None]) -> None:
         """From here to :meth:`finish`, ``ready(index)`` is called as each bucket fills."""
-        for filling in self._fillings:
-            filling.missing = set(range(len(filling.parameters)))
+        for bucket in self._buckets:
+            bucket.missing = set(range(len(bucket.parameters)))
         self._ready = ready
 
     @property
     def left(self) -> list[str]:
         """The parameters that no gradient has reached since :meth:`arm`, by name."""
-        return [filling.names[place] for filling in self._fillings for place in sorted(filling.missing)]
+        return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing)]
 
     def finish(self) -> None:
         """Autograd is through: parameters that no gradient reached contribute zeros."""
@@ -180,58 +284,12 @@ class GradientBuckets:
         self._fill(ready)
         self._ready = None
 
-    def absent(self, index: int) -> tuple[int, ...]:
-        """The places in a bucket that had no gradient when the last backward pass was through, in ascending order."""
-        return self._fillings[index].absent
-
-    def load(
-        self, index: int, mean: Tensor, unused: Collection[int] = (), never: Collection[int] = ()
-    ) -> None:
-        """Makes ``mean`` the gradient of a bucket's parameters, but for those that have been frozen.
-
-        Args:
-          index: of the bucket.
-          mean: as flat as the bucket.
-          unused: places that no replica had a gradient for; they get none, unless the mean has something for them,
-            which a codec had held back from earlier steps.
-          never: places that none has ever had one for; they get none.
-        """
-        filling = self._fillings[index]
-        if mean.data_ptr() != filling.flat.data_ptr():
-            filling.flat.copy_(mean)
-        for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
-            if place in never or not parameter.requires_grad or (place in unused and not view.any()):
-                parameter.grad = None
-            else:
-                filling.give(place)
-
-    def weights(self, index: int) -> Tensor:
-        """A copy of a bucket's parameters, flat and in its order."""
-        filling = self._fillings[index]
-        ordered = zip(filling.parameters, filling.orders, strict=True)
-        return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered])
-
-    def view(self, index: int, flat: Tensor) -> list[Tensor]:
-        """Returns views of a tensor as flat as a bucket, one in the shape and strides of each of its parameters."""
-        return self._fillings[index].view(flat)
-
-    def copied(self, index: int, flat: Tensor) -> Tensor:
-        """Copies a tensor of a bucket's size to the device of the bucket."""
-        return flat.to(self._fillings[index].flat.device, copy=True)
-
-    def load_weights(self, index: int, flat: Tensor) -> None:
-        """Overwrites a bucket's parameters."""
-        filling = self._fillings[index]
-        with torch.no_grad():
-            for parameter, values in zip(filling.parameters, filling.view(flat), strict=True):
-                parameter.copy_(values)
-
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Flat tensors, one for each bucket, as tensors by the names of the parameters."""
         return {
             name: values
-            for filling, flat in zip(self._fillings, flats, strict=True)
-            for name, values in zip(filling.names, filling.view(flat), strict=True)
+            for bucket, flat in zip(self._buckets, flats, strict=True)
+            for name, values in zip(bucket.names, bucket.view(flat), strict=True)
         }
 
     def has_kept_gradients(self, arriving: nn.Parameter) -> bool:
@@ -244,116 +302,66 @@ class GradientBuckets:
         return bool(held) and not any(bool(gradient.any()) for gradient in held)
 
     def _find_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
-        for filling in self._fillings:
-            for parameter, view in zip(filling.parameters, filling.views, strict=True):
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 grad = parameter.grad
                 if parameter is not arriving and grad is not None and grad.data_ptr() == view.data_ptr():
                     yield grad
 
     def is_finite(self) -> bool:
         """Returns True if the gradients of the last pass, which may have been taken away since, are all numbers."""
-        return all(bool(filling.flat.isfinite().all()) for filling in self._fillings)
+        return all(bool(bucket.gradient.isfinite().all()) for bucket in self._buckets)
 
     def has_replaced_gradients(self) -> bool:
         """Returns True if a gradient has been taken away or replaced since it was filled in."""
-        return any(
-            (grad := parameter.grad) is not filling.gradients[place]
-            and place not in exempt
-            and (grad is None or grad.data_ptr() != filling.views[place].data_ptr())
-            for filling in self._fillings
-            for exempt in [filling.restrided.union(filling.absent)]
-            for place, parameter in enumerate(filling.parameters)
-        )
+        return any(bucket.has_replaced_gradients() for bucket in self._buckets)
 
     def clear(self) -> None:
         """Takes all gradients away, so that an optimizer's step does nothing."""
-        for filling in self._fillings:
-            for parameter in filling.parameters:
-                parameter.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, index: int, place: int) -> Callable[[Tensor], None]:
-        parameter = self._fillings[index].parameters[place]
+    def _hook(self, bucket: GradientBucket, place: int) -> Callable[[Tensor], None]:
+        parameter = bucket.parameters[place]
 
         def accumulated(_: Tensor) -> None:
             with self.lock:
                 if self._watcher is not None:
                     self._watcher(parameter)
-                if self._ready is not None:
-                    self._arrived(index, place, self._ready)
+                if self._ready is None:
+                    return
+                if place not in bucket.missing:
+                    raise Unsupported(
+                        f"parameter {bucket.names[place]} got its gradient in two parts in one backward pass, as where "
+                        "a layer is used by several reentrant checkpoints: give torch.utils.checkpoint "
+                        "use_reentrant=False"
+                    )
+                bucket.missing.remove(place)
+                if not bucket.missing:
+                    bucket.gather()
+                    self._ready(bucket.index)
 
         return accumulated
 
-    def _arrived(self, index: int, place: int, ready: Callable[[int], None]) -> None:
-        filling = self._fillings[index]
-        if place not in filling.missing:
-            raise Unsupported(
-                f"parameter {filling.names[place]} got its gradient in two parts in one backward pass, as where a "
-                "layer is used by several reentrant checkpoints: give torch.utils.checkpoint use_reentrant=False"
-            )
-        filling.missing.remove(place)
-        if not filling.missing:
-            _gather(filling)
-            ready(index)
-
     def _fill(self, ready: Callable[[int], None]) -> None:
-        for index, filling in enumerate(self._fillings):
-            if not filling.missing:
-                continue
-            filling.missing = set()
-            _gather(filling)
-            ready(index)
+        for bucket in self._buckets:
+            if bucket.missing:
+                bucket.missing = set()
+                bucket.gather()
+                ready(bucket.index)
 
 
-def _gather(filling: Filling) -> None:
-    """Copies gradients that are not views yet into the flat tensor, and puts the views in their place."""
-    views, grads, absent = [], [], []
-    for place, (parameter, view) in enumerate(zip(filling.parameters, filling.views, strict=True)):
-        grad = parameter.grad
-        if grad is None:
-            absent.append(place)
-            continue
-        if grad.layout is not torch.strided:
-            raise Unsupported(
-                f"the gradient of parameter {filling.names[place]} is sparse: give the embedding sparse=False"
-            )
-        if grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
-            views.append(view)
-            # A gradient of backward(create_graph=True) has a graph.
-            grads.append(grad.detach() if grad.requires_grad else grad)
-            if parameter.stride() == view.stride():
-                filling.give(place)
-            else:
-                filling.restrided.add(place)
-    if filling.absent != (places := tuple(absent)):
-        filling.absent, filling.gaps = places, _gaps(filling, places)
-    for gap in filling.gaps:
-        gap.zero_()
-    if views:
-        torch._foreach_copy_(views, grads)
-
-
-def _gaps(filling: Filling, places: Sequence[int]) -> list[Tensor]:
-    """Returns the elements of some places, in ascending order, as few views of the flat tensor."""
-    gaps: list[tuple[int, int]] = []
-    for place in places:
-        first = int(filling.views[place].storage_offset())
-        last = first + filling.views[place].numel()
-        if gaps and gaps[-1][1] == first:
-            first = gaps.pop()[0]
-        gaps.append((first, last))
-    return [filling.flat[first:last] for first, last in gaps]
-
-
-def fillings(
+def make_buckets(
     trained: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
-) -> list[Filling]:
-    """The buckets of some named parameters, in reverse order; a dtype and a device in buckets of its own."""
-    return [_filling(group) for group in _grouped(reversed(trained), bucket_nbytes)]
+) -> list[GradientBucket]:
+    """Returns buckets of named parameters, in reverse order; each dtype and device has buckets of its own."""
+    groups = _grouped(reversed(trained), bucket_nbytes)
+    return [_bucket(index, group) for index, group in enumerate(groups)]
 
 
 def _grouped(
@@ -376,7 +384,7 @@ def _grouped(
     return groups
 
 
-def _filling(group: list[tuple[str, nn.Parameter]]) -> Filling:
+def _bucket(index: int, group: list[tuple[str, nn.Parameter]]) -> GradientBucket:
     names = [name for name, _ in group]
     parameters = [parameter for _, parameter in group]
     numel = sum(parameter.numel() for parameter in parameters)
@@ -389,7 +397,7 @@ def _filling(group: list[tuple[str, nn.Parameter]]) -> Filling:
         else:
             views.append(flat[start : start + parameter.numel()].view(parameter.shape))
         start += parameter.numel()
-    return Filling(flat, names, parameters, views, orders, set())
+    return GradientBucket(index, flat, names, parameters, views, orders)
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:

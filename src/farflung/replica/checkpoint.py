@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from farflung.errors import CheckpointError
 from farflung.files import json_of, reading, write_whole, writing
-from farflung.replica.optimizers import kind_of
+from farflung.moments import kind_of
 from farflung.trees import pack_tensors, unpack_tensors
 from farflung.types import Json, SampleIds, State
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.replica.members import Parts
-from farflung.replica.ownership import Ownership, Unmoved
-from farflung.replica.scoring import Scoring
 from farflung.seeding import RandomState
 from farflung.types import (
     Batch,
@@ -20,7 +18,6 @@ from farflung.types import (
     Runtime,
     SampleIds,
     Samples,
-    Spare,
     State,
 )
 
@@ -67,8 +64,6 @@ class Drawing:
       share: where this replica draws from samples of its own alone, their number over the mean of all replicas.
       batch_size: of a step, where the stream says no other.
       random: installed whenever something is drawn that is this replica's own.
-      ownership: of samples that change owners.
-      scoring: where the sampler scores.
     """
 
     runtime: Runtime
@@ -78,10 +73,8 @@ class Drawing:
     share: float | None
     batch_size: int
     random: RandomState
-    ownership: Ownership | Unmoved
-    scoring: Scoring | None
     sent_nbytes: int = field(init=False, default=0)
-    """Of samples that were lent or changed owners."""
+    """Bytes of samples that were lent."""
     _drawn: _Drawn | None = field(init=False, default=None)
 
     async def batch(self, step: int) -> tuple[Batch, Tensor | None]:
@@ -108,14 +101,17 @@ class Drawing:
             self._drawn = await self._draw(step)
         return len(self._drawn.ids)
 
-    async def score_meanwhile(self, step: int) -> Spare | None:
-        """Scores samples, where the sampler wants that; none that the step has used up."""
-        if self.scoring is None:
-            return None
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the step's samples have importance weights."""
+        return self._drawn is not None and self._drawn.weights is not None
+
+    def view_of_rest(self, step: int) -> PoolView:
+        """What a step could have drawn and has not."""
         assert self._drawn is not None
         pool, used = self._drawn.pool, self._drawn.ids
-        left = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
-        return await self.scoring.meanwhile(self._view(step, left, len(used)))
+        rest = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
+        return self._view(step, rest, len(used))
 
     def weight(self, samples: int) -> float:
         """Of the step in the mean, where so many samples make it up."""
@@ -126,13 +122,9 @@ class Drawing:
         """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
         assert self._drawn is not None
         drawn, self._drawn = self._drawn, None
-        used = drawn.ids if self.scoring is None else drawn.ids.unique()
+        used = drawn.ids.unique() if self.parts.sampler.needs_scores else drawn.ids
         self.parts.stream.commit(used, step=step)
         return drawn.told
-
-    async def land(self) -> None:
-        """Behind the last step: samples that are about to change owners do."""
-        self.sent_nbytes += await self.ownership.land()
 
     def state_dict(self) -> State:
         """What the step under way has drawn; empty between steps."""
@@ -147,14 +139,13 @@ class Drawing:
         stream, sampler = self.parts.stream, self.parts.sampler
         if self.runtime.elastic is not None:
             self.runtime.elastic.give_back(step, sampler)
-        self.sent_nbytes += await self.ownership.before_batch(step)
         arrivals = stream.poll(self.runtime.now(), step)
         while arrivals.ready is not None:
             await self.runtime.wait_for_data(arrivals.ready)
             arrivals = stream.poll(self.runtime.now(), step)
         wanted = self.batch_size if arrivals.count is None else arrivals.count
         pool = self.count if stream.everything else arrivals.ids[:wanted]
-        if self.scoring is not None:
+        if self.parts.sampler.needs_scores:
             wanted = min(wanted, self.batch_size)
         size = self.parts.sharing.own(wanted, self.runtime.comm.size)
         draw = sampler.next(self._view(step, pool, size))

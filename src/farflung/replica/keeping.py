@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,8 @@ from farflung.replica.checkpoint import (
     share_name,
 )
 from farflung.replica.drawing import Drawing
-from farflung.replica.exchanges import Exchanges
+from farflung.replica.engine import Engine
+from farflung.replica.extension import Extension
 from farflung.replica.optimizers import load_optimizer_state, optimizer_state
 from farflung.replica.summary import TimeSplit
 from farflung.seeding import RandomState
@@ -44,12 +45,12 @@ class BackgroundTasks:
 
     Args:
       runtime: the world.
-      exchanges: of the replica.
+      engine: of the replica.
       time_s: takes the time.
     """
 
     runtime: Runtime
-    exchanges: Exchanges
+    engine: Engine
     time_s: TimeSplit
     _under_way: list[Pending[Any]] = field(init=False, default_factory=list)
 
@@ -66,7 +67,7 @@ class BackgroundTasks:
         """
         off_clock, begin = self.runtime.off_clock, self.runtime.now()
         if off_clock is None:
-            with self.exchanges.aside():
+            with self.engine.times.exclude():
                 result = await errand(self.runtime)
             end = self.runtime.now()
             self.time_s.evaluation += end - begin
@@ -102,7 +103,8 @@ class Keeping:
       optimizer: of the model.
       random: what models draw from in training.
       drawing: the samples; its stream and sampler are kept too.
-      exchanges: with what is under way.
+      engine: with what is in flight.
+      extensions: of the run.
       share: the samples that the replica draws from alone; ``None``: there are none.
     """
 
@@ -112,7 +114,8 @@ class Keeping:
     optimizer: torch.optim.Optimizer
     random: RandomState
     drawing: Drawing
-    exchanges: Exchanges
+    engine: Engine
+    extensions: Sequence[Extension]
     share: SampleIds | None
 
     async def save(
@@ -129,7 +132,7 @@ class Keeping:
         Args:
           checkpoints: the files.
           step: after so many.
-          exchanges: what :meth:`farflung.replica.Exchanges.snapshot` gave.
+          exchanges: what :meth:`farflung.replica.Engine.state_dict` gave.
           counted: what else the replica has counted, by name.
           background: by which it is written.
           telemetry: is told.
@@ -152,13 +155,13 @@ class Keeping:
         kept, running = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in kept.items() if name in running}
         parameters = {name: t for name, t in kept.items() if name not in running}
-        diverged, drawing = self.exchanges.diverged, self.drawing
+        diverged, drawing = self.engine.diverged, self.drawing
         shared: State = {
             "step": step,
             "fingerprint": fingerprint(self.model),
             "workload": self.workload,
             "training": self.training.to_json(),
-            "model": {**parameters, **((self.exchanges.common() if diverged else None) or {})},
+            "model": {**parameters, **((self.engine.anchor_parameters() if diverged else None) or {})},
             "exchanges": exchanges["shared"],
         }
         own: State = {
@@ -169,10 +172,9 @@ class Keeping:
             "sampler": drawing.parts.sampler.state_dict(),
             "stream": drawing.parts.stream.state_dict(),
             "drawn": drawing.state_dict(),
-            "filled": {} if drawing.scoring is None else drawing.scoring.filled.state_dict(),
             "exchanges": exchanges["own"],
             "shared_nbytes": drawing.sent_nbytes,
-            "ownership": drawing.ownership.state_dict(),
+            "extensions": {each.key: each.state_dict() for each in self.extensions if each.key},
             "share": share_name(self.share),
             **counted,
         }
@@ -209,8 +211,12 @@ class Keeping:
         drawing.parts.sampler.load_state_dict(own["sampler"])
         drawing.parts.stream.seek(own["stream"])
         drawing.load_state_dict(own["drawn"], own["shared_nbytes"])
-        if drawing.scoring is not None:
-            drawing.scoring.filled.load_state_dict(own["filled"])
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
-        self.exchanges.load_state_dict(exchanges)
-        drawing.ownership.load_state_dict(own["ownership"])
+        self.engine.load_state_dict(exchanges)
+        saved = own["extensions"]
+        keys = {extension.key for extension in self.extensions}
+        if missing := {name for name, state in saved.items() if state} - keys:
+            raise ValueError(f"it has the state of {', '.join(sorted(missing))}")
+        for extension in self.extensions:
+            if extension.key:
+                extension.load_state_dict(saved.get(extension.key, {}))

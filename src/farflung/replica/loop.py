@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +15,28 @@ from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Holding
 from farflung.errors import ConfigError, StateOutdated
-from farflung.files import deciding
 from farflung.replica.averaging import sum_everywhere
 from farflung.replica.buckets import GradientBuckets
 from farflung.replica.checkpoint import Checkpoints, pack_tree, unpack_tree
 from farflung.replica.drawing import Drawing
+from farflung.replica.engine import Engine
 from farflung.replica.evaluation import Score, averaged, evaluate
-from farflung.replica.exchanges import Exchanges, Settled, given_nothing
-from farflung.replica.in_flight import InFlight
+from farflung.replica.extension import Extension, StepResult
+from farflung.replica.extensions import BalancedBatches, Joins, StepNumbers
+from farflung.replica.flight import without_contributions
 from farflung.replica.keeping import BackgroundTasks, Keeping
 from farflung.replica.lockstep import Lockstep
+from farflung.replica.measuring import MeasuredGain, Trace
 from farflung.replica.members import Parts
+from farflung.replica.metadata import StepMetadata
 from farflung.replica.optimizers import set_rate
-from farflung.replica.ownership import Ownership, Unmoved, ownership
+from farflung.replica.ownership import ownership
 from farflung.replica.placement import HOST, batch_on, wait_for
-from farflung.replica.scoring import Filled, Scoring, scores_of, still
+from farflung.replica.plan import StepOutcome
+from farflung.replica.prediction import WeightPrediction
+from farflung.replica.scoring import AccumulatedGradient, Scoring, scores_of
 from farflung.replica.stopping import STOP, StopAgreement
 from farflung.replica.summary import Leg, Summary, TimeSplit
-from farflung.replica.votes import Vote
 from farflung.seeding import RandomState, derive, generator
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -58,9 +62,6 @@ if TYPE_CHECKING:
     from farflung.sampling import Gain
 
 __all__ = ["Replica"]
-
-SHARES = "shares"
-"""The name of the decisions on how many samples each rank takes; in force from the step after."""
 
 
 def _never() -> bool:
@@ -107,10 +108,11 @@ class Replica:
     _test: Dataset = field(init=False)
     _source: Samples = field(init=False)
     _drawing: Drawing = field(init=False)
-    _scoring: Scoring | None = field(init=False, default=None)
+    _accumulated: AccumulatedGradient = field(init=False)
+    _extensions: list[Extension] = field(init=False, default_factory=list)
     _random: RandomState = field(init=False)
     _buckets: GradientBuckets = field(init=False)
-    _exchanges: Exchanges = field(init=False)
+    _engine: Engine = field(init=False)
     _stop: StopAgreement = field(init=False)
     _rates: RateSchedule = field(init=False)
     _rate: float | None = field(init=False, default=None)
@@ -122,12 +124,9 @@ class Replica:
     """The steps that had been done by then."""
     _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
     """What earlier legs took up to the checkpoint that this one goes on from."""
-    _ownership: Ownership | Unmoved = field(init=False)
     _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """What had been sent when the checkpoint was written that this leg goes on from."""
     _background: BackgroundTasks = field(init=False)
-    _views_told: int = field(init=False, default=1)
-    """The changes of the members that telemetry has told of."""
     _keeping: Keeping = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +150,6 @@ class Replica:
                 f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        parts.sampler.set_rank(comm.rank, comm.size)
         self._source = parts.stream.open(
             Feed(
                 self._train,
@@ -169,31 +167,17 @@ class Replica:
         self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
         self._buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
         self._stop = StopAgreement(self.runtime, self.stop_asked)
-        self._exchanges = Exchanges(
+        self._engine = Engine(
             self.runtime,
             self._buckets,
-            self.parts.reducer,
-            self.parts.schedule,
-            seed,
-            self.training.on_nonfinite,
-            self._tell if self.trace else None,
-            rides=self._numbers(0),
-            gain=self._gain,
+            parts.reducer,
+            parts.schedule,
+            seed=seed,
+            optimizer=self.optimizer,
+            on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
         )
-        self._exchanges.goes_with(self.optimizer)
-        if parts.sampler.needs_scores:
-            self._scoring = Scoring(
-                self.runtime,
-                parts.sampler,
-                self.scorer,
-                self._passes,
-                Filled(self.model),
-                overlaps=not self._exchanges.is_synchronous,
-            )
-        self._ownership = ownership(
-            parts.sharing, self.runtime, held, parts.sampler, self._exchanges.gate, self.training.steps
-        )
+        self._accumulated = AccumulatedGradient(self.model)
         self._drawing = Drawing(
             self.runtime,
             parts,
@@ -202,10 +186,10 @@ class Replica:
             share_of_mean,
             self.training.batch_size,
             self._random,
-            self._ownership,
-            self._scoring,
         )
-        self._background = BackgroundTasks(self.runtime, self._exchanges, self.time_s)
+        self._extensions = self._make_extensions(held)
+        self._engine.extend(*self._extensions)
+        self._background = BackgroundTasks(self.runtime, self._engine, self.time_s)
         self._keeping = Keeping(
             self.workload.name,
             self.training,
@@ -213,14 +197,52 @@ class Replica:
             self.optimizer,
             self._random,
             self._drawing,
-            self._exchanges,
+            self._engine,
+            self._extensions,
             self.share,
         )
-        if parts.scales and not self._exchanges.steps_on_means:
+        if parts.scales and not parts.schedule.moves_gradients:
             raise ConfigError(
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
             )
+
+    def _make_extensions(self, held: Holding | None) -> list[Extension]:
+        """Makes what the run does besides exchanging gradients, in an order that is equal on all ranks."""
+        parts, runtime, schedule = self.parts, self.runtime, self.parts.schedule
+        extensions: list[Extension] = [
+            StepNumbers(parts),
+            Joins(runtime, self.telemetry, self._offer_state),
+        ]
+        moving = ownership(
+            parts.sharing, runtime, held, parts.sampler, self._engine.gate, self.training.steps
+        )
+        if moving is not None:
+            extensions.append(moving)
+        if schedule.predicts(self.optimizer):
+            extensions.append(WeightPrediction(self._engine, self._buckets, self.optimizer))
+        if parts.sampler.is_balanced:
+            extensions.append(
+                BalancedBatches(runtime, parts.sampler, self.training.batch_size, self.telemetry)
+            )
+        if parts.sampler.needs_scores:
+            extensions.append(
+                Scoring(
+                    runtime,
+                    parts.sampler,
+                    self._drawing,
+                    self.model,
+                    self.scorer,
+                    self._passes,
+                    self._accumulated,
+                    overlaps=not schedule.is_synchronous,
+                )
+            )
+        if self._gain is not None:
+            extensions.append(MeasuredGain(self._gain, runtime, schedule, parts.reducer))
+        if self.trace:
+            extensions.append(Trace(self.telemetry, runtime))
+        return extensions
 
     @property
     def _gain(self) -> Gain | None:
@@ -240,7 +262,11 @@ class Replica:
     @property
     def sent_nbytes(self) -> int:
         """Payload bytes sent so far, in exchanges that are through."""
-        return self._exchanges.sent_nbytes + self._drawing.sent_nbytes
+        return (
+            self._engine.sent_nbytes
+            + self._drawing.sent_nbytes
+            + sum(extension.sent_nbytes for extension in self._extensions)
+        )
 
     # --- the whole run ----------------------------------------------------------------------------------------
 
@@ -283,7 +309,8 @@ class Replica:
                 scored = await self._evaluated()
         if scored is None and not stopped:
             scored = await self._evaluated()
-        await self._drawing.land()
+        for extension in self._extensions:
+            await extension.finish()
         end, leg = self.runtime.now(), self._leg()
         whole = leg.after(self._before)
         await self._background.end()
@@ -296,11 +323,11 @@ class Replica:
             final_loss=None if score is None else score.loss,
             bytes_sent=self.sent_nbytes,
             sent=sent,
-            schedule_nbytes=self._exchanges.most_nbytes,
+            schedule_nbytes=self._engine.peak_nbytes,
             duration_s=whole.duration_s,
             time_s=whole.time_s,
             stopped=stopped,
-            reducer=self._exchanges.report(),
+            reducer=self._engine.reducer_states.report(),
             sampling={} if self._gain is None else self._gain.report(),
             last_leg=leg if leg.from_step else None,
         )
@@ -317,7 +344,10 @@ class Replica:
         sent.add_all(self.runtime.comm.sent)
         if self.runtime.off_clock is not None:
             sent.add_all(self.runtime.off_clock.comm.sent)
-        for channel in (*self._exchanges.channels, *self._ownership.channels):
+        in_flight = [flight.channel for flight in self._engine.flights]
+        for extension in self._extensions:
+            in_flight += extension.channels
+        for channel in in_flight:
             sent.add(channel.kind, -channel.sent)
         return {kind: counts for kind, counts in sent.to_json().items() if kind != Purpose.MEASURE.kind}
 
@@ -340,78 +370,66 @@ class Replica:
         left, rounding = duration - known, 16 * (steps + 1) * math.ulp(end)
         return Leg(self._from_step, duration, replace(spent, other=left if abs(left) > rounding else 0.0))
 
-    async def step(self) -> Settled:
+    async def step(self) -> StepOutcome:
         """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
-        now = self.runtime.now
+        now, step = self.runtime.now, self.step_done
         begin = now()
-        await self._let_in()
-        self._set_rate(self.step_done)
-        vote, samples, fetched = await self._compute()
+        for extension in self._extensions:
+            await extension.before_step(step)
+        self._set_rate(step)
+        metadata, fetched = await self._compute(step)
         computed = now()
-        spare = await self._drawing.score_meanwhile(self.step_done)
-        scored = computed if spare is None else now()
-        apply = await self._exchanges.settle()
+        for extension in self._extensions:
+            await extension.while_waiting(step)
+        scored = now() if self.parts.sampler.needs_scores else computed
+        has_gradient = await self._engine.settle()
         merged = now()
-        if apply:
-            self._scale_rate(self.step_done)
+        if has_gradient:
+            self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self._buckets.clear()
         updated = now()
-        settled = await self._exchanges.finish(updated=apply)
-        told = self._drawing.commit(self.step_done)
-        self.parts.sampler.record_compute(samples, computed - fetched)
-        await self._share_out(settled)
-        exposed = (merged - scored) + (now() - updated)
-        if self._scoring is not None and spare is not None:
-            wait_s = self._exchanges.arrived_s - computed
-            self._scoring.observe(spare, compute_s=computed - fetched, wait_s=wait_s)
-        if self.runtime.elastic is not None:
-            self._samples += samples * self.runtime.elastic.counted(self.step_done)
-            self._tell_of_views()
-        elif self.parts.even:
-            self._samples += samples * self.runtime.comm.size
-        self._count(settled)
+        outcome = await self._engine.finish(updated=has_gradient)
+        waited_s = self._engine.times.arrived_s - computed
+        result = StepResult(step, metadata.samples, outcome, computed - fetched, waited_s)
+        if not self.parts.even:
+            result.report["batch"] = metadata.samples
+        result.report.update(self._drawing.commit(step))
+        for extension in self._extensions:
+            await extension.after_step(result)
         split = TimeSplit(
-            (computed - fetched) + (updated - merged), exposed, fetched - begin, scoring=scored - computed
+            (computed - fetched) + (updated - merged),
+            (merged - scored) + (now() - updated),
+            fetched - begin,
+            scoring=scored - computed,
         )
-        drawn: dict[str, Json] = {} if self.parts.even else {"batch": samples}
-        self._record(vote, settled, split, begin, {**drawn, **told})
+        if self.runtime.elastic is not None:
+            self._samples += metadata.samples * self.runtime.elastic.counted(step)
+        elif self.parts.even:
+            self._samples += metadata.samples * self.runtime.comm.size
+        self._count(outcome)
+        self._record(metadata, result, split, begin)
         self.step_done += 1
-        return settled
+        return outcome
 
-    async def _share_out(self, settled: Settled) -> None:
-        """Decides the samples of each rank in the steps to come, alike on all, where the sampler asks for that."""
-        sampler = self.parts.sampler
-        speeds = sampler.speeds_due(settled.sums)
-        if speeds is None:
-            return
-        counts, step = sampler.choose_counts(speeds, self.training.batch_size), self.step_done
-        # Rank 0 tells it, since the log of a run that is replayed need not be on each machine.
-        decision = await self.runtime.decide(SHARES, step, lambda: list[Json](counts))
-        with deciding(SHARES, step):
-            chosen: Any = decision.value
-            if sum(chosen) != sum(counts):
-                raise ValueError(f"{sum(chosen)} samples in a step of {sum(counts)}")
-            sampler.set_counts(chosen)
-            self.telemetry.emit("shares", t=self.runtime.now(), step=step, samples=list[Json](chosen))
-
-    async def _compute(self) -> tuple[Vote, int, float]:
-        """Batch, forward, and backward with its exchanges; what is told of it, its samples, when they were there."""
-        batch, weights = await self._drawing.batch(self.step_done)
+    async def _compute(self, step: int) -> tuple[StepMetadata, float]:
+        """Draws a batch and runs forward and backward; returns metadata, and the time at which samples were there."""
+        batch, weights = await self._drawing.batch(step)
         fetched = self.runtime.now()
-        with self._exchanges.taking_gradients(self.optimizer):
-            loss, vote = await self.runtime.compute(
+        with ExitStack() as stack:
+            for extension in self._extensions:
+                stack.enter_context(extension.computing(step))
+            loss, metadata = await self.runtime.compute(
                 Cost("forward", len(batch)), lambda: self.forward(batch, weights)
             )
-            self._exchanges.begin(self.step_done, vote)
-            if self._scoring is not None:
-                self._scoring.filled.give(len(batch))
+            self._engine.begin(step, metadata)
+            self._accumulated.load(len(batch))
             await self.runtime.backward(
                 Cost("backward", len(batch), self._buckets.numels),
                 lambda ready: self.backward(loss, ready),
-                self._exchanges.ready,
+                self._engine.bucket_ready,
             )
-        return vote, len(batch), fetched
+        return metadata, fetched
 
     async def _join(self) -> None:
         """Follows the run from a snapshot of its state up to the step that this replica begins at."""
@@ -425,12 +443,12 @@ class Replica:
                 self._keeping.take_over(
                     shared, {**optimizer, **own}, "the state of the run", self._go_on_from
                 )
-                self._exchanges.joined()
+                self._engine.restart(from_anchors=True)
                 first, given = self.step_done, self.runtime.now()
                 while await elastic.follows(self.step_done):
                     await self._follow(elastic)
                 begins = True
-        self._exchanges.joined()
+        self._engine.restart(from_anchors=True)
         now = self.runtime.now()
         self.telemetry.emit(
             "joined",
@@ -447,33 +465,30 @@ class Replica:
         step = self.step_done
         self._set_rate(step)
         samples = await self._drawing.pick(step)
-        self._exchanges.begin(step, Vote(math.nan, 0.0, self._numbers(0)))
-        self._buckets.without_data(self._exchanges.ready)
-        apply = await self._exchanges.settle()
-        if apply:
+        self._engine.begin(step, StepMetadata(math.nan, 0.0))
+        self._buckets.without_data(self._engine.bucket_ready)
+        has_gradient = await self._engine.settle()
+        if has_gradient:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self._buckets.clear()
-        settled = await self._exchanges.finish(updated=apply)
+        outcome = await self._engine.finish(updated=has_gradient)
         self._drawing.commit(step)
         self._samples += samples * elastic.counted(step)
-        self._count(settled)
+        self._count(outcome)
         self.step_done += 1
 
-    async def _let_in(self) -> None:
+    async def _offer_state(self, elastic: Elastic, step: int) -> None:
         """Offers the state of the run to replicas that join it."""
-        elastic, step = self.runtime.elastic, self.step_done
-        if elastic is None or not elastic.begin_step(step):
-            return
-        exchanges = await self.runtime.launch(self._exchanges.snapshot())
+        exchanges = await self.runtime.launch(self._engine.state_dict())
         counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
         shared, own = self._keeping.state(step, exchanges, counted)
         del own["random"]
         own["parameters"] = {}
-        own["exchanges"] = {**given_nothing(own["exchanges"]), "slots": {}, "votes": {}, "said": {}}
+        own["exchanges"] = without_contributions(own["exchanges"])
         own["sampler"] = {**own["sampler"], "latest": self.parts.sampler.latest()}
-        common = self._exchanges.common() or {}  # which is among the state of exchanges too
-        shared["model"] = {name: t for name, t in shared["model"].items() if name not in common}
+        anchors = self._engine.anchor_parameters() or {}  # which are among the state of exchanges too
+        shared["model"] = {name: t for name, t in shared["model"].items() if name not in anchors}
         own["step"] = shared.pop("step")  # in blocks of local steps, replicas have the rest in common
         optimizer = {"optimizer": own.pop("optimizer")}
         await elastic.offer(step, [pack_tree(part) for part in (shared, optimizer, own)])
@@ -490,12 +505,12 @@ class Replica:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
-        self._count(await self._exchanges.flush(self.step_done, update))
+        self._count(await self._engine.flush(update))
 
-    def _count(self, settled: Settled) -> None:
+    def _count(self, outcome: StepOutcome) -> None:
         """The samples of the steps that all replicas have heard of, where they may take unlike numbers."""
         if not self.parts.even:
-            self._samples += int(settled.sums.get("samples", 0))
+            self._samples += int(outcome.sums.get("samples", 0))
 
     def _set_rate(self, step: int, share: float = 1.0) -> None:
         self._rate = set_rate(
@@ -511,7 +526,7 @@ class Replica:
     def _scale_rate(self, step: int) -> None:
         """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
         if self.parts.scales:
-            self._set_rate(step, self._exchanges.merged_weight / self._first_size)
+            self._set_rate(step, self._engine.merged_weight / self._first_size)
 
     @property
     def _first_size(self) -> int:
@@ -521,23 +536,22 @@ class Replica:
 
     # --- its pieces -------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
-        """The weighted mean loss, and what to tell the others about it."""
+    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
+        """Returns the weighted mean loss, and the step's metadata."""
         self.model.train()
         self._random.install()
-        scoring = self._scoring
-        aside = weights is not None and scoring is not None and scoring.sampler.statistics == "uniform"
-        with still(self.model) if aside else nullcontext():
-            losses = self.workload.loss(self.model, batch_on(batch, self.device))
+        losses = self.workload.loss(self.model, batch_on(batch, self.device))
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        share = 1.0 if scoring is None else scoring.filled.share(len(batch))
-        vote = self.vote(float(loss.detach()), len(batch))
-        return (loss, vote) if share == 1.0 else (loss * share, replace(vote, weight=vote.weight / share))
+        share = self._accumulated.share(len(batch))
+        weight = self._drawing.weight(len(batch))
+        value = float(loss.detach())
+        if share == 1.0:
+            return loss, StepMetadata(value, weight, len(batch))
+        return loss * share, StepMetadata(value, weight / share, len(batch))
 
     def scorer(self) -> Callable[[SampleIds], Tensor]:
         """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
-        assert self._scoring is not None
-        by = self._scoring.sampler.scored_by
+        by = self.parts.sampler.scored_by
         assert by is not None
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
@@ -561,17 +575,6 @@ class Replica:
             return self.workload.loss(self.model, batch_on(batch, self.device))
 
         return losses
-
-    def vote(self, loss: float, samples: int) -> Vote:
-        """What to tell the others about a step on so many samples."""
-        return Vote(loss, self._drawing.weight(samples), self._numbers(samples))
-
-    def _numbers(self, samples: int) -> dict[str, float]:
-        """What rides beside this replica's gradient, besides its vote."""
-        told = {} if self.parts.even else {"samples": float(samples)}
-        for part in (self.parts.stream, self.parts.sampler, self.parts.sharing):
-            told.update(part.report_metadata())
-        return told
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Autograd, telling of each bucket as it fills."""
@@ -605,7 +608,7 @@ class Replica:
                 self.model,
                 self._test,
                 step,
-                stands=self._exchanges.consensus_parameters(),
+                stands=self._engine.consensus_parameters(),
                 goes_on=goes_on,
                 seed=self.training.seed,
                 device=self.device,
@@ -621,7 +624,7 @@ class Replica:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
         # The number after the last evaluation's, since no exchange comes twice.
         async with averaged(
-            self.runtime, self.model, self.step_done + 1, self._exchanges.consensus_parameters()
+            self.runtime, self.model, self.step_done + 1, self._engine.consensus_parameters()
         ):
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
@@ -633,7 +636,7 @@ class Replica:
             return
 
         async def snapshot() -> tuple[State, dict[str, list[int]]]:
-            return await self._exchanges.snapshot(), await self._count_sent()
+            return await self._engine.state_dict(), await self._count_sent()
 
         exchanges, sent = await self.runtime.launch(snapshot())
         time = self._leg().after(self._before).to_json()
@@ -660,38 +663,9 @@ class Replica:
         self._sent_before = counted.get("sent", {})
         self._before = Leg.from_state(counted["time"])
 
-    def _tell(self, exchange: InFlight) -> None:
-        end = self.runtime.now() if exchange.ended_s is None else exchange.ended_s
-        self.telemetry.emit(
-            "exchange",
-            t=end,
-            step=exchange.step,
-            due_step=exchange.transfer.due_step,
-            bucket=exchange.number,
-            began_s=exchange.began_s,
-            bytes_sent=exchange.channel.sent_nbytes,
-        )
-
-    def _tell_of_views(self) -> None:
-        assert self.runtime.elastic is not None
-        changes = self.runtime.elastic.changes
-        for change in changes[self._views_told :]:
-            self.telemetry.emit(
-                "view",
-                t=change.t,
-                step=change.step,
-                view=change.view,
-                members=list(change.ranks),
-                joined=list(change.joined),
-                lost=list(change.lost),
-                again=list(change.again),
-            )
-        self._views_told = len(changes)
-
-    def _record(
-        self, vote: Vote, settled: Settled, split: TimeSplit, begin: float, arrived: Mapping[str, Json]
-    ) -> None:
-        total = self.time_s
+    def _record(self, metadata: StepMetadata, result: StepResult, split: TimeSplit, begin: float) -> None:
+        """Adds a step to the times of the run, and emits its event."""
+        total, outcome = self.time_s, result.outcome
         total.compute += split.compute
         total.exposed_communication += split.exposed_communication
         total.data_wait += split.data_wait
@@ -701,18 +675,18 @@ class Replica:
             "step",
             t=end,
             step=self.step_done,
-            loss=vote.loss if vote.finite else None,
-            nonfinite=settled.nonfinite,
-            mean_loss=None if settled.stats is None else settled.stats.loss,
-            in_flight=self._exchanges.in_flight,
+            loss=metadata.loss if metadata.is_finite else None,
+            nonfinite=outcome.num_nonfinite,
+            mean_loss=None if outcome.stats is None else outcome.stats.loss,
+            in_flight=len({flight.step for flight in self._engine.flights}),
             samples=self._samples,
-            **arrived,
+            **result.report,
             bytes_sent=self.sent_nbytes,
             duration_s=end - begin,
             compute_s=split.compute,
             exposed_s=split.exposed_communication,
             data_s=split.data_wait,
-            **({} if self._scoring is None else {"scoring_s": split.scoring}),
+            **({"scoring_s": split.scoring} if self.parts.sampler.needs_scores else {}),
             **({} if self._rate is None else {"learning_rate": self._rate}),
         )
 

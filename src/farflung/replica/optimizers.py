@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from farflung.config import Training
-from farflung.errors import ConfigError
+from farflung.moments import kind_of
 from farflung.rates import Constant
 from farflung.spec import text_of
 from farflung.types import Json, RateSchedule, State
 
 __all__ = [
-    "check_averaged",
-    "forget",
-    "kind_of",
     "load_optimizer_state",
-    "moments",
-    "momentum_of",
     "optimizer_settings",
     "optimizer_state",
-    "rate_of",
-    "second_versions",
     "set_rate",
 ]
 
@@ -63,83 +52,6 @@ def set_rate(
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
-
-
-def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the learning rate of the first group; None if the optimizer sets its rates by itself, as Adafactor."""
-    rate = optimizer.param_groups[0].get("lr")
-    return None if rate is None else float(rate)
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """What a checkpoint calls an optimizer: the name of its class."""
-    return type(optimizer).__name__
-
-
-def momentum_of(optimizer: torch.optim.Optimizer) -> float:
-    """The share of a step's movement that goes on in the next one, the largest of all groups.
-
-    That is the setting ``momentum``, or the first of ``betas``; 0 where there is neither.
-    """
-    groups = optimizer.param_groups
-    return max(float(group.get("momentum", (group.get("betas") or (0.0,))[0])) for group in groups)
-
-
-def check_averaged(optimizer: torch.optim.Optimizer) -> None:
-    """Whether :func:`moments` knows what an optimizer gathers.
-
-    Raises:
-      ConfigError: it does not.
-    """
-    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
-        raise ConfigError(
-            f"optimizer_state='averaged': the state of {kind_of(optimizer)} is not known, only that of SGD, Adam and "
-            "AdamW: use 'kept' or 'reset'"
-        )
-
-
-def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Returns the moments that SGD, Adam or AdamW keeps of some parameters, in their shapes, to be overwritten.
-
-    A parameter that has had no gradient yet has zeros, which are not stored in the optimizer.
-    """
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    found: list[Tensor] = []
-    for p in parameters:
-        gathered = optimizer.state.get(p, {})
-        for name in _moments_in(groups.get(p, {})):
-            value = gathered.get(name)
-            found.append(torch.zeros_like(p) if value is None else value)
-    return found
-
-
-def second_versions(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Returns the state from which schedule-free optimizers make other parameters in their ``eval()``.
-
-    Returns:
-      Tensors in the shapes of parameters, to be overwritten; none of an optimizer without such modes.
-    """
-    if not callable(getattr(optimizer, "eval", None)):
-        return []
-    return [
-        value
-        for p in parameters
-        for _, value in sorted(optimizer.state.get(p, {}).items())
-        if isinstance(value, Tensor) and value.shape == p.shape
-    ]
-
-
-def _moments_in(group: dict[str, Any]) -> tuple[str, ...]:
-    """By the settings of a group, which are alike on all replicas."""
-    if "betas" in group:
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    return ("momentum_buffer",) if group.get("momentum") else ()
-
-
-def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Takes away what an optimizer has gathered for some parameters: it begins anew with them."""
-    for p in parameters:
-        optimizer.state.pop(p, None)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Json]:

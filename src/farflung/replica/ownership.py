@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.data import Holding
 from farflung.errors import ConfigError, ProtocolError
+from farflung.replica.extension import Extension
 from farflung.tasks import Pending
 from farflung.types import (
     Gate,
@@ -20,7 +23,7 @@ from farflung.types import (
     State,
 )
 
-__all__ = ["Ownership", "Unmoved", "ownership"]
+__all__ = ["Ownership", "ownership"]
 
 
 def ownership(
@@ -30,8 +33,8 @@ def ownership(
     sampler: Sampler,
     gate: Gate,
     steps: int,
-) -> Ownership | Unmoved:
-    """What a run does about the owners of samples.
+) -> Ownership | None:
+    """What a run does about the owners of samples; ``None``: every sample stays where it is.
 
     Args:
       sharing: the run's.
@@ -45,40 +48,13 @@ def ownership(
       ConfigError: no samples to move.
     """
     if not sharing.moves_samples:
-        return Unmoved()
+        return None
     if held is None:
         raise ConfigError(
             f"sharing {type(sharing).__name__}: moves samples between shares, and all replicas draw from the whole "
             "set: give each a share (--partition iid)"
         )
     return Ownership(sharing, runtime, held, sampler, gate, steps)
-
-
-class Unmoved:
-    """Every sample stays where it is."""
-
-    async def before_batch(self, step: int) -> int:
-        del step
-        return 0
-
-    async def land(self) -> int:
-        return 0
-
-    @property
-    def channels(self) -> list[ExchangeChannel]:
-        return []
-
-    def state_dict(self) -> State:
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Continues from nothing.
-
-        Raises:
-          ValueError: samples have changed owner.
-        """
-        if state:
-            raise ValueError("its samples have changed owner")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +76,7 @@ class _Round:
     came: Pending[Moved]
 
 
-class Ownership:
+class Ownership(Extension):
     """The samples of one replica, and the rounds of a sharing that moves them.
 
     Rounds go on beside training and end at steps that are known when they begin, on all replicas the same. So every
@@ -116,6 +92,8 @@ class Ownership:
       steps: of the run; no round begins that would take effect after the last of them.
     """
 
+    key: ClassVar[str] = "ownership"
+
     def __init__(
         self,
         sharing: Sharing,
@@ -128,53 +106,51 @@ class Ownership:
         self._sharing, self._runtime, self._held, self._gate = sharing, runtime, held, gate
         self._sampler, self._steps = sampler, steps
         self._round: _Round | None = None
+        self.sent_nbytes = 0
 
-    async def before_batch(self, step: int) -> int:
-        """Ends the round that is due before the batch of ``step`` is drawn, and begins one that begins there.
-
-        Returns:
-          The bytes that the ended round has sent.
-        """
-        nbytes, under_way = 0, self._round
+    @override
+    async def before_step(self, step: int) -> None:
+        """Ends the round that is due before the batch of ``step`` is drawn, and begins one that begins there."""
+        under_way = self._round
         if under_way is not None and self._sharing.due_step(under_way.step) <= step:
             came = await under_way.came
-            nbytes, self._round = under_way.channel.sent_nbytes, None
+            self.sent_nbytes += under_way.channel.sent_nbytes
+            self._round = None
             self._settle(under_way, came)
         if self._sharing.begins(step) and self._sharing.due_step(step) < self._steps:
             rank = self._runtime.comm.rank
             places = self._sharing.outgoing(len(self._held), self._sampler, step=step, rank=rank)
             self._begin(step, places, self._sampler.scores_of(places))
-        return nbytes
 
-    async def land(self) -> int:
-        """Waits for a round that is under way at the end of a run, and leaves it at that: a run that goes on from the
-        last checkpoint makes it again.
-
-        Returns:
-          The bytes that it has sent.
-        """
-        if self._round is None:
-            return 0
-        await self._round.came
-        nbytes, self._round = self._round.channel.sent_nbytes, None
-        return nbytes
+    @override
+    async def finish(self) -> None:
+        """Waits for a round in flight, and leaves it at that: a resumed run makes it again."""
+        if self._round is not None:
+            await self._round.came
+            self.sent_nbytes += self._round.channel.sent_nbytes
+            self._round = None
 
     @property
+    @override
     def channels(self) -> list[ExchangeChannel]:
         """Of a round that is under way; a run that goes on from here makes it again."""
         return [] if self._round is None else [self._round.channel]
 
+    @override
     def state_dict(self) -> State:
         """The ids in the order of their places, and what a round under way has begun with."""
-        state: State = {"ids": self._held.ids.clone(), "round": {}}
+        state: State = {"ids": self._held.ids.clone(), "round": {}, "sent_nbytes": self.sent_nbytes}
         if self._round is not None:
             scores = {} if self._round.scores is None else {"scores": self._round.scores}
             state["round"] = {"step": self._round.step, "places": self._round.places, **scores}
         return state
 
+    @override
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`; a round that was under way begins again."""
         self._held.load_ids(state["ids"])
+        self.sent_nbytes = state["sent_nbytes"]
+        self.sent_nbytes = state["sent_nbytes"]
         if begun := state["round"]:
             self._begin(begun["step"], begun["places"], begun.get("scores"))
 

@@ -59,11 +59,11 @@ def batch_on(batch: Batch, device: torch.device) -> Batch:
 
 
 def state_on(state: State, device: torch.device) -> State:
-    """Moves the tensors of a state to ``device``, but for riders, which belong on the host."""
+    """Moves the tensors of a state to ``device``."""
     return {
         name: state_on(leaf, device)
         if isinstance(leaf, dict)
-        else leaf.to(HOST if name == "rider" else device)
+        else leaf.to(device)
         if isinstance(leaf, torch.Tensor)
         else leaf
         for name, leaf in state.items()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
+from farflung.replica.drawing import Drawing
+from farflung.replica.extension import Extension, StepResult
 from farflung.sampling.scores import scores_by
 from farflung.types import (
     PASSES,
     Batch,
     Cost,
-    PoolView,
     Runtime,
     SampleIds,
     Sampler,
@@ -26,10 +29,10 @@ from farflung.types import (
     Workload,
 )
 
-__all__ = ["Filled", "Scoring", "scores_of", "still"]
+__all__ = ["AccumulatedGradient", "Scoring", "scores_of", "still"]
 
 
-class Filled:
+class AccumulatedGradient:
     """The mean gradient of samples that filled a wait, which the next step's gradient takes in.
 
     Args:
@@ -55,7 +58,7 @@ class Filled:
         """Of a batch's loss in the mean over it and the samples held."""
         return batch / (batch + self.samples)
 
-    def give(self, batch: int) -> None:
+    def load(self, batch: int) -> None:
         """Puts what is held in the parameters' gradients, weighted for a batch of so many samples to be added."""
         if not self.samples:
             return
@@ -77,8 +80,7 @@ class Filled:
         ]
 
 
-@dataclass(slots=True)
-class Scoring:
+class Scoring(Extension):
     """What a step does between its backward pass and the merge, where its sampler has something due.
 
     The model is that of the step, before its update; so scores are a step old when they are drawn by, and gradients
@@ -87,51 +89,70 @@ class Scoring:
     Args:
       runtime: the world.
       sampler: says what is due, and keeps the scores.
+      drawing: of the step's samples.
+      model: of the replica.
       scorer: of a step: scores some samples by the replica's model.
       losses: of a step: the losses of some samples, as in training.
-      filled: takes gradients.
+      accumulated: takes gradients.
       overlaps: whether exchanges go on beside computing.
     """
 
-    runtime: Runtime
-    sampler: Sampler
-    scorer: Callable[[], Callable[[SampleIds], Tensor]]
-    losses: Callable[[], Callable[[SampleIds], Tensor]]
-    filled: Filled
-    overlaps: bool
+    key: ClassVar[str] = "scoring"
 
-    async def meanwhile(self, view: PoolView) -> Spare:
-        """Does what is due at a step, chunk by chunk.
+    def __init__(
+        self,
+        runtime: Runtime,
+        sampler: Sampler,
+        drawing: Drawing,
+        model: nn.Module,
+        scorer: Callable[[], Callable[[SampleIds], Tensor]],
+        losses: Callable[[], Callable[[SampleIds], Tensor]],
+        accumulated: AccumulatedGradient,
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._runtime, self._sampler, self._drawing, self._model = runtime, sampler, drawing, model
+        self._scorer, self._losses, self._accumulated, self._overlaps = scorer, losses, accumulated, overlaps
+        self._spare = Spare(0.0, 0.0, 0.0, 0, overlaps)
 
-        Returns:
-          What that took; the rest of the step is not known yet.
-        """
-        compute = self.runtime.compute
-        begin, count, score = self.runtime.now(), 0, self.scorer()
-        due = self.sampler.due(view, self.runtime.decide_own)
+    @override
+    def computing(self, step: int) -> AbstractContextManager[object]:
+        is_excluded = self._drawing.is_weighted and self._sampler.statistics == "uniform"
+        return still(self._model) if is_excluded else nullcontext()
+
+    @override
+    async def while_waiting(self, step: int) -> None:
+        """Does what is due at a step, chunk by chunk."""
+        compute, view = self._runtime.compute, self._drawing.view_of_rest(step)
+        begin, count, score = self._runtime.now(), 0, self._scorer()
+        due = self._sampler.due(view, self._runtime.decide_own)
         for ids in due.scores:
             scores = await compute(Cost("score", len(ids)), partial(score, ids))
-            self.sampler.scored(ids, scores, view.step)
+            self._sampler.scored(ids, scores, view.step)
             count += len(ids)
-        losses_of = self.losses() if due.gradients or due.statistics else score
+        losses_of = self._losses() if due.gradients or due.statistics else score
         for ids in due.gradients:
             losses = await compute(Cost("score", len(ids)), partial(losses_of, ids))
-            await compute(Cost("backward", len(ids)), partial(self.filled.add, losses))
+            await compute(Cost("backward", len(ids)), partial(self._accumulated.add, losses))
             count += PASSES * len(ids)
         for ids in due.statistics:
             await compute(Cost("score", len(ids)), partial(torch.no_grad()(losses_of), ids))
             count += len(ids)
-        return Spare(0.0, 0.0, self.runtime.now() - begin, count, self.overlaps)
+        self._spare = Spare(0.0, 0.0, self._runtime.now() - begin, count, self._overlaps)
 
-    def observe(self, spare: Spare, *, compute_s: float, wait_s: float) -> None:
-        """Tells the sampler what the step has left for scoring.
+    @override
+    async def after_step(self, result: StepResult) -> None:
+        """Tells the sampler what the step has left for scoring."""
+        wait_s = max(0.0, result.waited_s)
+        self._sampler.observe(replace(self._spare, compute_s=result.compute_s, wait_s=wait_s))
 
-        Args:
-          spare: from :meth:`meanwhile`.
-          compute_s: seconds of the forward and backward pass.
-          wait_s: seconds from the end of the backward pass until all exchanges were there.
-        """
-        self.sampler.observe(replace(spare, compute_s=compute_s, wait_s=max(0.0, wait_s)))
+    @override
+    def state_dict(self) -> State:
+        return self._accumulated.state_dict()
+
+    @override
+    def load_state_dict(self, state: State) -> None:
+        self._accumulated.load_state_dict(state)
 
 
 @contextmanager

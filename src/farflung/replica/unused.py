@@ -1,4 +1,4 @@
-"""Parameters that no loss reached: which of them no replica has used."""
+"""Parameters that no loss reached: the ranks agree on which of them none has used."""
 
 from __future__ import annotations
 
@@ -9,122 +9,103 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Values, start
-from farflung.replica.slots import buckets_of
-from farflung.types import Bucket, Part, Runtime, State
+from farflung.replica.units import Places, Unit
+from farflung.types import Runtime, State
 
-__all__ = ["Places", "PlacesByBucket", "Unused", "joined_places", "places_in"]
+__all__ = ["UnusedParameters"]
 
-Places = tuple[int, ...]
-"""Parameters of a part, or of a bucket, counted in its order; ascending."""
-PlacesByBucket = Mapping[int, frozenset[int]]
-"""Parameters in buckets, by the index of the bucket."""
 _NO_SIDE = torch.zeros(0, dtype=torch.float64)
 
 
-class Unused:
-    """What replicas agree about the parameters of each part that had no gradient.
+class UnusedParameters:
+    """Parameters of each unit that had no gradient, as all ranks know them.
 
-    Zeros count where one replica lacks a gradient and others have one; where all lack it there is none, and the
-    optimizer leaves the parameter alone. What a replica lacks seldom changes, so it is told only then: its vote asks
-    for it, and all tell in one small exchange for a whole step before they merge. Where nothing is ever missing nothing
-    is sent.
-
-    Args:
-      parts: by number.
+    Zeros count where one rank lacks a gradient and others have one; where all lack it there is none, and the optimizer
+    leaves the parameter alone. What a rank lacks seldom changes, so it is sent only then: a bit of the metadata says
+    so, and all ranks send theirs in one small exchange for a whole step before they apply its results. Where nothing
+    is ever missing nothing is sent.
     """
 
-    def __init__(self, parts: Mapping[int, Part]) -> None:
-        self._parts = parts
+    def __init__(self) -> None:
         self._own: dict[int, Places] = {}
-        """What this replica lacked when the last exchange of a part began; nothing where there is no entry."""
+        """What this rank lacked when the last exchange of a unit began; no entry if nothing."""
         self._by_all: dict[int, Places] = {}
-        """What all lacked when they last told."""
+        """What all ranks lacked when they last said so."""
         self._never: dict[int, Places] = {}
-        """What all have lacked in every exchange of a part that was merged."""
-        self._in_buckets: dict[int, tuple[PlacesByBucket, PlacesByBucket]] = {}
-        """Both in the buckets of a part, until all tell again."""
+        """What all ranks have lacked in every exchange of a unit so far."""
+        self._current: set[int] = set()
+        """Units whose buckets know both."""
+        self.is_unequal = False
+        """Whether some ranks have lacked gradients that others had; equal on all ranks."""
 
-    def changes(self, number: int, absent: Places) -> bool:
-        """An exchange of a part begins: whether this replica lacks other gradients than at the last one."""
-        before = self._own.get(number, ())
-        self._own[number] = absent
+    def note(self, unit: Unit, absent: Places) -> bool:
+        """Notes what this rank lacks in an exchange; returns True if that differs from the one before."""
+        before = self._own.get(unit.number, ())
+        self._own[unit.number] = absent
         return before != absent
 
-    def merged(self, number: int) -> tuple[PlacesByBucket, PlacesByBucket]:
-        """An exchange of a part is merged.
+    def update(self, unit: Unit) -> None:
+        """Tells the buckets of a unit whose result has arrived what no rank has used, in it and ever."""
+        number = unit.number
+        if number in self._current:
+            return
+        self._current.add(number)
+        unused = self._by_all.get(number, ())
+        never = tuple(sorted({*self._never.get(number, unused)}.intersection(unused)))
+        self._never[number] = never
+        first = 0
+        for bucket in unit.buckets:
+            last = first + len(bucket.parameters)
+            bucket.unused, bucket.never_used = (
+                frozenset(
+                    place - first for place in places[bisect_left(places, first) : bisect_left(places, last)]
+                )
+                for places in (unused, never)
+            )
+            first = last
 
-        Returns:
-          What no replica had a gradient for in it, and what none has ever had one for.
-        """
-        if number not in self._in_buckets:
-            unused = self._by_all.get(number, ())
-            never = tuple(sorted({*self._never.get(number, unused)}.intersection(unused)))
-            self._never[number] = never
-            buckets = buckets_of(self._parts[number])
-            self._in_buckets[number] = places_in(buckets, unused), places_in(buckets, never)
-        return self._in_buckets[number]
-
-    async def tell(self, runtime: Runtime, step: int, absent: Mapping[int, Places]) -> int:
-        """All tell what they lacked in exchanges of a step, since votes that came with them have asked.
+    async def exchange(self, runtime: Runtime, number: int, absent: Sequence[tuple[Unit, Places]]) -> int:
+        """Sends what this rank lacked in exchanges of a step to all others, as metadata that came with them asks.
 
         Args:
           runtime: the world.
-          step: of the exchanges.
-          absent: what this replica lacked, by the numbers of the parts that were asked for.
+          number: of the exchange; equal on all ranks.
+          absent: what this rank lacked, for each unit that was asked for.
 
         Returns:
-          The payload bytes that were sent.
+          The payload bytes sent.
         """
-        lacks = [torch.zeros(sum(len(b.spec.parts) for b in buckets_of(self._parts[n]))) for n in absent]
-        for lack, places in zip(lacks, absent.values(), strict=True):
+        lacks = [torch.zeros(sum(len(bucket.parameters) for bucket in unit.buckets)) for unit, _ in absent]
+        for lack, (_, places) in zip(lacks, absent, strict=True):
             lack[list(places)] = 1.0
         side = _NO_SIDE if runtime.elastic is None else torch.ones(1, dtype=torch.float64)
 
         async def exchange(channel: ExchangeChannel) -> tuple[Tensor, ...]:
             return await channel.collective("direct")(channel, torch.cat(lacks), side)
 
-        started = start(runtime, Purpose.UNUSED.at(step), min(absent), exchange, Values(tuple, tuple))
+        first = min(unit.number for unit, _ in absent)
+        started = start(runtime, Purpose.UNUSED.at(number), first, exchange, Values(tuple, tuple))
         total, count = await started.bring()
         by_all = total == (int(count) if len(count) else runtime.comm.size)
-        for number, of_part in zip(absent, by_all.split([len(lack) for lack in lacks]), strict=True):
-            self._by_all[number] = tuple(of_part.nonzero().flatten().tolist())
-            self._in_buckets.pop(number, None)
+        self.is_unequal |= bool((total.bool() & ~by_all).any())
+        for (unit, _), of_unit in zip(absent, by_all.split([len(lack) for lack in lacks]), strict=True):
+            self._by_all[unit.number] = tuple(of_unit.nonzero().flatten().tolist())
+            self._current.discard(unit.number)
         return started.channel.sent_nbytes
 
     def state_dict(self) -> tuple[State, State]:
-        """What all have agreed about, and what is this replica's own."""
-        return {"now": _kept(self._by_all), "never": _kept(self._never)}, _kept(self._own)
+        """Returns what all ranks have agreed on, and what is this rank's own."""
+        return {"now": _saved(self._by_all), "never": _saved(self._never)}, _saved(self._own)
 
     def load_state_dict(self, shared: State, own: State) -> None:
+        """Continues from :meth:`state_dict`."""
         self._by_all, self._never = _loaded(shared["now"]), _loaded(shared["never"])
         self._own = _loaded(own)
-        self._in_buckets = {}
+        self._current.clear()
 
 
-def joined_places(found: Iterable[tuple[Bucket, Places]]) -> Places:
-    """Places in the buckets of a part as places in the part."""
-    joined: list[int] = []
-    first = 0
-    for bucket, places in found:
-        joined += (first + place for place in places) if first else places
-        first += len(bucket.spec.parts)
-    return tuple(joined)
-
-
-def places_in(buckets: Iterable[Bucket], places: Places) -> PlacesByBucket:
-    """Places in a part as places in each of its buckets, by their indices; without buckets that have none."""
-    found: dict[int, frozenset[int]] = {}
-    first = 0
-    for bucket in buckets if places else ():
-        last = first + len(bucket.spec.parts)
-        if here := places[bisect_left(places, first) : bisect_left(places, last)]:
-            found[bucket.index] = frozenset(place - first for place in here)
-        first = last
-    return found
-
-
-def _kept(found: Mapping[int, Sequence[int]]) -> State:
-    return {str(number): list(places) for number, places in found.items()}
+def _saved(places: Mapping[int, Iterable[int]]) -> State:
+    return {str(number): list(each) for number, each in places.items()}
 
 
 def _loaded(state: State) -> dict[int, Places]:

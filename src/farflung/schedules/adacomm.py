@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import number_option, part_option, share_option, whole_option
 from farflung.schedules.base import state_option
-from farflung.types import Bucket, Merge, Outer, Part, Schedule, SharedStats, State, Transfer
-from farflung.types.schedule import OptimizerState
+from farflung.schedules.merges import Outer
+from farflung.types import Bucket, Merge, OptimizerState, Part, Schedule, SharedStats, State, Transfer
 
 __all__ = ["AdaComm"]
 
@@ -68,8 +68,6 @@ class AdaComm(Schedule):
     block_momentum: float = 0.0
     optimizer_state: OptimizerState = "kept"
 
-    needs_loss: ClassVar[str] = "how long blocks are"
-
     def __post_init__(self) -> None:
         whole_option("adacomm", "sync_every", self.sync_every, 1)
         number_option("adacomm", "interval_s", self.interval_s, 0)
@@ -89,7 +87,12 @@ class AdaComm(Schedule):
     @override
     def merges(self) -> tuple[Merge, ...]:
         """The mean, with block momentum where that is asked for."""
-        return (Outer(momentum=self.block_momentum, state=self.optimizer_state),)
+        return (Outer(momentum=self.block_momentum, optimizer_state=self.optimizer_state),)
+
+    @property
+    @override
+    def attach_refusal(self) -> str:
+        return "the loss, which it does not see, decides how long blocks are"
 
     @property
     @override

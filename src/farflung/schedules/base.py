@@ -6,7 +6,7 @@ from typing import get_args
 
 from farflung.errors import ConfigError
 from farflung.options import flag_option, number_option, share_option
-from farflung.types.schedule import OptimizerState
+from farflung.types import OptimizerState
 
 __all__ = ["outer_options", "state_option"]
 

@@ -10,15 +10,14 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError
 from farflung.options import part_option, whole_option
+from farflung.schedules.merges import Pull, Swap
 from farflung.types import (
     Bucket,
     Merge,
     Part,
-    Pull,
     Schedule,
     SharedStats,
     State,
-    Swap,
     Transfer,
 )
 

@@ -12,8 +12,8 @@ from typing_extensions import override
 from farflung.errors import ConfigError
 from farflung.options import flag_option, share_option, whole_option
 from farflung.schedules.base import outer_options, state_option
-from farflung.types import Bucket, Fragment, Merge, Outer, Part, Schedule, State, Transfer
-from farflung.types.schedule import OptimizerState
+from farflung.schedules.merges import Outer
+from farflung.types import Bucket, Fragment, Merge, OptimizerState, Part, Schedule, State, Transfer
 
 __all__ = ["DiLoCo", "StreamingDiLoCo"]
 
@@ -74,7 +74,9 @@ class DiLoCo(Schedule):
     @property
     @override
     def merges(self) -> tuple[Merge, ...]:
-        return (Outer(self.outer_rate, self.outer_momentum, self.nesterov, state=self.optimizer_state),)
+        return (
+            Outer(self.outer_rate, self.outer_momentum, self.nesterov, optimizer_state=self.optimizer_state),
+        )
 
     @property
     @override
@@ -87,7 +89,7 @@ class DiLoCo(Schedule):
         del state
         done = step + 1
         if done <= self.warmup:
-            plain = Outer(state=self.optimizer_state)
+            plain = Outer(optimizer_state=self.optimizer_state)
             now = done in _growing(self.sync_every, self.warmup)
             return [Transfer(part, step, plain) for part in parts if now]
         if (done - self.warmup) % self.sync_every:

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from farflung.options import whole_option
 from farflung.schedules.base import state_option
-from farflung.types import Merge, Outer, Part, Replace, Schedule, State, Transfer
-from farflung.types.schedule import OptimizerState
+from farflung.schedules.merges import Outer, Replace
+from farflung.types import Merge, OptimizerState, Part, Schedule, State, Transfer
 
 __all__ = ["LocalSGD", "PostLocalSGD", "Synchronous"]
 
@@ -74,7 +74,7 @@ class LocalSGD(Schedule):
     @property
     @override
     def merges(self) -> tuple[Merge, ...]:
-        return (Outer(state=self.optimizer_state),)
+        return (Outer(optimizer_state=self.optimizer_state),)
 
     @property
     @override
@@ -122,7 +122,7 @@ class PostLocalSGD(Schedule):
     @override
     def merges(self) -> tuple[Merge, ...]:
         """Gradients replaced by their mean, and later parameters by theirs."""
-        return (Replace(), Outer(state=self.optimizer_state))
+        return (Replace(), Outer(optimizer_state=self.optimizer_state))
 
     @property
     @override

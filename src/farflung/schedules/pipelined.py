@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import torch
 from typing_extensions import override
 
 from farflung.errors import ConfigError
+from farflung.moments import is_predictable
 from farflung.options import whole_option
-from farflung.types import Part, Replace, Schedule, State, Transfer
+from farflung.schedules.merges import Replace
+from farflung.types import Part, Schedule, State, Transfer
 
 __all__ = ["Pipelined"]
 
@@ -97,9 +100,24 @@ class Pipelined(Schedule):
     @property
     @override
     def merges(self) -> tuple[Replace]:
-        """Replaced, with the remedy asked for, or with predicted weights where these are possible."""
-        where_possible = self.predict is None and self.width == 2 and not self.correction
-        return (Replace(self.correction, None if where_possible else bool(self.predict)),)
+        return (Replace(self.correction),)
+
+    @override
+    def predicts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns True if asked for; by default at width 2 if the optimizer allows it."""
+        if self.predict is None and self.width == 2 and not self.correction:
+            return is_predictable(optimizer)
+        if self.predict and not is_predictable(optimizer):
+            raise ConfigError(
+                "pipelined(predict=True) follows plain SGD, with momentum and weight decay: use --optimizer sgd, or "
+                "pipelined(correction=...)"
+            )
+        return bool(self.predict)
+
+    @property
+    @override
+    def attach_refusal(self) -> str | None:
+        return "predicted weights need hold of the forward pass" if self.predict else None
 
     @property
     @override
@@ -116,5 +134,5 @@ class Pipelined(Schedule):
         """One transfer for each bucket."""
         del state
         late = 0 if step < self.warmup else self.width - 1
-        merge = self.merges[0] if late else replace(self.merges[0], correction=0.0)
+        merge = Replace(self.correction if late else 0.0)
         return [Transfer(part, step + late, merge) for part in parts]

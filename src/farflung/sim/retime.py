@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from farflung.errors import DataError
-from farflung.replica import Checkpoints, Replica, Vote
+from farflung.replica import Checkpoints, Replica, StepMetadata
 from farflung.sim.traffic import Op, Traffic
 from farflung.telemetry import BYTES, TIMES, Event, Sink
 from farflung.types import (
@@ -62,9 +62,9 @@ class Retimed(Replica):
         Replica.__post_init__(self)
 
     @override
-    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, Vote]:
+    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
         del weights
-        return torch.zeros(()), self.vote(0.0, len(batch))
+        return torch.zeros(()), StepMetadata(0.0, self._drawing.weight(len(batch)), len(batch))
 
     @override
     def scorer(self) -> Callable[[SampleIds], Tensor]:

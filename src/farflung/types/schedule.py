@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from farflung.types.merge import Merge
 from farflung.types.tensors import State, TensorSpec
 
 if TYPE_CHECKING:
@@ -15,17 +16,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Bucket",
     "Fragment",
-    "Merge",
     "OptimizerFactory",
-    "Outer",
     "Part",
-    "Pull",
     "RateScaling",
     "RateSchedule",
-    "Replace",
     "Schedule",
     "SharedStats",
-    "Swap",
     "Transfer",
 ]
 
@@ -36,6 +32,11 @@ class Bucket:
 
     index: int
     spec: TensorSpec
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Itself, as the only bucket of a part."""
+        return (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,96 +49,6 @@ class Fragment:
 
 Part: TypeAlias = Bucket | Fragment
 """What a transfer moves."""
-
-
-Moved: TypeAlias = Literal["gradient", "update", "parameters"]
-"""What an exchange averages. Gradients leave as backward fills their buckets and are merged before the optimizer;
-updates and parameters leave, and are merged, after it.
-"""
-
-
-class Merge(Protocol):
-    """How a result that is due takes effect: settings alone, a frozen dataclass with JSON values.
-
-    What carries it out in a replica is found by its type in :data:`farflung.replica.merges.MERGERS`.
-    """
-
-    moves: ClassVar[Moved]
-    """What its exchanges average."""
-    means: ClassVar[str]
-    """What happens to a replica's own part, in words that follow it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    r"""The optimizer steps on the mean in place of the own gradient, and not at all where no mean is due.
-
-    Args:
-      correction: :math:`\lambda`; the mean :math:`\bar g`, taken at older parameters :math:`w'`, is applied as
-        :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
-      predict: whether gradients are taken where the own ones still under way would lead; ``None``: where the loop is
-        farflung's own and the optimizer plain SGD.
-    """
-
-    moves: ClassVar[Moved] = "gradient"
-    means: ClassVar[str] = "replaced by its mean"
-
-    correction: float = 0.0
-    predict: bool | None = False
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Own updates were applied at their steps; when their mean arrives the two are exchanged."""
-
-    moves: ClassVar[Moved] = "update"
-    means: ClassVar[str] = "swapped for its mean"
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """Own updates were applied at their steps; their mean moves an anchor, and parameters are pulled towards that.
-
-    Args:
-      share: of the way to the anchor that is gone in a step, above 0 and at most 1; ``None``: by the optimizer's
-        momentum and the delay, as :func:`farflung.replica.merges.share_of_a_step` says.
-      period: steps between two exchanges of a part.
-    """
-
-    moves: ClassVar[Moved] = "update"
-    means: ClassVar[str] = "pulled towards its mean"
-
-    share: float | None = None
-    period: int = 1
-
-
-OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]
-"""What becomes of what an optimizer has gathered for parameters that are merged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outer:
-    """Own updates were applied at their steps; their mean is what an outer optimizer steps on.
-
-    Args:
-      rate: of the outer optimizer, which is SGD on the way that replicas went together.
-      momentum: its momentum, at least 0 and below 1.
-      nesterov: whether that is Nesterov's.
-      mix: the share of the own parameters in those that follow, at least 0 and below 1.
-      keep: whether own updates since the exchange began are added to what it has led to; without it they are lost, but
-        for their share in ``mix``.
-      state: what becomes of the own optimizer's state: it stays, begins afresh, or is averaged.
-    """
-
-    moves: ClassVar[Moved] = "update"
-    means: ClassVar[str] = "replaced by an outer step on its mean"
-
-    rate: float = 1.0
-    momentum: float = 0.0
-    nesterov: bool = False
-    mix: float = 0.0
-    keep: bool = False
-    state: OptimizerState = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +88,32 @@ class Schedule:
     """
 
     __slots__ = ()
-    needs_loss: ClassVar[str] = ""
-    """What it needs the training loss for, which a training loop of the user's own does not tell; empty: nothing."""
 
     if TYPE_CHECKING:  # at run time a field of a dataclass would take it for its default
 
         @property
         def merges(self) -> tuple[Merge, ...]:
-            """Every merge that transfers may name; whether a replica knows them is found out before the first step."""
+            """Every merge that transfers may name."""
+
+    @property
+    def attach_refusal(self) -> str | None:
+        """Reason why :func:`farflung.attach` cannot follow the schedule; None if it can."""
+        return None
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Returns True if all merges move gradients: the optimizer steps on means alone, and ranks never differ."""
+        return all(merge.moves == "gradient" for merge in self.merges)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Returns True if the optimizer steps on means of gradients alone, each at the step of the gradients."""
+        return self.moves_gradients and not self.late
+
+    @property
+    def has_late_gradients(self) -> bool:
+        """Returns True if gradients leave in their backward pass and may be due at a later step."""
+        return self.late and any(merge.moves == "gradient" for merge in self.merges)
 
     @property
     def late(self) -> bool:
@@ -205,6 +134,15 @@ class Schedule:
         Raises:
           ConfigError: says why, and what to do instead.
         """
+
+    def predicts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns True if gradients are taken where those in flight would lead.
+
+        Raises:
+          ConfigError: prediction was asked for, and this optimizer's steps cannot be predicted.
+        """
+        del optimizer
+        return False
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """What its transfers move of a model with these buckets."""

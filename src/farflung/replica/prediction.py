@@ -1,37 +1,40 @@
-"""Where the own gradients that are still under way would lead."""
+"""Weight prediction: gradients are taken where those in flight would lead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from farflung.errors import ConfigError
 from farflung.replica.buckets import GradientBuckets
+from farflung.replica.engine import Engine
+from farflung.replica.extension import Extension
 
-__all__ = ["check_predictable", "predictable", "predicted"]
-
-
-def predictable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether :func:`predicted` knows where an optimizer leads: plain SGD, with momentum and weight decay."""
-    return isinstance(optimizer, torch.optim.SGD) and not any(
-        group["nesterov"] or group["dampening"] for group in optimizer.param_groups
-    )
+__all__ = ["WeightPrediction", "predicted"]
 
 
-def check_predictable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that is not :func:`predictable`.
+class WeightPrediction(Extension):
+    """Takes gradients where the rank's own gradients in flight would lead.
 
-    Raises:
-      ConfigError: it is not.
+    Args:
+      engine: has the exchanges in flight.
+      buckets: of the model.
+      optimizer: of those that :func:`farflung.moments.is_predictable` lets pass.
     """
-    if not predictable(optimizer):
-        raise ConfigError(
-            "pipelined(predict=True) follows plain SGD, with momentum and weight decay: use --optimizer sgd, or "
-            "pipelined(correction=...)"
-        )
+
+    def __init__(self, engine: Engine, buckets: GradientBuckets, optimizer: torch.optim.Optimizer) -> None:
+        self._engine, self._buckets, self._optimizer = engine, buckets, optimizer
+
+    @override
+    def computing(self, step: int) -> AbstractContextManager[object]:
+        missing: dict[int, dict[int, Tensor]] = {}
+        for flight in self._engine.flights:
+            for index, saved in flight.saved.items():
+                missing.setdefault(flight.step, {})[index] = saved["own"]
+        return predicted(self._optimizer, self._buckets, list(missing.values()))
 
 
 @contextmanager
@@ -43,7 +46,7 @@ def predicted(
     .. math:: \hat v \leftarrow \mu \hat v + g + \lambda \hat w, \qquad \hat w \leftarrow \hat w - \eta \hat v
 
     Args:
-      optimizer: of those that :func:`check_predictable` lets pass; its state stays as it is.
+      optimizer: its state stays as it is.
       buckets: of the model.
       missing: own gradients, oldest first, by bucket.
     """
@@ -51,8 +54,9 @@ def predicted(
     rates = {p: group for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for index in missing[0] if missing else ():
-            parameters = buckets.parameters(index)
-            steps = [buckets.view(index, gradients[index]) for gradients in missing]
+            bucket = buckets[index]
+            parameters = bucket.parameters
+            steps = [bucket.view(gradients[index]) for gradients in missing]
             for place, p in enumerate(parameters):
                 kept.append((p, p.detach().clone()))
                 group = rates[p]

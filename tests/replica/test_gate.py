@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.replica.in_flight import LinkGate
+from farflung.replica.gate import LinkGate
 from farflung.sim import VirtualWorld
 
 

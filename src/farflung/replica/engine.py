@@ -1,0 +1,510 @@
+"""The engine launches the exchanges that a schedule plans, and applies their results when they are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from farflung.comm import Purpose
+from farflung.errors import NonFinite, Unsupported
+from farflung.files import deciding
+from farflung.moments import learning_rate_of, moments
+from farflung.replica.averaging import average, average_on
+from farflung.replica.buckets import GradientBuckets
+from farflung.replica.extension import Extension
+from farflung.replica.flight import Flight, concatenate
+from farflung.replica.gate import LinkGate
+from farflung.replica.merge_states import MergeStates
+from farflung.replica.metadata import PendingMetadata, StepMetadata
+from farflung.replica.placement import state_on
+from farflung.replica.plan import Arrival, StepOutcome, StepPlan
+from farflung.replica.reducer_states import ReducerStates
+from farflung.replica.times import Times
+from farflung.replica.units import Unit, enumerate_parts, spec_of
+from farflung.replica.unused import UnusedParameters
+from farflung.types import Reduced, Reducer, Runtime, Schedule, SharedStats, State, Transfer
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Exchanges the gradients and updates of one rank for a whole run.
+
+    A step is a round of exchanges: :meth:`begin`, a :meth:`bucket_ready` for each bucket, :meth:`settle`, the
+    optimizer, :meth:`finish`. Everything runs on the training thread, except the exchanges: reducers belong to the
+    communication thread, where exchanges run in the order of their launch. The training thread updates the reducer's
+    states by results, which may take longer than messages can wait: no exchange is about to encode then.
+
+    Args:
+      runtime: the world.
+      buckets: the model's gradients and parameters.
+      reducer: carries each unit.
+      schedule: plans the exchanges.
+      seed: of the run.
+      optimizer: steps on the means; ``None`` if it is not known.
+      on_nonfinite: what to do if a loss is not finite; see :class:`farflung.config.Training`.
+      checks_gradients: whether to look for that in the gradients, because the loss is not known.
+      steps: of the run; ``None`` if that is not known.
+
+    Raises:
+      Unsupported: a bucket that nothing moves, a merge that is named twice, or a fragment on several devices.
+      ConfigError: merges that do not go with the optimizer.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        buckets: GradientBuckets,
+        reducer: Reducer,
+        schedule: Schedule,
+        *,
+        seed: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        on_nonfinite: str = "stop",
+        checks_gradients: bool = False,
+        steps: int | None = None,
+    ) -> None:
+        self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
+        self._on_nonfinite, self._checks_gradients, self._steps = on_nonfinite, checks_gradients, steps
+        self._optimizer = optimizer
+        self._extensions: list[Extension] = []
+        self._merge_states = MergeStates(schedule, buckets, optimizer)
+        for bucket in buckets:
+            bucket.optimizer = optimizer
+        parts = enumerate_parts(schedule, buckets.buckets)
+        specs = {number: spec_of(part) for number, part in parts.items()}
+        self.reducer_states = ReducerStates(reducer, specs, seed, runtime.comm.rank, steps=steps)
+        self._units = {
+            number: Unit.make(number, part, buckets, self.reducer_states[number])
+            for number, part in parts.items()
+        }
+        self._unit_of = {id(unit.part): unit for unit in self._units.values()}
+        self.unused = UnusedParameters()
+        self._metadata = PendingMetadata(self._units.values(), runtime.comm.rank)
+        self._schedule_state = schedule.init()
+        self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None)
+        self._has_local_steps = not schedule.moves_gradients
+        """Whether ranks step on gradients of their own, at some steps or at all."""
+        self._anchors_stale = False
+        """Whether all ranks have moved equally since the anchors of local steps were last set."""
+        self._arrived: list[list[Arrival]] = []
+        """Updates that have arrived and wait to be applied, by step."""
+        self.flights: list[Flight] = []
+        """Exchanges in flight, in the order of their launch."""
+        self.times = Times(runtime.now)
+        self.gate = LinkGate(runtime, self._is_busy, overlaps=not schedule.is_synchronous)
+        """Holds back background transfers that would delay an exchange that a step waits for."""
+        self.round_number = 0
+        """Number of the round in progress, or of the next one; numbers messages, and is equal on all ranks."""
+        self.is_round_open = False
+        """Whether a round has begun and not finished."""
+        self.sent_nbytes = 0
+        self.peak_nbytes = 0
+        """Largest number of bytes that merges and saved contributions have taken up."""
+
+    def extend(self, *extensions: Extension) -> None:
+        """Adds extensions before the first step, in an order that is equal on all ranks."""
+        self._extensions += extensions
+        self._metadata.extend(name for extension in extensions for name in extension.names)
+
+    # --- a step -----------------------------------------------------------------------------------------------
+
+    def has_gradient_transfers(self, step: int) -> bool:
+        """Returns True if gradients leave in the backward pass of a step."""
+        return any(transfer.merge.moves == "gradient" for transfer in self._transfers(step))
+
+    def begin(self, step: int, metadata: StepMetadata) -> None:
+        """Plans a round, before its backward pass.
+
+        Args:
+          step: of the optimizer; several rounds may belong to one.
+          metadata: of this rank.
+
+        Raises:
+          Unsupported: the schedule plans what it has not named before.
+        """
+        self.times.begin_step()
+        rate = None if self._optimizer is None else learning_rate_of(self._optimizer)
+        transfers = self._transfers(step)
+        plan = self._plan = StepPlan(step, metadata, transfers, rate)
+        self.is_round_open = True
+        if self._anchors_stale and not plan.has_gradients and not self.diverged:
+            self._anchors_stale = False
+            self._merge_states.rebase()
+        numbers: dict[str, float] = {}
+        for extension in self._extensions:
+            numbers |= extension.metadata(metadata)
+        self._metadata.add(metadata, numbers)
+        for transfer in transfers:
+            self._check(transfer)
+
+    def bucket_ready(self, index: int) -> None:
+        """Launches what was waiting for a bucket, which has filled.
+
+        Exchanges start in the planned order, which is equal on all ranks: the backend's own collectives are matched by
+        it alone. May be called by autograd's threads, one at a time, while the training thread waits for them.
+        """
+        plan, gradient = self._plan, self._buckets[index].gradient
+        if self._checks_gradients and plan.metadata.is_finite and not gradient.isfinite().all():
+            nonfinite = replace(plan.metadata, loss=math.nan)
+            self._metadata.replace_step(plan.metadata, nonfinite)
+            plan.metadata = nonfinite
+        if not plan.metadata.is_finite:
+            gradient.zero_()  # neither a mean nor a residual may ever see it
+        for transfer in plan.fill(index):
+            self._launch(transfer)
+
+    async def settle(self) -> bool:
+        """Waits for the gradients that are due at this step, and applies their means.
+
+        Returns:
+          True if the optimizer has a gradient to step on.
+
+        Raises:
+          NonFinite: a rank had a non-finite loss, or gradient if these are checked; on all ranks at the same step,
+            before the update.
+        """
+        if len(self._arrived) > max(self._schedule.reach, 1):
+            await self._apply_arrived()  # steps have been left out one after the other
+        self._track_peak()
+        steps_on_means = self._plan.has_gradients or bool(self._due(gradients=True))
+        has_merged = await self._merge(gradients=True)
+        self.gate.open()
+        if steps_on_means:
+            self._anchors_stale |= self._has_local_steps
+            return has_merged
+        return self._has_local_steps and self._plan.metadata.is_finite
+
+    async def finish(self, *, updated: bool, applies: bool = True) -> StepOutcome:
+        """Launches what moves updates, applies what of that is due, and ends the round.
+
+        Args:
+          updated: whether the optimizer had a gradient to step on.
+          applies: whether parameters may change. If not, results are awaited, so that the schedule learns what it
+            learns on ranks that apply them, and are applied by the next call.
+        """
+        if updated and self._has_local_steps:
+            self._merge_states.mark_updated()
+        for transfer in self._plan.take_updates():
+            self._launch(transfer, is_updated=updated)
+        self._track_peak()
+        if applies:
+            await self._merge(gradients=False)
+            self.gate.open()
+        else:
+            for flights in self._due(gradients=False):
+                self._arrived.append(await self._collect(flights))
+                await self._observe(self._arrived[-1][0])
+        if self.is_round_open:
+            self.is_round_open = False
+            self.round_number += 1
+        return self._plan.outcome
+
+    async def flush(self, update: Callable[[int], Awaitable[None]]) -> StepOutcome:
+        """Applies what is still in flight, as the steps to come would; afterwards all ranks are equal.
+
+        Args:
+          update: a step of the optimizer, given the training step that it belongs to.
+        """
+        plan = self._plan = StepPlan(self._plan.step, self._plan.metadata, (), self._plan.learning_rate)
+        await self._apply_arrived()
+        for step in sorted({flight.due_step for flight in self.flights}):
+            plan.step = step
+            has_due = bool(self._due(gradients=True))
+            has_merged = await self._merge(gradients=True)
+            await self._merge(gradients=False)
+            if has_merged and has_due:
+                await update(step)
+            self._buckets.clear()
+        self._merge_states.finish()
+        if self.diverged:
+            parameters = [parameter.detach() for parameter in self._buckets.parameters]
+            await average(self._runtime, parameters, self.round_number, Purpose.FLUSH)
+            self.restart()
+        for name, value in (await self._metadata.sum_rest(self._runtime, self.round_number)).items():
+            plan.outcome.sums[name] = plan.outcome.sums.get(name, 0.0) + value
+        return plan.outcome
+
+    def restart(self, *, from_anchors: bool = False) -> None:
+        """Begins anew with nothing contributed, and anchors equal to the parameters.
+
+        Args:
+          from_anchors: whether parameters become the anchors, as on a rank that joins; otherwise the anchors become
+            the parameters, which are equal on all ranks, with nothing in flight.
+        """
+        self._metadata.clear(numbers=from_anchors)
+        if from_anchors:
+            self._merge_states.drop_contributions(to_anchors=not self._anchors_stale)
+        else:
+            self._merge_states.rebase()
+
+    @property
+    def merged_weight(self) -> float:
+        """Sum of the weights of the last gradients that were merged at this step; 0 if none were."""
+        return self._plan.outcome.merged_weight
+
+    # --- the model --------------------------------------------------------------------------------------------
+
+    @property
+    def diverged(self) -> bool:
+        """Returns True if ranks' parameters may differ now; equal on all ranks."""
+        if not self._has_local_steps:
+            return False
+        is_pending = bool(self.flights or self._arrived) or not self._metadata.is_empty
+        return is_pending or self._merge_states.is_apart
+
+    def anchor_parameters(self) -> dict[str, Tensor] | None:
+        """Returns the parameters without contributions in flight, equal on all ranks; ``None`` without anchors."""
+        anchors = None if self._anchors_stale else self._merge_states.anchors
+        return None if anchors is None else self._buckets.named(anchors)
+
+    def consensus_parameters(self) -> dict[str, Tensor] | None:
+        """Returns the parameters that a model is evaluated and saved with, by name and equal on all ranks.
+
+        Returns:
+          Those that replace its own: none if ranks are equal. ``None``: the mean of all does.
+        """
+        if not self.diverged:
+            return {}
+        return self.anchor_parameters() if self._merge_states.evaluates_anchor else None
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    async def state_dict(self) -> State:
+        """Returns what continues the run, with exchanges in flight as they were given to the reducer.
+
+        To be launched, so that no exchange goes on meanwhile.
+
+        Returns:
+          ``shared``, equal on all ranks, and ``own``.
+        """
+        shared_reducer, own_reducer = self.reducer_states.state_dict()
+        unused, absent = self.unused.state_dict()
+        shared_merges, own_merges = self._merge_states.state_dict()
+        return {
+            "shared": {
+                "schedule": self._schedule_state,
+                "merges": shared_merges,
+                "reducer": shared_reducer,
+                "unused": unused,
+                "anchors_stale": self._anchors_stale,
+                "round_number": self.round_number,
+            },
+            "own": {
+                "elapsed_s": self.times.elapsed_s,
+                "sent_nbytes": self.sent_nbytes,
+                "peak_nbytes": self.peak_nbytes,
+                "metadata": self._metadata.state_dict(),
+                "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self.flights)},
+                "merges": own_merges,
+                "reducer": own_reducer,
+                "absent": absent,
+            },
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from :meth:`state_dict`; exchanges that were in flight start again, and have the same results.
+
+        Args:
+          state: its tensors may be on any device.
+
+        Raises:
+          CheckpointError: its reducer's state is of another version.
+        """
+        shared, own = state["shared"], state["own"]
+        self.reducer_states.check_own(own["reducer"])
+        self.flights.clear()
+        self._arrived.clear()
+        self.is_round_open, self.round_number = False, shared["round_number"]
+        self.sent_nbytes, self.peak_nbytes = own["sent_nbytes"], own["peak_nbytes"]
+        self._schedule_state, self._anchors_stale = shared["schedule"], shared["anchors_stale"]
+        self.times.resume_from(own["elapsed_s"])
+        self._metadata.load_state_dict(own["metadata"])
+        self.unused.load_state_dict(shared["unused"], own["absent"])
+        self._merge_states.load_state_dict(shared["merges"], own["merges"])
+        for saved in own["flights"].values():
+            unit = self._units[saved["number"]]
+            kinds = self._merge_states.kinds
+            self._add(Flight.restart(saved, unit, kinds, self._runtime, self._reducer))
+        states = [
+            {number: state_on(half, self._units[int(number)].device) for number, half in each.items()}
+            for each in (shared["reducer"], own["reducer"])
+        ]
+
+        async def load_behind_restarted() -> None:
+            self.reducer_states.load_state_dict(*states)
+
+        if self.flights:
+            self._runtime.launch(load_behind_restarted())
+        else:
+            self.reducer_states.load_state_dict(*states)
+
+    # --- launching --------------------------------------------------------------------------------------------
+
+    def _transfers(self, step: int) -> list[Transfer]:
+        return self._schedule.plan(
+            self._schedule_state, tuple(unit.part for unit in self._units.values()), step
+        )
+
+    def _check(self, transfer: Transfer) -> None:
+        plans = f"schedule {type(self._schedule).__name__}, step {self._plan.step}: plans"
+        if transfer.merge not in self._merge_states:
+            raise Unsupported(
+                f"{plans} merge {type(transfer.merge).__name__}, which is not among its merges: name it there"
+            )
+        if id(transfer.part) not in self._unit_of:
+            raise Unsupported(f"{plans} a part that is not among its parts: name it there")
+        if transfer.due_step > self._plan.step and not self._schedule.late:
+            raise Unsupported(
+                f"{plans} a result for step {transfer.due_step}, and its late is False: make it True"
+            )
+
+    def _launch(self, transfer: Transfer, *, is_updated: bool = True) -> None:
+        plan, unit = self._plan, self._unit_of[id(transfer.part)]
+        merge, delay = transfer.merge, transfer.due_step - plan.step
+        if self._steps is not None and transfer.due_step >= self._steps - 1:
+            merge = merge.last()
+        if delay <= 0:
+            self.gate.shut()
+        is_first, plan.has_launched = not plan.has_launched, True
+        moves_gradient = merge.moves == "gradient"
+        absent = unit.absent if moves_gradient else ()
+        unused_changed = moves_gradient and self.unused.note(unit, absent)
+        weight, vector = self._metadata.pack(unit, is_first_of_step=is_first, unused_changed=unused_changed)
+        # A step that was left out may be made up for before the result is applied.
+        steps_before = delay if is_updated else max(delay, 1)
+        tensors, saved = self._merge_states.contribute(merge, unit.buckets, steps_before)
+        flight = Flight(
+            unit, plan.step, self.round_number, delay, merge, saved, weight, vector, is_first, absent
+        )
+        for extension in self._extensions:
+            extension.on_launch(flight, tensors)
+        plan.num_waiting -= 1
+        flight.launch(self._runtime, self._reducer, concatenate(tensors), ends_step=not plan.num_waiting)
+        self._add(flight)
+        if is_first and self._schedule.asks(self._schedule_state, plan.step):
+            flight.times = self._runtime.decide("times", plan.step, self.times.to_json)
+
+    def _add(self, flight: Flight) -> None:
+        self.flights.append(flight)
+        self._merge_states.add(flight)
+
+    def _is_busy(self) -> bool:
+        """Returns True if any exchange has no result yet."""
+        return any(not flight.started.result.done for flight in tuple(self.flights))
+
+    def _track_peak(self) -> None:
+        held = sum(flight.nbytes for flight in self.flights)
+        if self._has_local_steps:
+            held += self._merge_states.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, held)
+
+    # --- applying ---------------------------------------------------------------------------------------------
+
+    def _due(self, *, gradients: bool) -> list[list[Flight]]:
+        """Returns the exchanges of gradients, or all others, that are due, by the step at which they started."""
+        due = [
+            flight
+            for flight in self.flights
+            if (flight.merge.moves == "gradient") == gradients and flight.due_step <= self._plan.step
+        ]
+        return [list(flights) for _, flights in groupby(due, key=lambda flight: flight.step)]
+
+    async def _merge(self, *, gradients: bool) -> bool:
+        """Applies what is due; returns True if the last step that was due has changed something."""
+        has_merged = not gradients and await self._apply_arrived()
+        for flights in self._due(gradients=gradients):
+            arrivals = await self._collect(flights)
+            has_merged = await self._apply(arrivals)
+            await self._observe(arrivals[0])
+        return has_merged
+
+    async def _apply_arrived(self) -> bool:
+        """Applies updates that were only awaited so far; returns True if the last of them has changed something."""
+        has_merged = False
+        waiting, self._arrived = self._arrived, []
+        for arrivals in waiting:
+            has_merged = await self._apply(arrivals)
+        return has_merged
+
+    async def _collect(self, flights: Sequence[Flight]) -> list[Arrival]:
+        """Waits for the exchanges of one step, and agrees on the parameters that no rank has used in it."""
+        arrivals: list[Arrival] = []
+        for flight in flights:
+            with self.times.waiting():
+                reduced = await flight.started.bring()
+            self.flights.remove(flight)
+            self.sent_nbytes += flight.channel.sent_nbytes
+            self.times.record_exchange(flight)
+            await self._update_reducer(flight, reduced)
+            metadata = self._metadata.layout.unpack(reduced.rider)
+            if metadata.num_nonfinite and self._on_nonfinite == "stop":
+                what = "gradient" if self._checks_gradients else "loss"
+                raise NonFinite(flight.step, metadata.nonfinite_ranks, metadata.num_nonfinite, what)
+            arrivals.append(Arrival(flight, reduced, metadata))
+        asked = [(flight.unit, flight.absent) for flight, _, metadata in arrivals if metadata.unused_changed]
+        if asked:
+            with self.times.waiting():
+                self.sent_nbytes += await self.unused.exchange(self._runtime, flights[0].round_number, asked)
+        for flight in flights:
+            self.unused.update(flight.unit)
+        return arrivals
+
+    async def _update_reducer(self, flight: Flight, reduced: Reduced) -> None:
+        is_last = reduced.learn_together is not None and all(
+            other.step != flight.step for other in self.flights
+        )
+        if reduced.learn is not None or is_last:
+            # What was launched before encodes first; its messages go on while this thread learns.
+            await self._runtime.launch(_reach_first_waits())
+            self.reducer_states.learn(flight.unit.number, reduced, last=is_last)
+
+    async def _apply(self, arrivals: Sequence[Arrival]) -> bool:
+        """Applies one step's results; returns True if they have changed something."""
+        is_skipped = self._on_nonfinite == "skip" and any(each.metadata.num_nonfinite for each in arrivals)
+        has_merged = False
+        for extension in self._extensions:
+            extension.on_arrival(arrivals)
+        for flight, reduced, metadata in arrivals:
+            is_valid = not (is_skipped or (metadata.num_nonfinite and reduced.weight == 0))
+            has_merged |= is_valid
+            self._merge_states.apply(flight, reduced.mean if is_valid else None)
+            if is_valid and flight.merge.optimizer_state == "averaged":
+                await self._average_moments(flight)
+        return has_merged
+
+    async def _average_moments(self, flight: Flight) -> None:
+        assert self._optimizer is not None
+        tensors = [t for bucket in flight.unit.buckets for t in moments(self._optimizer, bucket.parameters)]
+        if tensors and self._runtime.comm.size > 1:
+            number = Purpose.MOMENTS.at(flight.round_number)
+            with self.times.waiting():
+                self.sent_nbytes += await average_on(self._runtime, tensors, number, flight.unit.number)
+
+    async def _observe(self, arrival: Arrival) -> None:
+        """Reports one step's exchanges to the schedule and to the outcome of this step."""
+        flight, reduced, metadata = arrival
+        outcome = self._plan.outcome
+        outcome.num_nonfinite += metadata.num_nonfinite
+        outcome.num_exhausted = metadata.num_exhausted
+        loss = metadata.loss / reduced.weight if reduced.weight else 0.0
+        sums = metadata.sums if flight.is_first_of_step else {}
+        for name, value in sums.items():
+            outcome.sums[name] = outcome.sums.get(name, 0.0) + value
+        stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=self._plan.learning_rate)
+        if flight.times is not None:
+            with self.times.waiting():
+                decision = await flight.times
+            with deciding(decision.name, decision.step):
+                stats = replace(stats, **Times.from_json(decision.value))
+        outcome.stats = stats
+        self._schedule_state = self._schedule.observe(self._schedule_state, stats)
+
+
+async def _reach_first_waits() -> None:
+    """Completes once every exchange launched earlier has reached its first await."""

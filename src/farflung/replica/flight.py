@@ -1,0 +1,237 @@
+"""An exchange in flight: one unit's way from its launch until its result is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
+from farflung.replica.checkpoint import pack_tree, unpack_tree
+from farflung.replica.placement import state_on
+from farflung.replica.units import Places, Unit
+from farflung.tasks import Pending, done
+from farflung.types import CodecState, Contribution, Decision, Merge, Reduced, Reducer, Runtime, State
+
+__all__ = ["Flight", "concatenate", "without_contributions"]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One exchange, from its launch until its result is applied.
+
+    Args:
+      unit: that it moves.
+      step: at which it starts.
+      round_number: of its messages; differs from the step where a step has several backward passes.
+      delay: steps until its result is due.
+      merge: applies the result.
+      saved: for each bucket what the merge needs again, by name; ``own`` is this rank's contribution.
+      weight: of this rank in the mean.
+      metadata: float64 vector that is summed beside the tensor.
+      is_first_of_step: whether it is the first of its step, whose metadata has the numbers of extensions.
+      absent: parameters of the unit without a gradient.
+      notes: of extensions, JSON by name.
+      is_restarted: whether it was in flight when the run was saved.
+    """
+
+    unit: Unit
+    step: int
+    round_number: int
+    delay: int
+    merge: Merge
+    saved: dict[int, State]
+    weight: float
+    metadata: Tensor
+    is_first_of_step: bool
+    absent: Places = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+    is_restarted: bool = False
+    started: Started[Reduced] = field(init=False)
+    began_s: float = field(init=False)
+    ended_s: float | None = field(init=False, default=None)
+    """Time of the result on the run's clock; noted a moment after it."""
+    state_before: CodecState | None = field(init=False, default=None)
+    """The reducer's state when the exchange started."""
+    times: Pending[Decision] | None = field(init=False, default=None)
+    """Times that the decider has measured, where the schedule asked for them."""
+
+    @property
+    def due_step(self) -> int:
+        """The step at which the result is applied."""
+        return self.step + self.delay
+
+    @property
+    def channel(self) -> ExchangeChannel:
+        """Counts the bytes sent."""
+        return self.started.channel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes saved for the merge."""
+        values = (value for saved in self.saved.values() for value in saved.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def launch(
+        self,
+        runtime: Runtime,
+        reducer: Reducer,
+        tensor: Tensor,
+        state: CodecState | None = None,
+        *,
+        ends_step: bool = False,
+    ) -> None:
+        """Starts the exchange on the communication thread.
+
+        Args:
+          runtime: the world.
+          reducer: carries it.
+          tensor: the contribution, which the reducer takes over.
+          state: of the reducer, for an exchange that is repeated.
+          ends_step: whether it is the last to start at its step.
+        """
+        self.began_s = runtime.now()
+        first, device, filled = [tensor], tensor.device, None
+        if device.type == "cuda":  # a loop may have a stream of its own
+            filled = torch.cuda.current_stream(device).record_event()
+        # The first attempt may write in the tensor; another one needs the same numbers.
+        is_saved = all("own" in saved for saved in self.saved.values())
+        copy = None if runtime.elastic is None or is_saved else tensor.clone()
+
+        def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
+            if filled is not None:
+                torch.cuda.current_stream(device).wait_event(filled)
+            own = first.pop() if first else self._contribution() if copy is None else copy.clone()
+            return self._exchange(reducer, channel, own, state)
+
+        def rewind() -> None:
+            if self.state_before is not None:
+                self.unit.slot.state = self.state_before
+
+        def ended(_: object) -> None:
+            self.ended_s = runtime.now()
+
+        number = Purpose.STEP.at(self.round_number)
+        self.started = start(
+            runtime, number, self.unit.number, exchange, _RESULT, rewind=rewind, ends_step=ends_step
+        )
+        self.started.result.on_done(ended)
+
+    async def _exchange(
+        self, reducer: Reducer, channel: ExchangeChannel, own: Tensor, state: CodecState | None
+    ) -> Reduced:
+        slot = self.unit.slot
+        if state is not None:
+            slot.state = state
+        self.state_before = slot.state
+        contribution = Contribution(own, self.weight, self.metadata)
+        reduced = await reducer.reduce(channel, slot, contribution, step=self.step)
+        await channel.computed()
+        return reduced
+
+    def _contribution(self) -> Tensor:
+        """Returns a copy of the contribution, which is saved."""
+        return concatenate([self.saved[bucket.index]["own"].clone() for bucket in self.unit.buckets])
+
+    async def state_dict(self) -> State:
+        """Returns the exchange as it was given to the reducer, from which a resumed run repeats it."""
+        before = self.state_before or self.unit.slot.state  # one whose result another rank gave never began
+        return {
+            "number": self.unit.number,
+            "step": self.step,
+            "round_number": self.round_number,
+            "delay": self.delay,
+            "merge": {"kind": type(self.merge).__name__, "settings": asdict(self.merge)},  # type: ignore[call-overload]
+            "saved": {str(index): saved for index, saved in self.saved.items()},
+            "weight": self.weight,
+            "metadata": self.metadata,
+            "is_first_of_step": self.is_first_of_step,
+            "absent": list(self.absent),
+            "notes": dict(self.notes),
+            "before": {"shared": before.shared, "local": before.local},
+            "times": None if self.times is None else (await self.times).value,
+        }
+
+    @staticmethod
+    def restart(
+        state: State, unit: Unit, merges: Mapping[str, type[Merge]], runtime: Runtime, reducer: Reducer
+    ) -> Flight:
+        """Starts an exchange of :meth:`state_dict` again.
+
+        A rank that joins the run has contributed nothing to it, and is given its result.
+        """
+        flight = Flight(
+            unit,
+            state["step"],
+            state["round_number"],
+            state["delay"],
+            merges[state["merge"]["kind"]](**state["merge"]["settings"]),
+            {int(index): state_on(saved, unit.device) for index, saved in state["saved"].items()},
+            state["weight"],
+            state["metadata"],
+            state["is_first_of_step"],
+            tuple(state["absent"]),
+            dict(state["notes"]),
+            is_restarted=True,
+        )
+        if state["times"] is not None:
+            flight.times = done(Decision("times", flight.step, state["times"]))
+        if runtime.elastic is not None and runtime.elastic.joins:
+            for saved in flight.saved.values():
+                saved["own"].zero_()
+            flight.weight, flight.absent, flight.notes, flight.is_restarted = 0.0, (), {}, False
+            flight.metadata = torch.zeros_like(flight.metadata)
+        before = state_on(state["before"], unit.device)
+        flight.launch(runtime, reducer, flight._contribution(), CodecState(before["shared"], before["local"]))
+        return flight
+
+
+def without_contributions(own: State) -> State:
+    """Returns a rank's own half of the engine's state, with zeros for what the rank has contributed."""
+    flights = {}
+    for name, flight in own["flights"].items():
+        saved = {
+            index: {**each, "own": torch.zeros_like(each["own"])} for index, each in flight["saved"].items()
+        }
+        before = {**flight["before"], "local": _zeros(flight["before"]["local"])}
+        flights[name] = {**flight, "saved": saved, "before": before}
+    pending: State = {"steps": {}, "numbers": {}}
+    return {**own, "flights": flights, "merges": _zeros(own["merges"]), "reducer": {}, "metadata": pending}
+
+
+def concatenate(tensors: list[Tensor]) -> Tensor:
+    """Returns one flat tensor of several; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _zeros(tree: Any) -> Any:
+    """Returns nested dicts with zeros for tensors."""
+    if isinstance(tree, dict):
+        return {name: _zeros(node) for name, node in tree.items()}
+    return torch.zeros_like(tree) if isinstance(tree, Tensor) else tree
+
+
+def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
+    """Returns a result as tensors, for a member that lacks it; its own residual of the exchange is lost to it."""
+    result = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.rider
+    if not reduced.taught:
+        return result
+    return *result, pack_tree(reduced.taught)
+
+
+def _unpacked(tensors: tuple[Tensor, ...]) -> Reduced:
+    mean, weight, rider, *taught = tensors
+    if not taught:
+        return Reduced(mean, float(weight), rider)
+    shared = unpack_tree(taught[0])
+
+    def learn(now: CodecState) -> CodecState:
+        return CodecState({**now.shared, **shared}, now.local)
+
+    return Reduced(mean, float(weight), rider, learn, taught=shared)
+
+
+_RESULT: Values[Reduced] = Values(_packed, _unpacked)

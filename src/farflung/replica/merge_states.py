@@ -1,0 +1,183 @@
+"""States of a schedule's merges, one for each bucket; see :class:`farflung.types.MergeState`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from farflung.errors import Unsupported
+from farflung.moments import forget
+from farflung.replica.buckets import GradientBucket, GradientBuckets
+from farflung.replica.flight import Flight
+from farflung.types import Merge, MergeState, Schedule, State
+
+__all__ = ["MergeStates"]
+
+
+class MergeStates:
+    """One state for each bucket and kind of merge, for a whole run.
+
+    Args:
+      schedule: names the merges.
+      buckets: of the model.
+      optimizer: steps on the buckets; ``None`` if it is not known.
+
+    Raises:
+      Unsupported: two merges of one kind.
+      ConfigError: a merge that does not go with the optimizer.
+    """
+
+    def __init__(
+        self, schedule: Schedule, buckets: GradientBuckets, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._buckets = buckets
+        self.kinds: dict[str, type[Merge]] = {}
+        """Kinds of merges, by name."""
+        self._merges: dict[type[Merge], Merge] = {}
+        for merge in schedule.merges:
+            if type(merge) in self._merges:
+                raise Unsupported(
+                    f"schedule {type(schedule).__name__}: merge {type(merge).__name__} is named twice: name it once, "
+                    "and give transfers their own settings"
+                )
+            self._merges[type(merge)] = merge
+            self.kinds[type(merge).__name__] = type(merge)
+            if optimizer is not None:
+                merge.check(optimizer)
+        self._states = {
+            kind: [_initial(merge, bucket) for bucket in buckets] for kind, merge in self._merges.items()
+        }
+
+    def __contains__(self, merge: Merge) -> bool:
+        return type(merge) in self._merges
+
+    def __iter__(self) -> Iterator[tuple[Merge, GradientBucket, MergeState]]:
+        for kind, states in self._states.items():
+            for bucket, state in zip(self._buckets, states, strict=True):
+                yield self._merges[kind], bucket, state
+
+    @property
+    def is_apart(self) -> bool:
+        """Returns True if ranks differ after the last result was applied; equal on all ranks."""
+        return any(state.is_apart for _, _, state in self)
+
+    @property
+    def evaluates_anchor(self) -> bool:
+        """Returns True if the anchor is evaluated while ranks differ."""
+        return any(merge.evaluates_anchor for merge in self._merges.values())
+
+    @property
+    def anchors(self) -> list[Tensor] | None:
+        """The parameters without contributions in flight, flat by bucket; ``None`` if no merge has anchors."""
+        for states in self._states.values():
+            anchors = [state.anchor for state in states if state.anchor is not None]
+            if anchors:
+                return anchors
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for _, _, state in self)
+
+    def contribute(
+        self, merge: Merge, buckets: Sequence[GradientBucket], delay: int
+    ) -> tuple[list[Tensor], dict[int, State]]:
+        """Returns the contribution of each bucket to an exchange, and what is saved of it, by bucket."""
+        tensors, saved = [], {}
+        for bucket in buckets:
+            state = self._states[type(merge)][bucket.index]
+            tensor, saved[bucket.index] = merge.contribute(bucket, state, delay)
+            state.has_updates = False
+            tensors.append(tensor)
+        return tensors, saved
+
+    def add(self, flight: Flight) -> None:
+        """Makes what an exchange has saved pending until it is applied."""
+        for index, saved in flight.saved.items():
+            self._states[type(flight.merge)][index].pending.append(saved)
+
+    def apply(self, flight: Flight, mean: Tensor | None) -> None:
+        """Applies the result of an exchange; ``None`` takes the rank's own contribution back."""
+        merge, buckets = flight.merge, flight.unit.buckets
+        means: Sequence[Tensor | None] = [mean] * len(buckets)
+        if mean is not None and len(buckets) > 1:
+            means = mean.split([bucket.gradient.numel() for bucket in buckets])
+        for bucket, each in zip(buckets, means, strict=True):
+            state, saved = self._states[type(merge)][bucket.index], flight.saved[bucket.index]
+            state.pending = [other for other in state.pending if other is not saved]
+            merge.apply(bucket, state, saved, each, flight.delay)
+            if merge.optimizer_state == "reset":
+                assert bucket.optimizer is not None
+                forget(bucket.optimizer, bucket.parameters)
+
+    def mark_updated(self) -> None:
+        """Notes that the optimizer has stepped."""
+        for _, _, state in self:
+            state.has_updates = True
+
+    def rebase(self) -> None:
+        """Sets anchors to the parameters, which are equal on all ranks; each old one is let go before the next."""
+        for merge, bucket, state in self:
+            if merge.moves != "gradient":
+                state.anchor, state.local = None, {}
+                initial = merge.init(bucket.weights())
+                state.anchor, state.local = initial.anchor, initial.local
+                state.shared.update(initial.shared)
+                state.is_apart = state.has_updates = False
+
+    def drop_contributions(self, *, to_anchors: bool) -> None:
+        """Makes this rank one that has contributed nothing yet.
+
+        Args:
+          to_anchors: whether parameters are set to the anchors.
+        """
+        for merge, bucket, state in self:
+            if state.anchor is not None:
+                if to_anchors:
+                    bucket.load_weights(state.anchor)
+                state.local, state.has_updates = merge.init(state.anchor.clone()).local, False
+
+    def clear_pending(self) -> None:
+        """Forgets all contributions in flight."""
+        for _, _, state in self:
+            state.pending = []
+
+    def finish(self) -> None:
+        """Completes merges at the end of a run, when nothing is in flight."""
+        for merge, bucket, state in self:
+            merge.finish(bucket, state)
+
+    def state_dict(self) -> tuple[State, State]:
+        """Returns what is equal on all ranks, and what is this one's own; without what flights have saved."""
+        shared: dict[str, State] = {name: {} for name in self.kinds}
+        own: dict[str, State] = {name: {} for name in self.kinds}
+        for merge, bucket, state in self:
+            name, key = type(merge).__name__, str(bucket.index)
+            anchor = {} if state.anchor is None else {"anchor": state.anchor}
+            shared[name][key] = {**anchor, **state.shared, "is_apart": state.is_apart}
+            own[name][key] = {**state.local, "has_updates": state.has_updates}
+        return shared, own
+
+    def load_state_dict(self, shared: Mapping[str, State], own: Mapping[str, State]) -> None:
+        """Continues from :meth:`state_dict`, with nothing in flight."""
+        for merge, bucket, state in self:
+            name, key = type(merge).__name__, str(bucket.index)
+            state.shared, state.local = _copied(shared[name][key], bucket), _copied(own[name][key], bucket)
+            state.anchor = state.shared.pop("anchor", None)
+            state.is_apart, state.has_updates = state.shared.pop("is_apart"), state.local.pop("has_updates")
+            state.pending = []
+
+
+def _initial(merge: Merge, bucket: GradientBucket) -> MergeState:
+    return MergeState() if merge.moves == "gradient" else merge.init(bucket.weights())
+
+
+def _copied(state: State, bucket: GradientBucket) -> State:
+    device = bucket.gradient.device
+    return {
+        name: value.to(device, copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }

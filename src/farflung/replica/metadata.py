@@ -1,0 +1,224 @@
+"""Metadata of training steps, which is summed over the ranks beside their gradients so that all decide alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflung.comm import Purpose
+from farflung.replica.averaging import sum_everywhere
+from farflung.replica.units import Unit
+from farflung.types import Runtime, State
+
+__all__ = ["MetadataLayout", "PendingMetadata", "ReducedMetadata", "StepMetadata"]
+
+_FIXED = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
+"""The first numbers of every vector of metadata."""
+_DIGIT = 1 << 16
+"""Base of ``answers``, in which each yes or no is summed in a digit: more ranks than there ever are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """Metadata of one step of one rank.
+
+    Args:
+      loss: the rank's weighted mean loss.
+      weight: of the rank in the mean.
+      samples: of the rank's batch.
+      is_exhausted: whether the rank has run out of data, and only answers the others.
+    """
+
+    loss: float
+    weight: float
+    samples: int = 0
+    is_exhausted: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Returns True if the loss is a number."""
+        return math.isfinite(self.loss)
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedMetadata:
+    """Metadata summed over all ranks.
+
+    Args:
+      loss: sum of losses times weights.
+      num_nonfinite: losses that are not finite.
+      nonfinite_ranks: ranks of one or two such losses; empty for more.
+      unused_changed: whether a rank uses other parameters than before; see :class:`UnusedParameters`.
+      num_exhausted: ranks that have run out of data.
+      sums: of the numbers that extensions have added, by name.
+    """
+
+    loss: float
+    num_nonfinite: int
+    nonfinite_ranks: list[int]
+    unused_changed: bool
+    num_exhausted: int
+    sums: Mapping[str, float]
+
+
+class MetadataLayout:
+    """Layout of the float64 vector that is summed beside every exchange.
+
+    Args:
+      names: of the numbers that extensions add, equal on all ranks.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = tuple(names)
+
+    @property
+    def numel(self) -> int:
+        return len(_FIXED) + len(self._names)
+
+    def pack(
+        self,
+        steps: Sequence[StepMetadata],
+        rank: int,
+        numbers: Mapping[str, float],
+        *,
+        unused_changed: bool = False,
+    ) -> tuple[float, Tensor]:
+        """Returns a rank's weight in an exchange, and its metadata as a vector.
+
+        The weight is the mean over the steps; a step whose loss is not finite has weight 0.
+
+        Args:
+          steps: of the unit since its last exchange.
+          rank: this one.
+          numbers: of extensions; 0 where a name is missing.
+          unused_changed: whether the rank uses other parameters than before.
+
+        Raises:
+          ValueError: a number without a place.
+        """
+        weight, loss, nonfinite, is_exhausted = 0.0, 0.0, 0, True
+        for step in steps:
+            is_exhausted &= step.is_exhausted
+            if step.is_finite:
+                weight += step.weight
+                loss += step.loss * step.weight
+            else:
+                nonfinite += 1
+        count = len(steps)
+        answers = unused_changed + _DIGIT * is_exhausted
+        values = [
+            loss / count, nonfinite, nonfinite * rank, nonfinite * rank**2, answers, *[0.0] * len(self._names)
+        ]  # fmt: skip
+        for name, value in numbers.items():
+            values[len(_FIXED) + self._names.index(name)] += value
+        return weight / count, torch.tensor(values, dtype=torch.float64)
+
+    def unpack(self, summed: Tensor) -> ReducedMetadata:
+        """Reads the sum of all ranks' vectors."""
+        loss, nonfinite, ranks, squares, answers, *values = summed.tolist()
+        num_exhausted, unused_changed = divmod(int(answers), _DIGIT)
+        return ReducedMetadata(
+            loss,
+            int(nonfinite),
+            _ranks(int(nonfinite), ranks, squares),
+            bool(unused_changed),
+            num_exhausted,
+            dict(zip(self._names, values, strict=True)),
+        )
+
+
+class PendingMetadata:
+    """Metadata that no exchange has carried yet: of steps for each unit, and numbers by name.
+
+    Args:
+      units: that exchanges move.
+      rank: this one.
+    """
+
+    def __init__(self, units: Collection[Unit], rank: int) -> None:
+        self._units, self._rank = units, rank
+        self._names: list[str] = []
+        self.layout = MetadataLayout()
+        self._numbers: dict[str, float] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns True if no unit has a step that no exchange has carried."""
+        return not any(unit.steps for unit in self._units)
+
+    def extend(self, names: Iterable[str]) -> None:
+        """Adds names of numbers, before the first step."""
+        self._names += names
+        self.layout = MetadataLayout(self._names)
+
+    def add(self, step: StepMetadata, numbers: Mapping[str, float]) -> None:
+        """Adds a step, and the numbers of extensions."""
+        for unit in self._units:
+            unit.steps.append(step)
+        for name, value in numbers.items():
+            self._numbers[name] = self._numbers.get(name, 0.0) + value
+
+    def replace_step(self, step: StepMetadata, replacement: StepMetadata) -> None:
+        """Replaces the last step for the exchanges that have not started yet."""
+        for unit in self._units:
+            if unit.steps and unit.steps[-1] is step:
+                unit.steps[-1] = replacement
+
+    def pack(self, unit: Unit, *, is_first_of_step: bool, unused_changed: bool) -> tuple[float, Tensor]:
+        """Returns a rank's weight in an exchange, and its metadata as a vector; what is packed is not pending any more.
+
+        Args:
+          unit: that the exchange moves.
+          is_first_of_step: whether the exchange carries the numbers.
+          unused_changed: whether the rank uses other parameters than before.
+        """
+        numbers: Mapping[str, float] = {}
+        if is_first_of_step:
+            numbers, self._numbers = self._numbers, {}
+        steps, unit.steps = unit.steps, []
+        return self.layout.pack(steps, self._rank, numbers, unused_changed=unused_changed)
+
+    def clear(self, *, numbers: bool = False) -> None:
+        """Forgets the steps, and the numbers too if that is asked for."""
+        for unit in self._units:
+            unit.steps.clear()
+        if numbers:
+            self._numbers.clear()
+
+    async def sum_rest(self, runtime: Runtime, number: int) -> Mapping[str, float]:
+        """Sums the numbers that no exchange has carried; their names are equal on all ranks."""
+        if not self._numbers:
+            return {}
+        own = torch.tensor(list(self._numbers.values()), dtype=torch.float64)
+        _, summed = await sum_everywhere(runtime, torch.empty(0), own, number, purpose=Purpose.REMAINDER)
+        names, self._numbers = list(self._numbers), {}
+        return dict(zip(names, summed.tolist(), strict=True))
+
+    def state_dict(self) -> State:
+        """Returns what a resumed rank continues from."""
+        return {
+            "steps": {
+                str(unit.number): [[step.loss, step.weight] for step in unit.steps] for unit in self._units
+            },
+            "numbers": dict(self._numbers),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues from :meth:`state_dict`."""
+        for unit in self._units:
+            unit.steps = [StepMetadata(*step) for step in state["steps"].get(str(unit.number), ())]
+        self._numbers = dict(state["numbers"])
+
+
+def _ranks(count: int, total: float, squares: float) -> list[int]:
+    """Returns one or two ranks from their sum and the sum of their squares."""
+    if count == 1:
+        return [int(total)]
+    if count == 2:
+        spread = (2 * squares - total**2) ** 0.5
+        return sorted({round((total - spread) / 2), round((total + spread) / 2)})
+    return []

@@ -1,0 +1,85 @@
+"""One training step: the transfers that start at it, and the outcome of its due exchanges."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from farflung.replica.flight import Flight
+from farflung.replica.metadata import ReducedMetadata, StepMetadata
+from farflung.types import Reduced, SharedStats, Transfer
+
+__all__ = ["Arrival", "StepOutcome", "StepPlan"]
+
+
+class Arrival(NamedTuple):
+    """An exchange with its result."""
+
+    flight: Flight
+    reduced: Reduced
+    metadata: ReducedMetadata
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """Outcome of the exchanges that were due at a step.
+
+    Args:
+      num_nonfinite: ranks with a non-finite loss, which contributed nothing.
+      stats: of the last step whose exchange was due; ``None`` if none was.
+      num_exhausted: ranks that had run out of data at that step.
+      sums: of the numbers that extensions of all ranks have added to the metadata, by name.
+    """
+
+    num_nonfinite: int = 0
+    stats: SharedStats | None = None
+    num_exhausted: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def merged_weight(self) -> float:
+        """Sum of the weights of the last step's gradients; 0 if none has been merged."""
+        return self.stats.weight if self.stats else 0.0
+
+
+class StepPlan:
+    """The transfers of one step, in the planned order, which is equal on all ranks.
+
+    Args:
+      step: its number.
+      metadata: of this rank.
+      transfers: that start at it.
+      learning_rate: at its beginning.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        metadata: StepMetadata,
+        transfers: Sequence[Transfer],
+        learning_rate: float | None,
+    ) -> None:
+        self.step, self.metadata, self.learning_rate = step, metadata, learning_rate
+        self.outcome = StepOutcome()
+        self.num_waiting = len(transfers)
+        """Transfers that have not been launched."""
+        self.has_launched = False
+        self._gradients = deque(transfer for transfer in transfers if transfer.merge.moves == "gradient")
+        self._updates = [transfer for transfer in transfers if transfer.merge.moves != "gradient"]
+        self.has_gradients = bool(self._gradients)
+        """Whether gradients leave in the step's backward pass."""
+        self._full: set[int] = set()
+        """Buckets that have filled."""
+
+    def fill(self, index: int) -> Iterator[Transfer]:
+        """Marks a bucket as full; yields the transfers of gradients that can start."""
+        self._full.add(index)
+        while self._gradients and self._full.issuperset(b.index for b in self._gradients[0].part.buckets):
+            yield self._gradients.popleft()
+
+    def take_updates(self) -> list[Transfer]:
+        """Returns the transfers that start after the optimizer's step, once."""
+        updates, self._updates = self._updates, []
+        return updates

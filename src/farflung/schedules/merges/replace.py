@@ -1,0 +1,54 @@
+"""Means in place of local gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.types import Averaged, Merge, MergeBucket, MergeState, State
+
+__all__ = ["Replace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replace(Merge):
+    r"""The optimizer steps on the mean gradient, and not at all where no mean is due.
+
+    All ranks apply the same means in the same order and never differ.
+
+    Args:
+      correction: :math:`\lambda`; the mean :math:`\bar g`, taken at older parameters :math:`w'`, is applied as
+        :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
+    """
+
+    moves: ClassVar[Averaged] = "gradient"
+
+    correction: float = 0.0
+
+    @override
+    def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
+        """Returns the gradient itself where it is due at once, else a copy."""
+        if not delay:
+            return bucket.gradient, {}
+        saved = {"own": bucket.gradient.clone()}
+        if self.correction:
+            saved["at"] = bucket.weights()
+        return saved["own"].clone(), saved
+
+    @override
+    def apply(
+        self,
+        bucket: MergeBucket,
+        state: MergeState,
+        saved: State,
+        mean: Tensor | None,
+        delay: int,
+    ) -> None:
+        if mean is None:
+            return
+        if "at" in saved:
+            mean = mean + self.correction * mean * mean * bucket.weights().sub_(saved["at"])
+        bucket.load_gradient(mean)

@@ -1,0 +1,64 @@
+"""Local updates first, and later their mean in their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.types import Merge, MergeBucket, MergeState, State, anchor_of
+
+__all__ = ["Swap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap(Merge):
+    r"""Local updates are applied at once; when their mean arrives the two are exchanged.
+
+    .. math:: w_j = a + \sum_{b} B_{b,j} + u_j
+
+    The anchor a is where all ranks began, plus every mean that has arrived: the same bits on all. Pending are the
+    blocks B in flight and the updates u since the last of them. A swap adds a mean to the anchor, drops its block, and
+    computes the parameters anew as the sum, so rounding does not accumulate.
+    """
+
+    @override
+    def init(self, weights: Tensor) -> MergeState:
+        return MergeState(weights)
+
+    @override
+    def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
+        """Returns the updates since the last block."""
+        block = _recent(bucket, state)
+        return block.clone(), {"own": block}
+
+    @override
+    def apply(
+        self,
+        bucket: MergeBucket,
+        state: MergeState,
+        saved: State,
+        mean: Tensor | None,
+        delay: int,
+    ) -> None:
+        recent = _recent(bucket, state, saved) if state.has_updates else None
+        if mean is not None:
+            anchor_of(state).add_(mean)
+        weights = _base(state)
+        bucket.load_weights(weights if recent is None else weights.add_(recent))
+
+
+def _recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
+    if not state.has_updates:
+        return torch.zeros_like(anchor_of(state))
+    return bucket.weights().sub_(_base(state, *oldest))
+
+
+def _base(state: MergeState, *oldest: State) -> Tensor:
+    """Returns the anchor with all blocks in flight, of which ``oldest`` come first."""
+    total = anchor_of(state).clone()
+    for block in (*oldest, *state.pending):
+        total.add_(block["own"])
+    return total
