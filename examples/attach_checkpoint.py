@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import farflung
-from farflung.replica import load_tree, save_tree
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.optimizers import load_optimizer_state, optimizer_state
+from farflung.state_trees import load_tree, save_tree
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--schedule", default="delayed(delay=2)")

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from farflung.replica import load_tree, save_tree
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.optimizers import load_optimizer_state, optimizer_state
 from farflung.seeding import generator
+from farflung.state_trees import load_tree, save_tree
 from farflung.workloads import workload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

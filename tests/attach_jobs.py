@@ -29,8 +29,8 @@ from typing_extensions import override
 import farflung
 import farflung.recipes
 from farflung.config import BUCKET_NBYTES
+from farflung.engine.unused import UnusedParameters
 from farflung.handle import Handle
-from farflung.replica.unused import UnusedParameters
 from farflung.schedules import SCHEDULES, Delayed
 from farflung.types import SharedStats, State
 from farflung.wall import LaunchEnv

@@ -27,7 +27,7 @@ from farflung.ddp import HookState, exchange
 from farflung.errors import FarflungError, PeerLost
 from farflung.recipes import Recipe
 from farflung.reducers.base import numerator, reduced, side_of
-from farflung.replica import load_tree, save_tree
+from farflung.state_trees import load_tree, save_tree
 from farflung.tasks import Pending, done
 from farflung.types import Channel, CodecState, Contribution, Reduced, Reducer, Seeds, StateSlot, TensorSpec
 from tests.helpers import PATIENCE_S

@@ -15,7 +15,7 @@ from farflung.codecs import TopK, error_feedback
 from farflung.errors import ConfigError
 from farflung.handle import carries
 from farflung.recipes import RECIPES, Recipe
-from farflung.replica import load_tree
+from farflung.state_trees import load_tree
 from farflung.telemetry import Event
 from farflung.types import CodecState, Payload, State
 from tests import attach_jobs

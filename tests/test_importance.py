@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import farflung
 from farflung.errors import CheckpointError, ConfigError, RunLost
 from farflung.importance import Drawn, _cut
-from farflung.replica import load_tree, save_tree
+from farflung.state_trees import load_tree, save_tree
 from tests.covering import thorough
 from tests.helpers import same_tree
 from tests.pool import Pool

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import farflung
 from farflung.config import Training
 from farflung.errors import CheckpointError, ConfigError
+from farflung.loop.checkpoint import check_optimizer_kind
 from farflung.optimizers import Lars, LarsSettings, SignSGD
-from farflung.replica.checkpoint import check_optimizer_kind
 
 RATE, MOMENTUM, DECAY, TRUST = 3.0, 0.9, 0.01, 0.02
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.errors import ConfigError
-from farflung.replica import load_tree, save_tree
 from farflung.seeding import RandomState, derive, generator
+from farflung.state_trees import load_tree, save_tree
 from farflung.workloads import workload
 from tests.helpers import same_tree
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.replica import optimizer_settings
+from farflung.loop import optimizer_settings
 from tests.pool import Pool
 
 

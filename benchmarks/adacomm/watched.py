@@ -14,7 +14,7 @@ from benchmarks.adacomm.links import COLLECTIVE, REPLICAS, device, links
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import Subset, cifar
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending

@@ -10,8 +10,8 @@ import torch
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.devices import CodingRates, DeviceProfile, device_profile
+from farflung.loop import Replica
 from farflung.network import NetworkProfile
-from farflung.replica import Replica
 from farflung.sim import VirtualWorld
 from farflung.workloads import Quadratic
 

@@ -15,7 +15,7 @@ from benchmarks.common.trainings import Trainings
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.spec import build

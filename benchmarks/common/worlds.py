@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from farflung.config import Training
+from farflung.loop import Replica
 from farflung.recipes import recipe
-from farflung.replica import Replica
 from farflung.runs import make_replica, settled_collective
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry

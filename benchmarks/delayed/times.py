@@ -15,8 +15,8 @@ from farflung.calibration import forward_flops
 from farflung.comm import cost_s
 from farflung.config import Training
 from farflung.devices import DeviceProfile, device_profile
+from farflung.loop import Replica
 from farflung.network import Link, NetworkProfile, network_profile
-from farflung.replica import Replica
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.workloads import workload

@@ -21,8 +21,8 @@ from benchmarks.common.worlds import replicas_in
 from benchmarks.mercury.applications import APPLICATIONS, REPLICAS, workload_of
 from benchmarks.mercury.methods import PUBLISHED_RATE
 from farflung.config import Training
-from farflung.replica import Replica
-from farflung.replica.scoring import scores_of
+from farflung.loop import Replica
+from farflung.loop.scoring import scores_of
 from farflung.runs.simulation import one_thread
 from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.seeding import generator

@@ -24,9 +24,9 @@ from benchmarks.mercury.applications import (
 from benchmarks.workloads.halved import some, with_tail
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Subset
-from farflung.replica import Replica
-from farflung.replica.evaluation import Score, evaluate
-from farflung.replica.scoring import scores_of
+from farflung.loop import Replica
+from farflung.loop.evaluation import Score, evaluate
+from farflung.loop.scoring import scores_of
 from farflung.runs.simulation import one_thread
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld

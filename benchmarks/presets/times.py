@@ -15,10 +15,10 @@ from benchmarks.presets.language import CORPUS, DEVICE, NODES
 from farflung.calibration import forward_flops
 from farflung.config import Training
 from farflung.devices import device_profile
+from farflung.loop import Replica
 from farflung.network import network_profile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS, PowerSGD
-from farflung.replica import Replica
 from farflung.runs import SimulatedConfig
 from farflung.runs.simulation import coding_told, one_thread
 from farflung.schedules import SCHEDULES, Delayed, DiLoCo, Pipelined, PostLocalSGD

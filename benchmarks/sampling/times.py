@@ -11,7 +11,7 @@ from benchmarks.sampling.regimes import Regime
 from benchmarks.sampling.training import BATCH, DEVICE, LATENCY_S, MBPS, REPLICAS, Sampled, slow
 from farflung.config import Training
 from farflung.data import PARTITIONS
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.runs.simulation import one_thread
 from farflung.workloads import workload
 

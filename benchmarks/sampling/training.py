@@ -20,8 +20,8 @@ from farflung.calibration import forward_flops
 from farflung.config import Training
 from farflung.data import PARTITIONS
 from farflung.devices import device_profile
+from farflung.loop import Replica
 from farflung.network import Link, NetworkProfile
-from farflung.replica import Replica
 from farflung.runs.simulation import one_thread
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event

@@ -11,7 +11,7 @@ from benchmarks.common.worlds import replicas_in
 from benchmarks.scadles.limits import BASE, LEAST, MOST, weighted
 from farflung.config import Training
 from farflung.data import Injection
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.seeding import derive
 from farflung.sim import VirtualWorld
 from farflung.streams.rates import courses

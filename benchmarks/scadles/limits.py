@@ -9,7 +9,7 @@ import torch
 from benchmarks.common.worlds import replicas_in
 from benchmarks.scadles.streamed import NETS, device, network
 from farflung.config import Training
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.sim import VirtualWorld
 from farflung.workloads import workload
 

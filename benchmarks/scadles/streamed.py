@@ -15,8 +15,8 @@ from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, cifar, fashion_mnist
 from farflung.devices import DeviceProfile
+from farflung.loop import Replica
 from farflung.network import Link, NetworkProfile
-from farflung.replica import Replica
 from farflung.sim import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending

@@ -19,9 +19,9 @@ import torch._dynamo  # what the first optimizer would import
 from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
 from farflung.devices import DeviceProfile
+from farflung.loop import Replica, keep_once
 from farflung.network import Link
 from farflung.recipes import Recipe
-from farflung.replica import Replica, keep_once
 from farflung.runs import make_replica
 from farflung.sim import VirtualWorld
 from farflung.types import Workload

@@ -11,10 +11,10 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
 import farflung
-from farflung.replica import load_tree, save_tree
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state
-from farflung.replica.placement import batch_on
+from farflung.engine.placement import batch_on
+from farflung.loop.optimizers import load_optimizer_state, optimizer_state
 from farflung.seeding import generator
+from farflung.state_trees import load_tree, save_tree
 from farflung.workloads import workload
 
 

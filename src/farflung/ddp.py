@@ -19,11 +19,11 @@ from farflung._torch import after_backward, current_node, graph_task_id
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, Endpoint, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
+from farflung.engine import Engine, GradientBuckets, StepMetadata
+from farflung.engine.buckets import GradientBucket, make_buckets
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.options import whole_option
 from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
-from farflung.replica import Engine, GradientBuckets, StepMetadata
-from farflung.replica.buckets import GradientBucket, make_buckets
 from farflung.schedules import Synchronous
 from farflung.spec import build, text_of
 from farflung.tasks import Pending

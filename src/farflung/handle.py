@@ -20,23 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farflung._torch import after_backward, current_node, graph_task_id
-from farflung.comm import Endpoint, Purpose, collective_named
-from farflung.config import ON_NONFINITE
-from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.moments import eval_state, kind_of
-from farflung.rates import NoScaling
-from farflung.recipes import Recipe, recipe
-from farflung.reducers import summed_nbytes
-from farflung.replica import Engine, GradientBuckets, Parts, StepMetadata, fingerprint, optimizer_settings
-from farflung.replica.averaging import (
-    average,
-    broadcast,
-    relative_spread,
-    sketch,
-    sum_everywhere,
-    unlike,
-)
-from farflung.replica.fitness import (
+from farflung.attach_checks import (
     accumulates,
     check_optimizer,
     check_sole,
@@ -46,6 +30,23 @@ from farflung.replica.fitness import (
     needs_closure,
     plain_optimizer,
 )
+from farflung.comm import Endpoint, Purpose, collective_named
+from farflung.config import ON_NONFINITE
+from farflung.engine import Engine, GradientBuckets, StepMetadata
+from farflung.engine.averaging import (
+    average,
+    broadcast,
+    relative_spread,
+    sketch,
+    sum_everywhere,
+    unlike,
+)
+from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.loop import Parts, fingerprint, optimizer_settings
+from farflung.moments import eval_state, kind_of
+from farflung.rates import NoScaling
+from farflung.recipes import Recipe, recipe
+from farflung.reducers import summed_nbytes
 from farflung.schedules import SCHEDULES
 from farflung.spec import text_of
 from farflung.telemetry import Sink, Telemetry
@@ -266,7 +267,7 @@ def attach(
         )
         gain = None if sampler is None else sampler.gain
         if gain is not None:
-            from farflung.replica.measuring import MeasuredGain
+            from farflung.loop.measuring import MeasuredGain
 
             engine.extend(MeasuredGain(gain, runtime, parts.schedule, parts.reducer))
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
@@ -502,7 +503,7 @@ class Handle:
         Raises:
           RunLost: after :meth:`finish`.
         """
-        from farflung.replica.evaluation import averaged
+        from farflung.loop.evaluation import averaged
 
         self._check_none_new()
         self._end_skipped_step()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from farflung.data import fashion_mnist
 from farflung.data.source import Which
+from farflung.engine import buckets
 from farflung.recipes import RECIPES
-from farflung.replica import buckets
 from farflung.types import Workload
 from farflung.workloads import WORKLOADS, Classification
 

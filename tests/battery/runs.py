@@ -20,8 +20,8 @@ from torch import Tensor
 
 from farflung.calibration import forward_flops
 from farflung.devices import device_profile
-from farflung.replica import load_tree
 from farflung.runs import DEVICE, Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
+from farflung.state_trees import load_tree
 from farflung.telemetry import Event
 from farflung.wall import LaunchEnv
 from tests.battery import coded

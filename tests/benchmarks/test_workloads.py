@@ -29,7 +29,7 @@ from farflung.data import TensorDataset
 from farflung.data.catalog import source_named
 from farflung.data.source import File, Location, Source
 from farflung.errors import DataError
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.types import Batch

@@ -15,8 +15,8 @@ from farflung.decisions import read_decisions
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile
-from farflung.replica import load_tree
 from farflung.runs import Run, RunFolder, simulate
+from farflung.state_trees import load_tree
 from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
 from tests.covering import thorough

@@ -13,7 +13,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from farflung.replica import load_tree
+from farflung.state_trees import load_tree
 from farflung.telemetry import read_events
 from tests.covering import thorough
 from tests.forks import Fork, farflung, ran

@@ -19,8 +19,8 @@ from farflung.codecs import CODECS, ErrorFeedback, Truncate16
 from farflung.codecs.base import accumulate
 from farflung.comm import ExchangeChannel
 from farflung.comm.wire import Kind, encode
-from farflung.replica import load_tree, save_tree
 from farflung.seeding import generator
+from farflung.state_trees import load_tree, save_tree
 from farflung.types import Codec, CodecState, Payload, Placed, Runtime, Seeds, TensorSpec
 from tests.helpers import (
     CODEC_ROWS,

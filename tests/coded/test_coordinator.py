@@ -21,7 +21,7 @@ from farflung.coded.record import Record
 from farflung.decisions import DecisionLog
 from farflung.errors import BadSamples, RunLost
 from farflung.faults import FaultPlan
-from farflung.replica import save_tree
+from farflung.state_trees import save_tree
 from tests.coded_runs import FEATURES, Notes, Run, Seen, part, products_agree
 
 EXACT = 1e-9

@@ -22,7 +22,7 @@ from farflung.coded.record import Record
 from farflung.comm import Endpoint, Peer
 from farflung.comm.visits import Access
 from farflung.errors import ConfigError, FarflungError
-from farflung.replica import load_tree, save_tree
+from farflung.state_trees import load_tree, save_tree
 from farflung.types import Json
 from tests.coded_plans import DEVICES, PARTITIONS, Plan
 from tests.coded_processes import (

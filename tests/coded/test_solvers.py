@@ -32,8 +32,8 @@ from farflung.coded import (
 from farflung.coded import solvers as solvers_module
 from farflung.coded.solvers import Ray, strong_wolfe
 from farflung.errors import ConfigError
-from farflung.replica import load_tree, save_tree
 from farflung.seeding import generator
+from farflung.state_trees import load_tree, save_tree
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
 from tests.covering import thorough
 

@@ -12,8 +12,8 @@ import torch
 
 from farflung.comm import ExchangeChannel
 from farflung.data import SHARINGS, Resharding, TensorDataset
+from farflung.engine.gate import LinkGate
 from farflung.errors import ConfigError, ProtocolError
-from farflung.replica.gate import LinkGate
 from farflung.sampling import Uniform
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import Moved, Payload, Runtime

@@ -15,8 +15,8 @@ from farflung.cli.simulate import Simulate
 from farflung.comm.keys import load_keys, make_keys
 from farflung.data.fashion_mnist import read_idx
 from farflung.devices import CodingRates, Moment, load_device
-from farflung.replica import load_tree
 from farflung.runs import Filed, Run, RunFolder, RunOptions, SimulatedConfig, prepared, retime, simulate
+from farflung.state_trees import load_tree
 from farflung.types import CodingCost, Cost
 
 NETWORK = """\

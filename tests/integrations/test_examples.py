@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from farflung.errors import ConfigError
-from farflung.replica import load_tree
+from farflung.state_trees import load_tree
 from tests.covering import thorough
 from tests.pool import Pool
 

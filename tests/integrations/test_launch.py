@@ -22,8 +22,8 @@ from torch.distributed.run import get_args_parser
 
 from farflung.comm.keys import make_keys
 from farflung.files import write_whole
-from farflung.replica import load_tree
-from farflung.replica.checkpoint import Checkpoints
+from farflung.loop.checkpoint import Checkpoints
+from farflung.state_trees import load_tree
 from tests.forks import Fork, command, of_torchrun
 from tests.helpers import PATIENCE_S
 

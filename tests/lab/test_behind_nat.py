@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from farflung.comm import RELAYED
-from farflung.replica.checkpoint import load_tree
+from farflung.state_trees import load_tree
 from farflung.telemetry import read_events
 from tests.forks import of_torchrun, ran
 from tests.helpers import PATIENCE_S, same_tree

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from farflung.comm.keys import make_keys
-from farflung.replica.checkpoint import load_tree
+from farflung.state_trees import load_tree
 from tests.covering import thorough
 from tests.forks import of_torchrun
 from tests.helpers import same_tree

@@ -17,21 +17,21 @@ from typing_extensions import override
 
 from benchmarks.elastic.run import SCHEDULES
 from farflung.comm import Purpose
+from farflung.engine.flight import _packed, _unpacked
 from farflung.errors import ConfigError, Left, RunLost
 from farflung.faults import Fault, FaultPlan
+from farflung.loop import Replica
+from farflung.loop.summary import Summary
 from farflung.membership import Elastic, View
 from farflung.membership.among import ViewChannel
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import RECIPES
-from farflung.replica import Replica
-from farflung.replica.checkpoint import pack_tree
-from farflung.replica.flight import _packed, _unpacked
-from farflung.replica.summary import Summary
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
+from farflung.state_trees import pack_tree
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State

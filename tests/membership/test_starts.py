@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from farflung.comm import Purpose
+from farflung.engine.averaging import broadcast, unlike
 from farflung.errors import FarflungError
 from farflung.faults import FaultPlan
 from farflung.membership import Elastic
 from farflung.network import network_profile
-from farflung.replica.averaging import broadcast, unlike
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
 from farflung.runs.simulation import whole

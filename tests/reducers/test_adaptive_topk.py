@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import farflung
+from farflung.engine.reducer_states import ReducerStates
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import AdaptiveTopK
-from farflung.replica.reducer_states import ReducerStates
 from farflung.seeding import generator
 from farflung.types import CodecState, TensorSpec
 from tests.reducers.replicas import SPEC, Replica, assert_alike, gradient, run

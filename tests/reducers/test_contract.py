@@ -25,8 +25,8 @@ from farflung.reducers import (
     SharedScaleQSGD,
     summed_nbytes,
 )
-from farflung.replica import load_tree, save_tree
 from farflung.sim import LinkModel, VirtualWorld
+from farflung.state_trees import load_tree, save_tree
 from farflung.types import (
     Channel,
     CodecState,

@@ -14,12 +14,12 @@ from torch import Tensor
 import farflung
 from farflung.comm import ExchangeChannel
 from farflung.devices import CodingRates, DeviceProfile
+from farflung.engine.reducer_states import ReducerStates
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import GradiVeQ
 from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Coder, Layout
 from farflung.reducers.gradiveq.window import alike, dimensions, fingerprint, principal
-from farflung.replica.reducer_states import ReducerStates
 from farflung.seeding import generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.comm.broadcasts import choose_trees
+from farflung.engine import averaging
+from farflung.engine.averaging import average, broadcast
 from farflung.errors import FarflungError, PeerLost
 from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile, Site
-from farflung.replica import averaging
-from farflung.replica.averaging import average, broadcast
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farflung.engine import GradientBuckets
 from farflung.errors import ConfigError, Unsupported
-from farflung.replica import GradientBuckets
 from farflung.types import TensorSpec
 from tests.helpers import same_bits
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from farflung.config import Training
 from farflung.errors import CheckpointError, StorageError
+from farflung.loop import Checkpoints, Replica, checkpoint
+from farflung.loop.optimizers import load_optimizer_state, optimizer_state
 from farflung.recipes import recipe
-from farflung.replica import Checkpoints, Replica, checkpoint, load_tree, save_tree
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state
 from farflung.sim import VirtualWorld
+from farflung.state_trees import load_tree, save_tree
 from farflung.telemetry import Telemetry
 from farflung.types import Batch, State
 from farflung.workloads import Quadratic

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from farflung.attach_checks import check_optimizer, check_sole, needs_closure, plain_optimizer
 from farflung.errors import ConfigError, Unsupported
-from farflung.replica.fitness import check_optimizer, check_sole, needs_closure, plain_optimizer
 
 
 class FullyShardedDataParallel(nn.Module):

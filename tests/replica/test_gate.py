@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.replica.gate import LinkGate
+from farflung.engine.gate import LinkGate
 from farflung.sim import VirtualWorld
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from farflung import files
 from farflung.errors import CheckpointError
-from farflung.replica import checkpoint
+from farflung.loop import checkpoint
 from tests.forks import Fork
 from tests.helpers import same_tree
 from tests.schedules.runs import Run

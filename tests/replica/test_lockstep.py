@@ -14,9 +14,9 @@ import torch
 from farflung.config import Training
 from farflung.data import NoSharing
 from farflung.devices import DeviceProfile, Varying
+from farflung.loop import Checkpoints, Replica, keep_once
 from farflung.network import network_profile
 from farflung.recipes import recipe
-from farflung.replica import Checkpoints, Replica, keep_once
 from farflung.sampling import Uniform
 from farflung.sim import VirtualWorld
 from farflung.streams import RateLimited

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import farflung
+from farflung.engine import Engine
 from farflung.recipes import recipe
-from farflung.replica import Engine
 
 WIDTH, LAYERS, STEPS = 128, 4, 12
 COPIES = {

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.engine import Extension, StepMetadata
+from farflung.engine.buckets import GradientBucket
 from farflung.errors import Unsupported
-from farflung.replica import Extension, StepMetadata, load_tree
-from farflung.replica.buckets import GradientBucket
 from farflung.schedules import Delayed
 from farflung.schedules.merges import Replace, Swap
+from farflung.state_trees import load_tree
 from farflung.types import (
     Averaged,
     Bucket,

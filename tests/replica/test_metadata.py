@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farflung.replica.metadata import MetadataLayout, ReducedMetadata, StepMetadata
+from farflung.engine.metadata import MetadataLayout, ReducedMetadata, StepMetadata
 
 
 def reduced(*ranks: list[StepMetadata]) -> tuple[float, ReducedMetadata]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from farflung.config import Training
 from farflung.errors import NonFinite
+from farflung.loop import Replica
 from farflung.recipes import recipe
-from farflung.replica import Replica
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch

@@ -21,9 +21,9 @@ from farflung.data.sharing import Resharding
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
 from farflung.faults import FaultPlan
+from farflung.loop import Checkpoints, Replica
+from farflung.loop.ownership import Ownership
 from farflung.recipes import recipe
-from farflung.replica import Checkpoints, Replica
-from farflung.replica.ownership import Ownership
 from farflung.sampling import Uniform
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from farflung import simulate
+from farflung.engine import place
+from farflung.engine.placement import HOST, batch_on, state_on
 from farflung.errors import ConfigError
-from farflung.replica import place
-from farflung.replica.placement import HOST, batch_on, state_on
 from farflung.seeding import RandomState
 from farflung.types import Batch
 from farflung.workloads import Quadratic

@@ -14,9 +14,9 @@ from typing_extensions import override
 from farflung.config import Training
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
+from farflung.loop import Replica
+from farflung.loop.scoring import AccumulatedGradient, scores_of, still
 from farflung.recipes import recipe
-from farflung.replica import Replica
-from farflung.replica.scoring import AccumulatedGradient, scores_of, still
 from farflung.runs import make_replica
 from farflung.sampling import GroupedImportance, Uniform
 from farflung.sim import LinkModel, VirtualWorld

@@ -19,8 +19,8 @@ from farflung.data import InMemory
 from farflung.decisions import DecisionLog, read_decisions
 from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
+from farflung.loop import Checkpoints, Replica
 from farflung.recipes import recipe
-from farflung.replica import Checkpoints, Replica
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited, iterator
 from farflung.telemetry import Event, Telemetry

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farflung.replica.times import Times
+from farflung.engine.times import Times
 
 TOLD: dict[str, Any] = {"elapsed_s": 2.5, "step_s": None, "exchange_s": 1}
 

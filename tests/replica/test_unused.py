@@ -11,11 +11,11 @@ from torch.utils.data import TensorDataset
 
 import farflung
 from farflung.codecs import CODECS
+from farflung.engine.buckets import make_buckets
+from farflung.engine.units import Unit
+from farflung.engine.unused import UnusedParameters
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
-from farflung.replica.buckets import make_buckets
-from farflung.replica.units import Unit
-from farflung.replica.unused import UnusedParameters
 from farflung.types import Bucket, CodecState, StateSlot, TensorSpec
 
 PARTS = [

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from farflung.errors import DataError
-from farflung.replica import Summary, TimeSplit
+from farflung.loop import Summary, TimeSplit
 from farflung.report import score_words, summary_table
 
 SPLIT = TimeSplit(compute=2000.0, exposed_communication=2900.0, data_wait=0.0, other=100.0)

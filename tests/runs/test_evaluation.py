@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farflung import TorchWorkload
 from farflung.devices import DeviceProfile
 from farflung.devices.stragglers import Varying
-from farflung.replica.evaluation import _forward_once
+from farflung.loop.evaluation import _forward_once
 from farflung.runs import Run, compare, simulate
 from farflung.types import Json
 from tests.covering import thorough

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.cli.main import main
 from farflung.errors import BadInput, CheckpointError, ConfigError
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
 from farflung.types import Json, SampleIds

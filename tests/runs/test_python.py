@@ -16,9 +16,9 @@ from farflung.cli.main import main
 from farflung.errors import ConfigError, UnknownName
 from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile, network_profile
-from farflung.replica import load_tree
 from farflung.runs import RunConfig, RunFolder, SimulatedConfig, prepared
 from farflung.schedules import Synchronous
+from farflung.state_trees import load_tree
 from tests.helpers import same_tree
 from tests.runs.own import Coarse, Late, OwnOrder, halves
 

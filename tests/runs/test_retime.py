@@ -16,7 +16,7 @@ from farflung.cli.main import main
 from farflung.decisions import DecisionLog
 from farflung.devices import CodingRates, DeviceProfile, Points, Varying
 from farflung.errors import DataError
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
 from farflung.schedules import SCHEDULES
 from farflung.types import Decision

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.replica import load_tree, save_tree
 from farflung.sampling import SAMPLERS, Balanced, GroupedImportance, Uniform
+from farflung.state_trees import load_tree, save_tree
 from farflung.types import Decision, Draw, Json, PoolView, Sampler, Spare, State
 from tests.helpers import same_bits, same_tree
 

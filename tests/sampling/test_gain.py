@@ -12,8 +12,8 @@ from typing_extensions import override
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
 from farflung.errors import ConfigError
+from farflung.loop import Replica
 from farflung.recipes import recipe
-from farflung.replica import Replica
 from farflung.runs import make_replica
 from farflung.sampling import Gain
 from farflung.sampling.gain import NOISE, STEPS

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from farflung.errors import ConfigError, RunLost
 from farflung.recipes import Recipe
-from farflung.replica import load_tree, save_tree
 from farflung.sampling import SAMPLERS, GroupedImportance
 from farflung.sampling.importance import smoothed, variance_ratio
 from farflung.spec import build
+from farflung.state_trees import load_tree, save_tree
 from farflung.types import Decision, Draw, Json, PoolView, SampleIds, Spare
 from tests.covering import thorough
 from tests.helpers import same_tree

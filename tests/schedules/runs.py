@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
+from farflung.engine import place
+from farflung.loop import Checkpoints, Replica
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Checkpoints, Replica, place
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Dataset, SampleIds, Schedule

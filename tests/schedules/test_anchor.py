@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.replica import Replica
+from farflung.loop import Replica
 from tests.helpers import same_bits
 from tests.schedules.runs import Run, Valleys, distance
 

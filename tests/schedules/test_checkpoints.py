@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.replica import load_tree
 from farflung.sim import LinkModel
+from farflung.state_trees import load_tree
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits, same_tree
 from tests.schedules.runs import Run

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.replica import Replica, load_tree
+from farflung.loop import Replica
 from farflung.schedules import AdaComm
+from farflung.state_trees import load_tree
 from farflung.types import SharedStats, State
 from tests.covering import thorough
 from tests.helpers import same_bits, same_tree

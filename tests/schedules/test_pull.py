@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import ConfigError
+from farflung.loop import Replica
 from farflung.moments import momentum_of
-from farflung.replica import Replica
 from farflung.schedules.merges import pull, share_of_a_step
 from farflung.sim import LinkModel
 from farflung.types import Batch

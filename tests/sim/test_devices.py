@@ -12,9 +12,9 @@ import pytest
 from farflung.config import Training
 from farflung.devices import DeviceProfile, Layer, Occasional, Scheduled, Varying
 from farflung.errors import ConfigError
+from farflung.loop import Replica
 from farflung.network import Connection, Link, NetworkProfile, Site, network_profile
 from farflung.recipes import recipe
-from farflung.replica import Replica
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Cost, Runtime

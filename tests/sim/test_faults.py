@@ -11,8 +11,8 @@ import torch
 from farflung.config import Training
 from farflung.errors import DeadlinePassed, PeerLost, Unsupported
 from farflung.faults import FaultPlan
+from farflung.loop import Replica, Summary
 from farflung.recipes import recipe
-from farflung.replica import Replica, Summary
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.config import Training
 from farflung.data import IID, Holding
 from farflung.decisions import DecisionLog
+from farflung.engine import place
+from farflung.loop import Checkpoints, Replica
 from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Checkpoints, Replica, place
 from farflung.seeding import RandomState, derive, generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited

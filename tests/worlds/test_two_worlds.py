@@ -12,8 +12,8 @@ import torch
 
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES
+from farflung.loop import Checkpoints
 from farflung.reducers import REDUCERS
-from farflung.replica import Checkpoints
 from farflung.schedules import SCHEDULES
 from farflung.workloads import workload
 from tests.covering import covering

@@ -17,8 +17,8 @@ from farflung.calibration.probes import message_costs, peak_nbytes, whole_steps_
 from farflung.calibration.sharing import Sharing, company
 from farflung.config import Training
 from farflung.devices import CodingRates, DeviceProfile, Layer, saved_nbytes, training_nbytes
+from farflung.engine import GradientBuckets
 from farflung.errors import ConfigError
-from farflung.replica import GradientBuckets
 from farflung.seeding import RandomState, derive, generator
 from farflung.types import Batch, Dataset, TensorSpec, Workload
 

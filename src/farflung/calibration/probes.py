@@ -17,8 +17,8 @@ from farflung._torch import DispatchMode, StorageRef, tree_leaves
 from farflung.comm import Endpoint, Purpose
 from farflung.config import Training
 from farflung.data import InMemory
+from farflung.loop import Parts, Replica
 from farflung.reducers import CodecReducer
-from farflung.replica import Parts, Replica
 from farflung.sampling import Uniform
 from farflung.schedules import Synchronous
 from farflung.seeding import RandomState, derive, generator

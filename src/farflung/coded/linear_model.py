@@ -17,7 +17,7 @@ from typing_extensions import override
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.files import reading
 from farflung.options import flag_option, whole_option
-from farflung.replica import load_tree, save_tree
+from farflung.state_trees import load_tree, save_tree
 from farflung.tasks import Pending, done
 
 __all__ = [
@@ -587,7 +587,7 @@ class LinearModel:
         return float((self._codes(samples) == self.classes.codes(labels)).double().mean())
 
     def save(self, path: Path) -> None:
-        """Writes the model; see :func:`farflung.replica.save_tree`."""
+        """Writes the model; see :func:`farflung.state_trees.save_tree`."""
         save_tree(
             path,
             {

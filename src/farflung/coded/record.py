@@ -11,7 +11,7 @@ from farflung.coded.linear_model import Classes
 from farflung.coded.registry import Registry
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.files import JsonLinesFile, RunFiles, held, json_lines, reading, write_json
-from farflung.replica import load_tree, save_tree
+from farflung.state_trees import load_tree, save_tree
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 

@@ -78,7 +78,7 @@ class Iterate:
         return self.converged or self.stalled
 
     def tree(self) -> State:
-        """Gives the state as a tree that :func:`farflung.replica.save_tree` writes."""
+        """Gives the state as a tree that :func:`farflung.state_trees.save_tree` writes."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from farflung.errors import CheckpointError
 from farflung.handle import Handle
-from farflung.replica import load_tree, save_tree
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.optimizers import load_optimizer_state, optimizer_state
+from farflung.state_trees import load_tree, save_tree
 from farflung.types import State
 
 __all__ = ["begin_run", "gather_own", "load_own", "restore_own", "save_own"]

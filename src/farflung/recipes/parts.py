@@ -9,11 +9,11 @@ from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, collective_named
 from farflung.data import SHARINGS, STREAMS
 from farflung.errors import ConfigError
+from farflung.loop import Parts
 from farflung.options import whole_option
 from farflung.rates import SCALINGS
 from farflung.recipes.recipe import Recipe
 from farflung.reducers import REDUCERS
-from farflung.replica import Parts
 from farflung.sampling import SAMPLERS
 from farflung.schedules import SCHEDULES
 from farflung.seeding import derive

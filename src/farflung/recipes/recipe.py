@@ -13,7 +13,7 @@ from farflung.spec import text_of, unparse
 from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule, Sharing, Stream
 
 if TYPE_CHECKING:
-    from farflung.replica import Parts
+    from farflung.loop import Parts
 
 __all__ = ["FAMILIES", "RECIPES", "Recipe", "recipe"]
 

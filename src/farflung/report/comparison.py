@@ -50,7 +50,7 @@ class Course:
       network: on which network.
       seed: of the run.
       scores: simulated seconds since its beginning, bytes sent by rank 0, and metric of each evaluation.
-      summary: its end, as :meth:`farflung.replica.Summary.to_json` gives it.
+      summary: its end, as :meth:`farflung.loop.Summary.to_json` gives it.
     """
 
     recipe: str

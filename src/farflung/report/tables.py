@@ -85,7 +85,7 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     """The end of a run as two columns: what, and how much.
 
     Args:
-      summary: what :meth:`farflung.replica.Summary.to_json` gives, or an ``end`` event.
+      summary: what :meth:`farflung.loop.Summary.to_json` gives, or an ``end`` event.
       title: stands above the table.
       simulated: says so beside every time.
 

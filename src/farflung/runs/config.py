@@ -259,7 +259,7 @@ class RunConfig:
 
     def model_layout(self) -> str:
         """A short hash of the names, shapes and dtypes of the model, for comparing ranks."""
-        from farflung.replica import fingerprint
+        from farflung.loop import fingerprint
         from farflung.seeding import generator
 
         return fingerprint(self.task.model(generator(self.seed, "model")))
@@ -365,7 +365,7 @@ class RunConfig:
         Raises:
           BadInput: says what is wrong with it.
         """
-        from farflung.replica import check_model, check_optimizer_kind, check_share
+        from farflung.loop import check_model, check_optimizer_kind, check_share
         from farflung.seeding import generator
 
         shares = self.make_shares()

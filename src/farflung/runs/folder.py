@@ -14,7 +14,7 @@ from pathlib import Path
 from farflung.decisions import DecisionLog, decision_json, read_decisions
 from farflung.errors import ConfigError, DataError
 from farflung.files import RunFiles, check_folder, held, reading, write_json, write_text, writing
-from farflung.replica import Checkpoints
+from farflung.loop import Checkpoints
 from farflung.telemetry import Event, read_events
 from farflung.types import Decision, Json
 

@@ -25,11 +25,12 @@ from farflung.calibration import forward_flops
 from farflung.comm import collective_named
 from farflung.comm.visits import Access
 from farflung.devices import device_profile
+from farflung.engine import place
 from farflung.errors import ConfigError, DeadlinePassed, Left, ProtocolError, RunLost
 from farflung.files import read_text, reading, write_json, write_whole
+from farflung.loop import Replica
 from farflung.membership import Among, Elastic, Page
 from farflung.network import network_profile
-from farflung.replica import Replica, place, save_tree
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.folder import RunFolder
 from farflung.runs.preparing import Prepared, run_folder
@@ -37,6 +38,7 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
+from farflung.state_trees import save_tree
 from farflung.telemetry import JsonLines, Sink, Telemetry
 from farflung.wall import LaunchEnv, Pace, WallRuntime
 from farflung.wall.rendezvous import ask_leader

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from farflung.config import Training
+from farflung.engine.placement import HOST
+from farflung.loop import Checkpoints, Replica
 from farflung.recipes import Recipe
 from farflung.reducers import summed_nbytes
-from farflung.replica import Checkpoints, Replica
-from farflung.replica.placement import HOST
 from farflung.telemetry import Telemetry
 from farflung.types import Runtime, SampleIds, Workload
 

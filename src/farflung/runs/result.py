@@ -14,9 +14,9 @@ from typing_extensions import override
 from farflung.data import Share
 from farflung.errors import DataError, MissingExtra
 from farflung.files import reading
-from farflung.replica import load_tree
 from farflung.runs.config import RunConfig, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
+from farflung.state_trees import load_tree
 from farflung.telemetry import Event
 from farflung.types import Json
 

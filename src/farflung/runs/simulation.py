@@ -17,13 +17,13 @@ import torch
 from farflung.codecs import CODECS
 from farflung.comm import AUTO, collective_named
 from farflung.devices import DeviceProfile
+from farflung.engine.placement import place
 from farflung.errors import CheckpointError, ConfigError, DataError, Suspended
 from farflung.files import naming, reading, write_json, write_whole
+from farflung.loop import Replica, Summary, keep_once
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
-from farflung.replica import Replica, Summary, keep_once, save_tree
-from farflung.replica.placement import place
 from farflung.runs.bottleneck import slowest
 from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
 from farflung.runs.folder import RunFolder, Scratch
@@ -32,6 +32,7 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.sim import RecordedReplica, Retimed, Traffic, TrafficRecorder, VirtualWorld, retimed_events
 from farflung.spec import is_carried
+from farflung.state_trees import save_tree
 from farflung.telemetry import Event, JsonLines, Sink, Telemetry, both
 from farflung.types import Decision, Json, State, Workload
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from farflung.calibration import forward_flops
 from farflung.comm import Endpoint
 from farflung.devices import device_profile
+from farflung.engine import place
 from farflung.errors import ConfigError
 from farflung.membership import Page
 from farflung.recipes import Recipe
-from farflung.replica import place
 from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.events import EVENTS, Buffered, teller
 from farflung.runs.joining import JOIN_S, agreed_folder, join

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from farflung.errors import Unsupported
 from farflung.files import JsonLinesFile
-from farflung.replica import Replica
+from farflung.loop import Replica
 from farflung.sim.traffic import Op
 from farflung.tasks import Pending
 from farflung.types import (

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from farflung.engine import StepMetadata
 from farflung.errors import DataError
-from farflung.replica import Checkpoints, Replica, StepMetadata
+from farflung.loop import Checkpoints, Replica
 from farflung.sim.traffic import Op, Traffic
 from farflung.telemetry import BYTES, TIMES, Event, Sink
 from farflung.types import (

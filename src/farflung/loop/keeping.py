@@ -12,10 +12,12 @@ from torch import nn
 
 from farflung.comm import Purpose
 from farflung.config import Training
+from farflung.engine.averaging import barrier
+from farflung.engine.engine import Engine
+from farflung.engine.extension import Extension
 from farflung.errors import CheckpointError
 from farflung.files import reading
-from farflung.replica.averaging import barrier
-from farflung.replica.checkpoint import (
+from farflung.loop.checkpoint import (
     Checkpoints,
     check_model,
     check_optimizer_kind,
@@ -23,11 +25,9 @@ from farflung.replica.checkpoint import (
     fingerprint,
     share_name,
 )
-from farflung.replica.drawing import Drawing
-from farflung.replica.engine import Engine
-from farflung.replica.extension import Extension
-from farflung.replica.optimizers import load_optimizer_state, optimizer_state
-from farflung.replica.summary import TimeSplit
+from farflung.loop.drawing import Drawing
+from farflung.loop.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.summary import TimeSplit
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, done
 from farflung.telemetry import Telemetry
@@ -132,7 +132,7 @@ class Keeping:
         Args:
           checkpoints: the files.
           step: after so many.
-          exchanges: what :meth:`farflung.replica.Engine.state_dict` gave.
+          exchanges: what :meth:`farflung.engine.Engine.state_dict` gave.
           counted: what else the replica has counted, by name.
           background: by which it is written.
           telemetry: is told.

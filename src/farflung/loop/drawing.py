@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
-from farflung.replica.members import Parts
+from farflung.loop.members import Parts
 from farflung.seeding import RandomState
 from farflung.types import (
     Batch,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
-from farflung.replica.checkpoint import pack_tree, unpack_tree
-from farflung.replica.placement import state_on
-from farflung.replica.units import Places, Unit
+from farflung.engine.placement import state_on
+from farflung.engine.units import Places, Unit
+from farflung.state_trees import pack_tree, unpack_tree
 from farflung.tasks import Pending, done
 from farflung.types import CodecState, Contribution, Decision, Merge, Reduced, Reducer, Runtime, State
 

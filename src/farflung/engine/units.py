@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from farflung.engine.buckets import GradientBucket, GradientBuckets
 from farflung.errors import Unsupported
-from farflung.replica.buckets import GradientBucket, GradientBuckets
 from farflung.types import Bucket, Part, Placed, Schedule, StateSlot, TensorSpec
 
 if TYPE_CHECKING:
-    from farflung.replica.metadata import StepMetadata
+    from farflung.engine.metadata import StepMetadata
 
 __all__ = ["Places", "Unit", "enumerate_parts", "spec_of"]
 

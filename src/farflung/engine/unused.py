@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Values, start
-from farflung.replica.units import Places, Unit
+from farflung.engine.units import Places, Unit
 from farflung.types import Runtime, State
 
 __all__ = ["UnusedParameters"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from farflung.replica.buckets import GradientBuckets
-from farflung.replica.engine import Engine
-from farflung.replica.extension import Extension
+from farflung.engine.buckets import GradientBuckets
+from farflung.engine.engine import Engine
+from farflung.engine.extension import Extension
 
 __all__ = ["WeightPrediction", "predicted"]
 

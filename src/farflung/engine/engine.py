@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
+from farflung.engine.averaging import average, average_on
+from farflung.engine.buckets import GradientBuckets
+from farflung.engine.extension import Extension
+from farflung.engine.flight import Flight, concatenate
+from farflung.engine.gate import LinkGate
+from farflung.engine.merge_states import MergeStates
+from farflung.engine.metadata import PendingMetadata, StepMetadata
+from farflung.engine.placement import state_on
+from farflung.engine.plan import Arrival, StepOutcome, StepPlan
+from farflung.engine.reducer_states import ReducerStates
+from farflung.engine.times import Times
+from farflung.engine.units import Unit, enumerate_parts, spec_of
+from farflung.engine.unused import UnusedParameters
 from farflung.errors import NonFinite, Unsupported
 from farflung.files import deciding
 from farflung.moments import learning_rate_of, moments
-from farflung.replica.averaging import average, average_on
-from farflung.replica.buckets import GradientBuckets
-from farflung.replica.extension import Extension
-from farflung.replica.flight import Flight, concatenate
-from farflung.replica.gate import LinkGate
-from farflung.replica.merge_states import MergeStates
-from farflung.replica.metadata import PendingMetadata, StepMetadata
-from farflung.replica.placement import state_on
-from farflung.replica.plan import Arrival, StepOutcome, StepPlan
-from farflung.replica.reducer_states import ReducerStates
-from farflung.replica.times import Times
-from farflung.replica.units import Unit, enumerate_parts, spec_of
-from farflung.replica.unused import UnusedParameters
 from farflung.types import Reduced, Reducer, Runtime, Schedule, SharedStats, State, Transfer
 
 __all__ = ["Engine"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from farflung.replica.flight import Flight
+from farflung.engine.flight import Flight
 from farflung.types import Json
 
 __all__ = ["Times"]

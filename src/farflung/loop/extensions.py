@@ -7,10 +7,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from farflung.engine.extension import Extension, StepResult
+from farflung.engine.metadata import StepMetadata
 from farflung.files import deciding
-from farflung.replica.extension import Extension, StepResult
-from farflung.replica.members import Parts
-from farflung.replica.metadata import StepMetadata
+from farflung.loop.members import Parts
 from farflung.telemetry import Telemetry
 from farflung.types import Elastic, Json, Runtime, Sampler
 

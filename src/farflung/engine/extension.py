@@ -10,9 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel
-from farflung.replica.flight import Flight
-from farflung.replica.metadata import StepMetadata
-from farflung.replica.plan import Arrival, StepOutcome
+from farflung.engine.flight import Flight
+from farflung.engine.metadata import StepMetadata
+from farflung.engine.plan import Arrival, StepOutcome
 from farflung.types import Json, State
 
 __all__ = ["Extension", "StepResult"]

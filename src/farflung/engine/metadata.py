@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.replica.averaging import sum_everywhere
-from farflung.replica.units import Unit
+from farflung.engine.averaging import sum_everywhere
+from farflung.engine.units import Unit
 from farflung.types import Runtime, State
 
 __all__ = ["MetadataLayout", "PendingMetadata", "ReducedMetadata", "StepMetadata"]

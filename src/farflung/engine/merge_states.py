@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from farflung.engine.buckets import GradientBucket, GradientBuckets
+from farflung.engine.flight import Flight
 from farflung.errors import Unsupported
 from farflung.moments import forget
-from farflung.replica.buckets import GradientBucket, GradientBuckets
-from farflung.replica.flight import Flight
 from farflung.types import Merge, MergeState, Schedule, State
 
 __all__ = ["MergeStates"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from farflung.comm import Purpose
 from farflung.comm.wire import supports_dtype
-from farflung.replica.averaging import average, load, sum_everywhere, unlike
-from farflung.replica.placement import batch_on
+from farflung.engine.averaging import average, load, sum_everywhere, unlike
+from farflung.engine.placement import batch_on
 from farflung.seeding import RandomState, derive
 from farflung.types import Cost, Dataset, Runtime, Workload
 
@@ -44,7 +44,7 @@ async def averaged(
       runtime: the world.
       model: the replica's.
       number: of the exchange; alike on all ranks.
-      stands: what :meth:`farflung.replica.Engine.consensus_parameters` says.
+      stands: what :meth:`farflung.engine.Engine.consensus_parameters` says.
     """
     found, compared, known, values = _differing(model, stands)
     indices = await unlike(runtime, compared, number, purpose=Purpose.EVALUATION)
@@ -111,7 +111,7 @@ async def evaluate(
       model: the replica's.
       data: the test set.
       step: of the evaluation.
-      stands: what :meth:`farflung.replica.Engine.consensus_parameters` says.
+      stands: what :meth:`farflung.engine.Engine.consensus_parameters` says.
       goes_on: whether the model may be trained on before this ends.
       seed: the run's.
       device: of the model.

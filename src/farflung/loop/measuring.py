@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.replica.extension import Extension
-from farflung.replica.flight import Flight
-from farflung.replica.metadata import StepMetadata
-from farflung.replica.plan import Arrival
+from farflung.engine.extension import Extension
+from farflung.engine.flight import Flight
+from farflung.engine.metadata import StepMetadata
+from farflung.engine.plan import Arrival
 from farflung.sampling import Gain
 from farflung.telemetry import Telemetry
 from farflung.types import Decision, Reducer, Runtime, Schedule

@@ -14,30 +14,31 @@ from torch import Tensor, nn
 from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Holding
+from farflung.engine.averaging import sum_everywhere
+from farflung.engine.buckets import GradientBuckets
+from farflung.engine.engine import Engine
+from farflung.engine.extension import Extension, StepResult
+from farflung.engine.flight import without_contributions
+from farflung.engine.metadata import StepMetadata
+from farflung.engine.placement import HOST, batch_on, wait_for
+from farflung.engine.plan import StepOutcome
 from farflung.errors import ConfigError, StateOutdated
-from farflung.replica.averaging import sum_everywhere
-from farflung.replica.buckets import GradientBuckets
-from farflung.replica.checkpoint import Checkpoints, pack_tree, unpack_tree
-from farflung.replica.drawing import Drawing
-from farflung.replica.engine import Engine
-from farflung.replica.evaluation import Score, averaged, evaluate
-from farflung.replica.extension import Extension, StepResult
-from farflung.replica.extensions import BalancedBatches, Joins, StepNumbers
-from farflung.replica.flight import without_contributions
-from farflung.replica.keeping import BackgroundTasks, Keeping
-from farflung.replica.lockstep import Lockstep
-from farflung.replica.measuring import MeasuredGain, Trace
-from farflung.replica.members import Parts
-from farflung.replica.metadata import StepMetadata
-from farflung.replica.optimizers import set_rate
-from farflung.replica.ownership import ownership
-from farflung.replica.placement import HOST, batch_on, wait_for
-from farflung.replica.plan import StepOutcome
-from farflung.replica.prediction import WeightPrediction
-from farflung.replica.scoring import AccumulatedGradient, Scoring, scores_of
-from farflung.replica.stopping import STOP, StopAgreement
-from farflung.replica.summary import Leg, Summary, TimeSplit
+from farflung.loop.checkpoint import Checkpoints
+from farflung.loop.drawing import Drawing
+from farflung.loop.evaluation import Score, averaged, evaluate
+from farflung.loop.extensions import BalancedBatches, Joins, StepNumbers
+from farflung.loop.keeping import BackgroundTasks, Keeping
+from farflung.loop.lockstep import Lockstep
+from farflung.loop.measuring import MeasuredGain, Trace
+from farflung.loop.members import Parts
+from farflung.loop.optimizers import set_rate
+from farflung.loop.ownership import ownership
+from farflung.loop.prediction import WeightPrediction
+from farflung.loop.scoring import AccumulatedGradient, Scoring, scores_of
+from farflung.loop.stopping import STOP, StopAgreement
+from farflung.loop.summary import Leg, Summary, TimeSplit
 from farflung.seeding import RandomState, derive, generator
+from farflung.state_trees import pack_tree, unpack_tree
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
 from farflung.types import (

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from farflung.replica.flight import Flight
-from farflung.replica.metadata import ReducedMetadata, StepMetadata
+from farflung.engine.flight import Flight
+from farflung.engine.metadata import ReducedMetadata, StepMetadata
 from farflung.types import Reduced, SharedStats, Transfer
 
 __all__ = ["Arrival", "StepOutcome", "StepPlan"]

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.data import Holding
+from farflung.engine.extension import Extension
 from farflung.errors import ConfigError, ProtocolError
-from farflung.replica.extension import Extension
 from farflung.tasks import Pending
 from farflung.types import (
     Gate,

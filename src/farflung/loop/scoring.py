@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from farflung.replica.drawing import Drawing
-from farflung.replica.extension import Extension, StepResult
+from farflung.engine.extension import Extension, StepResult
+from farflung.loop.drawing import Drawing
 from farflung.sampling.scores import scores_by
 from farflung.types import (
     PASSES,

@@ -1,0 +1,40 @@
+"""The engine: buckets fill with gradients, exchanges carry them, merges apply the results, extensions look on."""
+
+from typing import TYPE_CHECKING
+
+from farflung.lazy import lazy
+
+if TYPE_CHECKING:
+    from farflung.engine.buckets import GradientBucket, GradientBuckets
+    from farflung.engine.engine import Engine
+    from farflung.engine.extension import Extension, StepResult
+    from farflung.engine.flight import Flight
+    from farflung.engine.metadata import StepMetadata
+    from farflung.engine.placement import place
+    from farflung.engine.plan import Arrival, StepOutcome
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "buckets": "GradientBucket GradientBuckets",
+            "engine": "Engine",
+            "extension": "Extension StepResult",
+            "flight": "Flight",
+            "metadata": "StepMetadata",
+            "placement": "place",
+            "plan": "Arrival StepOutcome",
+        },
+    )
+
+__all__ = [
+    "Arrival",
+    "Engine",
+    "Extension",
+    "Flight",
+    "GradientBucket",
+    "GradientBuckets",
+    "StepMetadata",
+    "StepOutcome",
+    "StepResult",
+    "place",
+]
