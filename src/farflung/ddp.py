@@ -311,7 +311,8 @@ class HookState:
         future = self._pass_on(bucket, is_delayed) if self.carries else allreduce_hook(self._group, bucket)
         if is_last:
             self._complete()
-            if task < 0:  # of a rank that has run out of data, inside DDP's join()
+            # Inside DDP's join() of a rank without data, or where DDP waits in the same callback.
+            if task < 0 or current_node() is None:
                 self._end()
         return future
 
@@ -326,6 +327,8 @@ class HookState:
             self._average(arrival)
         elif self._buckets is not None:
             self._enter(arrival)
+        if self.error is not None:
+            arrival.release()  # DDP may wait for it before the pass ends
         return future
 
     def _complete(self) -> None:
