@@ -25,7 +25,7 @@ __all__ = ["Mutant", "mutants_of", "nearest"]
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "types", "codecs", "reducers", "schedules", "sampling", "comm", "membership", "replica", "wall", "sim", "handle.py",
+    "types", "codecs", "reducers", "schedules", "sampling", "comm", "membership", "engine", "loop", "wall", "sim", "handle.py",
     "ddp.py",
 )  # fmt: skip
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -46,16 +46,19 @@ ORDER: list[set[str]] = [
         "rates",
         "config",
         "files",
+        "moments",
+        "state_trees",
         "telemetry",
     },
     {"network", "devices"},
     {"codecs", "faults"},
     {"comm"},
+    {"engine"},
     {"reducers", "schedules", "sampling", "data", "membership", "decisions"},
     {"workloads"},
-    {"replica"},
+    {"loop"},
     {"wall", "sim"},
-    {"calibration", "recipes"},
+    {"calibration", "recipes", "attach_checks"},
     {"importance"},
     {"handle"},
     {"ddp"},
@@ -280,7 +283,7 @@ def test_a_run_loads_nothing_behind_a_fence_and_no_pictures(call: str, tmp_path:
         check=True,
     ).stdout
     loaded = set(said.split())
-    assert {"runs", "replica"} <= loaded
+    assert {"runs", "loop", "engine"} <= loaded
     needless = loaded & {*FENCED, "report", "cli"}
     assert not needless, (
         f"{needless}: import it inside the function that needs it, or move what is needed below it"

@@ -22,9 +22,9 @@ from benchmarks.mercury.applications import APPLICATIONS, REPLICAS, workload_of
 from benchmarks.mercury.methods import PUBLISHED_RATE
 from farflung.config import Training
 from farflung.loop import Replica
-from farflung.loop.scoring import scores_of
 from farflung.runs.simulation import one_thread
 from farflung.sampling.importance import smoothed, variance_ratio
+from farflung.sampling.scoring import scores_of
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending

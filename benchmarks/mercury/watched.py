@@ -26,8 +26,8 @@ from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Subset
 from farflung.loop import Replica
 from farflung.loop.evaluation import Score, evaluate
-from farflung.loop.scoring import scores_of
 from farflung.runs.simulation import one_thread
+from farflung.sampling.scoring import scores_of
 from farflung.seeding import generator
 from farflung.sim import VirtualWorld
 from farflung.spec import build
@@ -184,7 +184,7 @@ class Watched:
                     replica.model,
                     data,
                     2 * replica.step_done + nth,  # no exchange comes twice
-                    stands=replica._engine.consensus_parameters(),
+                    stands=replica.engine.consensus_parameters(),
                     goes_on=True,
                     seed=self.seed,
                     device=replica.device,

@@ -176,7 +176,7 @@ class Streamed:
                     due += self.every
             stream = replica.parts.stream
             held.append(len(stream.poll(replica.runtime.now(), replica.step_done).ids))
-            told = replica._engine.reducer_states.report()
+            told = replica.engine.reducer_states.report()
             return {
                 "curve": curve,
                 "sent": replica.sent_nbytes,

@@ -267,7 +267,7 @@ def attach(
         )
         gain = None if sampler is None else sampler.gain
         if gain is not None:
-            from farflung.loop.measuring import MeasuredGain
+            from farflung.sampling.gain import MeasuredGain
 
             engine.extend(MeasuredGain(gain, runtime, parts.schedule, parts.reducer))
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)

@@ -226,7 +226,7 @@ def check(ended: Ended) -> None:
     assert len(ended.samples) == len(set(ended.losses)) == 1
     survivors = ended.survivors
     shared = {
-        bytes(pack_tree(replica._engine.reducer_states.state_dict()[0]).numpy()) for replica in survivors
+        bytes(pack_tree(replica.engine.reducer_states.state_dict()[0]).numpy()) for replica in survivors
     }
     assert len(shared) == 1, "states of the reducer that all share differ"
     elastic: Any = survivors[0].runtime.elastic
@@ -627,7 +627,7 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
 
     async def noted(self: Replica) -> None:
         await join(self)
-        for _, _, state in self._engine._merge_states:
+        for _, _, state in self.engine._merge_states:
             assert state.anchor is not None
             states.append((state.has_updates, state.local.get("given"), state.anchor.clone()))
 

@@ -126,7 +126,7 @@ def test_fragments_on_identical_batches_are_one_worker() -> None:
     schedule = Streaming(4, delay=3, fragments=2)
     several = Run(schedule, 2, APART, alike=True, workload=pieces, settings={"steps": 14}).whole()
     alone = Run("synchronous", 1, APART, alike=True, workload=pieces, settings={"steps": 14}).whole()
-    assert len(several.replicas[0]._buckets.buckets) == 4
+    assert len(several.replicas[0].buckets.buckets) == 4
     assert distance(several.weights(), alone.weights()) < 1e-6
 
 
@@ -156,7 +156,7 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
         resumed.whole()
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
-            assert got._engine.sent_nbytes == wanted._engine.sent_nbytes
+            assert got.engine.sent_nbytes == wanted.engine.sent_nbytes
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_merge_that_was_not_named_never_starts() -> None:
     run = Run(Planned((Replace(),), Swap()))
     with pytest.raises(Unsupported, match="step 0: plans merge Swap, which is not among its merges"):
         run.steps(1)
-    assert [replica._engine.sent_nbytes for replica in run.replicas] == [0, 0]
+    assert [replica.engine.sent_nbytes for replica in run.replicas] == [0, 0]
 
 
 def test_a_late_result_of_a_schedule_that_is_not_late_never_starts() -> None:
@@ -187,7 +187,7 @@ def test_a_late_result_of_a_schedule_that_is_not_late_never_starts() -> None:
         Unsupported, match="step 0: plans a result for step 2, and its late is False: make it True"
     ):
         run.steps(1)
-    assert [replica._engine.sent_nbytes for replica in run.replicas] == [0, 0]
+    assert [replica.engine.sent_nbytes for replica in run.replicas] == [0, 0]
 
 
 def test_a_merge_named_twice_is_refused() -> None:
@@ -314,9 +314,9 @@ def test_numbers_of_ones_own_are_summed_once(rests: int) -> None:
 
     run = Run(Hearing(delay=0, period=1 + rests), 3, APART, workload=pieces)
     for replica in run.replicas:
-        replica._engine.extend(Seen(replica.runtime.comm.rank))
+        replica.engine.extend(Seen(replica.runtime.comm.rank))
     run.steps(12)
-    states = [replica._engine._schedule_state for replica in run.replicas]
+    states = [replica.engine._schedule_state for replica in run.replicas]
     assert [state["seen"] for state in states] == [12 * 111.0] * 3
     assert states[0]["heard"] == 12 // (1 + rests)
 
@@ -339,12 +339,12 @@ def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest
     monkeypatch.setattr("farflung.recipes.parts._reducer", lambda recipe: Learning())
     run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
-        assert [slot.state.shared["steps"] for slot in replica._engine.reducer_states] == [[0, 1, 2, 3]] * 4
+        assert [slot.state.shared["steps"] for slot in replica.engine.reducer_states] == [[0, 1, 2, 3]] * 4
 
 
 @pytest.mark.parametrize("schedule", ["diloco(4)", "delayed(2)", "delayed(2, pull='swap')"])
 def test_a_restart_holds_no_second_copy_of_the_model(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Run(schedule, 2, APART, workload=pieces).replicas[0]._engine
+    engine = Run(schedule, 2, APART, workload=pieces).replicas[0].engine
     copies: list[weakref.ref[Tensor]] = []
     held: list[int] = []
     weights = GradientBucket.weights

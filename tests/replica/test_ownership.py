@@ -18,11 +18,11 @@ from farflung.comm.channel import Purpose
 from farflung.config import Training
 from farflung.data import IID, Holding, InMemory
 from farflung.data.sharing import Resharding
+from farflung.data.sharing.ownership import Ownership
 from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
 from farflung.faults import FaultPlan
 from farflung.loop import Checkpoints, Replica
-from farflung.loop.ownership import Ownership
 from farflung.recipes import recipe
 from farflung.sampling import Uniform
 from farflung.sim import LinkModel, VirtualWorld
@@ -441,7 +441,7 @@ def test_the_gate_has_something_to_hold_back() -> None:
     """Otherwise the test above would show nothing."""
     run = Resharded(steps=40, sharing=LONG)
     for replica in run.replicas:
-        replica._engine.gate.shut = lambda: None  # type: ignore[method-assign]
+        replica.engine.gate.shut = lambda: None  # type: ignore[method-assign]
     sent = swaps_of(run)
     run.run()
     windows = [aggregations(events) for events in run.events]

@@ -13,12 +13,13 @@ from typing_extensions import override
 
 from farflung.config import Training
 from farflung.devices import DeviceProfile
+from farflung.engine import AccumulatedGradient
 from farflung.errors import ConfigError
 from farflung.loop import Replica
-from farflung.loop.scoring import AccumulatedGradient, scores_of, still
 from farflung.recipes import recipe
 from farflung.runs import make_replica
 from farflung.sampling import GroupedImportance, Uniform
+from farflung.sampling.scoring import scores_of, still
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Decision, Draw, Due, Json, PoolView, SampleIds, Spare

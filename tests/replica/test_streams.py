@@ -210,7 +210,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_keeps_its_samples(tmp_path: Path) 
     (replica,) = run.replicas
 
     async def fetched() -> None:
-        await replica._drawing.batch(replica.step_done)
+        await replica.drawing.batch(replica.step_done)
         await replica.save()
 
     run.world.run([fetched()])
@@ -391,7 +391,7 @@ def test_nothing_more_rides_where_batches_are_alike() -> None:
             await replica.step()
 
         world.run([one(replica) for replica in replicas])
-        return replicas[0]._engine.sent_nbytes
+        return replicas[0].engine.sent_nbytes
 
     assert bytes_of("rate(5)") - bytes_of("in_memory") == 2 * 8 - 8
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.sampling import SAMPLERS, Balanced, GroupedImportance, Uniform
+from farflung.sampling.scoring import ScoringSampler
 from farflung.state_trees import load_tree, save_tree
 from farflung.types import Decision, Draw, Json, PoolView, Sampler, Spare, State
 from tests.helpers import same_bits, same_tree
@@ -86,12 +87,12 @@ def draws(sampler: Sampler, steps: range, rank: int = 0) -> list[Draw]:
     taken = []
     for step in steps:
         taken.append(sampler.next(view(step, rank)))
-        if sampler.needs_scores:
+        if isinstance(sampler, ScoringSampler):
             score(sampler, view(step, rank))
     return taken
 
 
-def score(sampler: Sampler, seen: PoolView) -> None:
+def score(sampler: ScoringSampler, seen: PoolView) -> None:
     """What a replica does in the wait of a step: a sample's score falls with its number, and as steps go by."""
 
     def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:

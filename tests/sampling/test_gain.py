@@ -18,6 +18,7 @@ from farflung.runs import make_replica
 from farflung.sampling import Gain
 from farflung.sampling.gain import NOISE, STEPS
 from farflung.sampling.importance import included, second_moments, smoothed, systematic
+from farflung.sampling.scoring import ScoringSampler
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Telemetry
 from farflung.types import Dataset, Decision
@@ -262,9 +263,9 @@ def run(
 
 
 def gain_of(replica: Replica) -> Gain:
-    gain = replica._gain
-    assert gain is not None
-    return gain
+    assert isinstance(replica.sampler, ScoringSampler)
+    assert replica.sampler.gain is not None
+    return replica.sampler.gain
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,14 @@ def drop(replica: Replica, step: int) -> None:
 
 
 def anchor(replica: Replica) -> Tensor:
-    found = replica._engine.anchor_parameters()
+    found = replica.engine.anchor_parameters()
     assert found is not None
     return torch.cat([tensor.reshape(-1) for tensor in found.values()]).clone()
 
 
 def blocks(replica: Replica) -> list[Tensor]:
     """Own updates under way, oldest first."""
-    return [flight.saved[0]["own"] for flight in replica._engine.flights]
+    return [flight.saved[0]["own"] for flight in replica.engine.flights]
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -113,11 +113,11 @@ def test_with_a_lossy_codec_the_residual_is_one_of_updates(pull: str) -> None:
                 )
         run.steps(1)
     total = torch.stack(own).sum(dim=0) / 2
-    residuals = [replica._engine.reducer_states[0].state.local["residual"] for replica in run.replicas]
+    residuals = [replica.engine.reducer_states[0].state.local["residual"] for replica in run.replicas]
     under_way = [block for replica in run.replicas for block in blocks(replica)]
     found = anchor(run.replicas[0]).double() - begin.double()
     # A residual holds what exchanges under way have left out already, and these are not in the anchor yet.
-    waiting = len(run.replicas[0]._engine.flights)
+    waiting = len(run.replicas[0].engine.flights)
     assert waiting == 2
     run.flush()
     after = anchor(run.replicas[0]).double() - begin.double()
@@ -145,7 +145,7 @@ def test_memory_is_reported() -> None:
     numel, block = 12 * 4, 12 * 4
 
     def held(schedule: str, **options: Any) -> int:
-        return Run(schedule, 2, **options).whole().replicas[0]._engine.peak_nbytes
+        return Run(schedule, 2, **options).whole().replicas[0].engine.peak_nbytes
 
     assert held("synchronous") == 0
     assert (
@@ -175,7 +175,7 @@ def test_the_gap_to_synchronous_grows_as_the_square_of_delay_and_period() -> Non
         for replica in run.replicas:
             for p in replica.model.parameters():
                 p.data.copy_(best)
-            replica._engine.restart()
+            replica.engine.restart()
         run.steps(steps)
         return 0.5 * float((a.mean(dim=0) * (run.mean() - best).square()).sum())
 

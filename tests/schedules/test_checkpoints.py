@@ -100,9 +100,9 @@ def goes_on(tmp_path: Path, make: Callable[[Path, int], Run]) -> None:
         assert sent_in_steps(resumed) == sent_in_steps(whole)
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
-            assert got._engine.sent_nbytes == wanted._engine.sent_nbytes
-            assert got._engine.peak_nbytes == wanted._engine.peak_nbytes
-            for slot, other in zip(got._engine.reducer_states, wanted._engine.reducer_states, strict=True):
+            assert got.engine.sent_nbytes == wanted.engine.sent_nbytes
+            assert got.engine.peak_nbytes == wanted.engine.peak_nbytes
+            for slot, other in zip(got.engine.reducer_states, wanted.engine.reducer_states, strict=True):
                 assert same_tree(slot.state.shared, other.state.shared)
                 assert same_tree(slot.state.local, other.state.local)
 

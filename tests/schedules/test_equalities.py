@@ -30,7 +30,7 @@ def test_width_1_is_synchronous_bit_for_bit(size: int, codec: str) -> None:
 def test_a_warm_up_is_synchronous_bit_for_bit() -> None:
     one = Run("pipelined(width=3, warmup=12)").steps(12)
     assert same_bits(one.weights(), Run("synchronous").steps(12).weights())
-    assert len(one.replicas[0]._engine.flights) == 0
+    assert len(one.replicas[0].engine.flights) == 0
     one.steps(2)
     assert same_bits(one.weights(), Run("synchronous").steps(12).weights()), "nothing is due for two steps"
     assert not same_bits(one.steps(1).weights(), Run("synchronous").steps(12).weights())
@@ -44,7 +44,7 @@ def test_a_warm_up_before_delays_is_synchronous(pull: str, settings: dict[str, A
     for rank in range(3):
         assert distance(one.weights(rank), other.weights(rank)) < 1e-6
     one.steps(2)
-    assert len(one.replicas[0]._engine.flights) > 0
+    assert len(one.replicas[0].engine.flights) > 0
     assert distance(one.weights(0), one.weights(1)) > 1e-3
 
 

@@ -81,7 +81,7 @@ def test_local_blocks_count_from_where_the_synchronous_ones_ended() -> None:
     end = run.weights()
     run.steps(2)
     for replica in run.replicas:
-        common = replica._engine.anchor_parameters()
+        common = replica.engine.anchor_parameters()
         assert common is not None
         assert same_bits(common["w"].reshape(-1), end)
 
@@ -131,7 +131,7 @@ def test_fragments_follow_their_equations(delay: int, mix: float, keep: bool) ->
     )
     run = Run(schedule, 3, APART, workload=pieces, settings={"momentum": 0.5, "steps": 99})
     before = Before(run)
-    names = [buckets.names[0] for buckets in run.replicas[0]._buckets]
+    names = [buckets.names[0] for buckets in run.replicas[0].buckets]
     anchor = named(run.replicas[0])
     speed = {name: torch.zeros_like(value) for name, value in anchor.items()}
     given: dict[str, tuple[int, list[Tensor]]] = {}
@@ -175,7 +175,7 @@ def test_state_that_is_kept_differs_and_averaged_is_the_mean(settings: dict[str,
         for replica in averaged.replicas:
             assert distance(gathered(replica)[name], mean) < 1e-6
             assert same_bits(gathered(replica)[name], gathered(averaged.replicas[0])[name])
-    more = averaged.replicas[0]._engine.sent_nbytes - kept.replicas[0]._engine.sent_nbytes
+    more = averaged.replicas[0].engine.sent_nbytes - kept.replicas[0].engine.sent_nbytes
     assert more > sum(value.nbytes for value in own[0].values())
 
 
@@ -288,4 +288,4 @@ def test_a_run_goes_on_with_outer_momentum_and_a_fragment_under_way(
         resumed.whole()
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict()))
-            assert got._engine.sent_nbytes == wanted._engine.sent_nbytes
+            assert got.engine.sent_nbytes == wanted.engine.sent_nbytes

@@ -86,7 +86,7 @@ def test_a_delay_of_its_own_choice_covers_what_was_measured() -> None:
     assert found[0].value["exchange_s"] == pytest.approx(2 * latency)  # type: ignore[index, call-overload]
     assert found[0].value["step_s"] == pytest.approx(a)  # type: ignore[index, call-overload]
     for replica in run.replicas:
-        assert replica._engine._schedule_state["delay"] == 4
+        assert replica.engine._schedule_state["delay"] == 4
     events = run.step_events()
     assert all(event["exposed_s"] == pytest.approx(0.0, abs=1e-12) for event in events[10:])
     assert all(event["exposed_s"] == pytest.approx(2 * latency) for event in events[:3])

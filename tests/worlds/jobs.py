@@ -73,7 +73,7 @@ async def steps(replica: Replica) -> dict[str, Any]:
     sent.pop("decisions", None)  # of times, which have more digits or fewer
     return {
         "parameters": digest(dict(replica.model.state_dict())),
-        "bytes": replica._engine.sent_nbytes,
+        "bytes": replica.engine.sent_nbytes,
         "sent to": sent,
         "samples": replica._samples,
     }

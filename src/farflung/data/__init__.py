@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         iid,
         in_order,
     )
-    from farflung.data.sharing import SHARINGS, Injection, NoSharing, Resharding
+    from farflung.data.sharing import SHARINGS, Injection, MovingSharing, NoSharing, Resharding
     from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, fetch, locate
     from farflung.data.streams import STREAMS
 else:
@@ -33,7 +33,7 @@ else:
             "partition": (
                 "IID PARTITIONS ByOrder Dirichlet Labels Partition Share by_label describe dirichlet iid in_order"
             ),
-            "sharing": "SHARINGS Injection NoSharing Resharding",
+            "sharing": "SHARINGS Injection MovingSharing NoSharing Resharding",
             "source": "File Location Source Which cache_folder data_folder fetch locate",
             "streams": "STREAMS",
         },
@@ -54,6 +54,7 @@ __all__ = [
     "Injection",
     "Labels",
     "Location",
+    "MovingSharing",
     "NoSharing",
     "Partition",
     "Resharding",

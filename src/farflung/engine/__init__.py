@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
+    from farflung.engine.accumulated import AccumulatedGradient
     from farflung.engine.buckets import GradientBucket, GradientBuckets
     from farflung.engine.engine import Engine
-    from farflung.engine.extension import Extension, StepResult
+    from farflung.engine.extension import Extension, StepResult, TrainingLoop
     from farflung.engine.flight import Flight
     from farflung.engine.metadata import StepMetadata
     from farflung.engine.placement import place
@@ -16,9 +17,10 @@ else:
     __getattr__, __dir__ = lazy(
         __name__,
         {
+            "accumulated": "AccumulatedGradient",
             "buckets": "GradientBucket GradientBuckets",
             "engine": "Engine",
-            "extension": "Extension StepResult",
+            "extension": "Extension StepResult TrainingLoop",
             "flight": "Flight",
             "metadata": "StepMetadata",
             "placement": "place",
@@ -27,6 +29,7 @@ else:
     )
 
 __all__ = [
+    "AccumulatedGradient",
     "Arrival",
     "Engine",
     "Extension",
@@ -36,5 +39,6 @@ __all__ = [
     "StepMetadata",
     "StepOutcome",
     "StepResult",
+    "TrainingLoop",
     "place",
 ]

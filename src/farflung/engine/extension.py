@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from farflung.comm import ExchangeChannel
+from farflung.config import Training
+from farflung.engine.accumulated import AccumulatedGradient
+from farflung.engine.buckets import GradientBuckets
 from farflung.engine.flight import Flight
 from farflung.engine.metadata import StepMetadata
 from farflung.engine.plan import Arrival, StepOutcome
-from farflung.types import Json, State
+from farflung.telemetry import Telemetry
+from farflung.types import Json, PoolView, Reducer, Runtime, SampleIds, Sampler, Schedule, State
 
-__all__ = ["Extension", "StepResult"]
+if TYPE_CHECKING:
+    from farflung.engine.engine import Engine
+
+__all__ = ["Extension", "StepResult", "TrainingLoop"]
 
 
 @dataclass(slots=True)
@@ -37,6 +45,66 @@ class StepResult:
     compute_s: float
     waited_s: float
     report: dict[str, Json] = field(default_factory=dict)
+
+
+class StepSamples(Protocol):
+    """The samples of a step."""
+
+    @property
+    def is_weighted(self) -> bool:
+        """Returns True if the samples have importance weights."""
+        ...
+
+    def view_of_rest(self, step: int) -> PoolView:
+        """Returns the samples that a step could have drawn and has not."""
+        ...
+
+
+class TrainingLoop(Protocol):
+    """farflung's own loop, as parts of a recipe see it when they make extensions.
+
+    Args:
+      runtime: the world.
+      training: settings.
+      telemetry: gets events.
+      model: of this rank.
+      optimizer: steps on the means.
+      buckets: of the model.
+      engine: exchanges them.
+      drawing: the step's samples.
+      held: this rank's own samples, :class:`farflung.data.Holding`; ``None`` if all ranks draw from the whole set.
+      accumulated: gradient that the next step's mean takes in.
+    """
+
+    runtime: Runtime
+    training: Training
+    telemetry: Telemetry
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    buckets: GradientBuckets
+    engine: Engine
+    held: Any
+    accumulated: AccumulatedGradient
+
+    @property
+    def drawing(self) -> StepSamples: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    def scorer(self) -> Callable[[SampleIds], Tensor]:
+        """Returns a function that scores samples by the model as it is, as the sampler asks for."""
+        ...
+
+    def losses(self) -> Callable[[SampleIds], Tensor]:
+        """Returns a function that computes the losses of samples beside a step's batch."""
+        ...
 
 
 class Extension:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 from typing_extensions import override
 
 from farflung.engine.extension import Extension, StepResult
 from farflung.engine.metadata import StepMetadata
-from farflung.files import deciding
+from farflung.engine.plan import Arrival
 from farflung.loop.members import Parts
 from farflung.telemetry import Telemetry
-from farflung.types import Elastic, Json, Runtime, Sampler
+from farflung.types import Elastic, Runtime
 
-__all__ = ["BalancedBatches", "Joins", "StepNumbers"]
-
-SHARES = "shares"
-"""Name of the decisions on how many samples each rank takes from the step after."""
+__all__ = ["Joins", "StepNumbers", "Trace"]
 
 
 class StepNumbers(Extension):
@@ -38,38 +34,6 @@ class StepNumbers(Extension):
         for part in self._parts:
             numbers.update(part.report_metadata())
         return numbers
-
-
-class BalancedBatches(Extension):
-    """Shares out a step's samples by the speeds of the ranks.
-
-    Args:
-      runtime: the world.
-      sampler: measures speeds, and draws the rank's share.
-      batch_size: of all ranks on average.
-      telemetry: gets an event for each choice.
-    """
-
-    def __init__(self, runtime: Runtime, sampler: Sampler, batch_size: int, telemetry: Telemetry) -> None:
-        self._runtime, self._sampler = runtime, sampler
-        self._batch_size, self._telemetry = batch_size, telemetry
-        sampler.set_rank(runtime.comm.rank, runtime.comm.size)
-
-    @override
-    async def after_step(self, result: StepResult) -> None:
-        self._sampler.record_compute(result.samples, result.compute_s)
-        speeds = self._sampler.speeds_due(result.outcome.sums)
-        if speeds is None:
-            return
-        counts, step = self._sampler.choose_counts(speeds, self._batch_size), result.step
-        # Rank 0's choice is sent, since the log of a run that is replayed need not be on each machine.
-        decision = await self._runtime.decide(SHARES, step, lambda: list[Json](counts))
-        with deciding(SHARES, step):
-            chosen: Any = decision.value
-            if sum(chosen) != sum(counts):
-                raise ValueError(f"{sum(chosen)} samples in a step of {sum(counts)}")
-            self._sampler.set_counts(chosen)
-            self._telemetry.emit("shares", t=self._runtime.now(), step=step, samples=list[Json](chosen))
 
 
 class Joins(Extension):
@@ -108,3 +72,28 @@ class Joins(Extension):
                 again=list(change.again),
             )
         self._num_reported = max(self._num_reported, len(changes))
+
+
+class Trace(Extension):
+    """Emits an event for each exchange that has arrived.
+
+    Args:
+      telemetry: where events go.
+      runtime: has the clock.
+    """
+
+    def __init__(self, telemetry: Telemetry, runtime: Runtime) -> None:
+        self._telemetry, self._now = telemetry, runtime.now
+
+    @override
+    def on_arrival(self, arrivals: Sequence[Arrival]) -> None:
+        for flight, _, _ in arrivals:
+            self._telemetry.emit(
+                "exchange",
+                t=self._now() if flight.ended_s is None else flight.ended_s,
+                step=flight.step,
+                due_step=flight.due_step,
+                bucket=flight.unit.number,
+                began_s=flight.began_s,
+                bytes_sent=flight.channel.sent_nbytes,
+            )

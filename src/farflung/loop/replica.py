@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Holding
+from farflung.engine.accumulated import AccumulatedGradient
 from farflung.engine.averaging import sum_everywhere
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.engine import Engine
@@ -26,17 +27,14 @@ from farflung.errors import ConfigError, StateOutdated
 from farflung.loop.checkpoint import Checkpoints
 from farflung.loop.drawing import Drawing
 from farflung.loop.evaluation import Score, averaged, evaluate
-from farflung.loop.extensions import BalancedBatches, Joins, StepNumbers
+from farflung.loop.extensions import Joins, StepNumbers, Trace
 from farflung.loop.keeping import BackgroundTasks, Keeping
 from farflung.loop.lockstep import Lockstep
-from farflung.loop.measuring import MeasuredGain, Trace
 from farflung.loop.members import Parts
 from farflung.loop.optimizers import set_rate
-from farflung.loop.ownership import ownership
-from farflung.loop.prediction import WeightPrediction
-from farflung.loop.scoring import AccumulatedGradient, Scoring, scores_of
 from farflung.loop.stopping import STOP, StopAgreement
 from farflung.loop.summary import Leg, Summary, TimeSplit
+from farflung.sampling.scoring import scores_of
 from farflung.seeding import RandomState, derive, generator
 from farflung.state_trees import pack_tree, unpack_tree
 from farflung.tasks import Pending
@@ -50,17 +48,17 @@ from farflung.types import (
     Feed,
     Json,
     RateSchedule,
+    Reducer,
     Runtime,
     SampleIds,
+    Sampler,
     Samples,
+    Schedule,
     Sent,
     State,
     TensorSpec,
     Workload,
 )
-
-if TYPE_CHECKING:
-    from farflung.sampling import Gain
 
 __all__ = ["Replica"]
 
@@ -107,13 +105,14 @@ class Replica:
     time_s: TimeSplit = field(init=False, default_factory=TimeSplit)
     _train: Dataset = field(init=False)
     _test: Dataset = field(init=False)
+    held: Holding | None = field(init=False, default=None)
     _source: Samples = field(init=False)
-    _drawing: Drawing = field(init=False)
-    _accumulated: AccumulatedGradient = field(init=False)
+    drawing: Drawing = field(init=False)
+    accumulated: AccumulatedGradient = field(init=False)
     _extensions: list[Extension] = field(init=False, default_factory=list)
     _random: RandomState = field(init=False)
-    _buckets: GradientBuckets = field(init=False)
-    _engine: Engine = field(init=False)
+    buckets: GradientBuckets = field(init=False)
+    engine: Engine = field(init=False)
     _stop: StopAgreement = field(init=False)
     _rates: RateSchedule = field(init=False)
     _rate: float | None = field(init=False, default=None)
@@ -138,13 +137,12 @@ class Replica:
                 f"{comm.size} replicas for {len(self._train)} training samples of {self.workload.name}: "
                 "use at most one replica per sample"
             )
-        held: Holding | None = None
         share_of_mean: float | None = None
         if self.share is not None:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             share_of_mean = len(self.share) * comm.size / len(self._train)
-            self._train = held = Holding(self._train, self.share)
+            self._train = self.held = Holding(self._train, self.share)
         parts = self.parts
         if parts.sampler.needs_scores and parts.stream.everything and self.share is None:
             raise ConfigError(
@@ -166,11 +164,11 @@ class Replica:
         self.optimizer = self.training.make_optimizer(self.model.parameters())
         self._rates = self.training.make_rates()
         self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
-        self._buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
+        self.buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
         self._stop = StopAgreement(self.runtime, self.stop_asked)
-        self._engine = Engine(
+        self.engine = Engine(
             self.runtime,
-            self._buckets,
+            self.buckets,
             parts.reducer,
             parts.schedule,
             seed=seed,
@@ -178,8 +176,8 @@ class Replica:
             on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
         )
-        self._accumulated = AccumulatedGradient(self.model)
-        self._drawing = Drawing(
+        self.accumulated = AccumulatedGradient(self.model)
+        self.drawing = Drawing(
             self.runtime,
             parts,
             self._source,
@@ -188,17 +186,21 @@ class Replica:
             self.training.batch_size,
             self._random,
         )
-        self._extensions = self._make_extensions(held)
-        self._engine.extend(*self._extensions)
-        self._background = BackgroundTasks(self.runtime, self._engine, self.time_s)
+        self._extensions = [StepNumbers(parts), Joins(self.runtime, self.telemetry, self._offer_state)]
+        for part in (parts.sharing, parts.schedule, parts.sampler):
+            self._extensions += part.extensions(self)
+        if self.trace:
+            self._extensions.append(Trace(self.telemetry, self.runtime))
+        self.engine.extend(*self._extensions)
+        self._background = BackgroundTasks(self.runtime, self.engine, self.time_s)
         self._keeping = Keeping(
             self.workload.name,
             self.training,
             self.model,
             self.optimizer,
             self._random,
-            self._drawing,
-            self._engine,
+            self.drawing,
+            self.engine,
             self._extensions,
             self.share,
         )
@@ -208,48 +210,20 @@ class Replica:
                 "many samples all replicas took: leave it out, or choose another --schedule"
             )
 
-    def _make_extensions(self, held: Holding | None) -> list[Extension]:
-        """Makes what the run does besides exchanging gradients, in an order that is equal on all ranks."""
-        parts, runtime, schedule = self.parts, self.runtime, self.parts.schedule
-        extensions: list[Extension] = [
-            StepNumbers(parts),
-            Joins(runtime, self.telemetry, self._offer_state),
-        ]
-        moving = ownership(
-            parts.sharing, runtime, held, parts.sampler, self._engine.gate, self.training.steps
-        )
-        if moving is not None:
-            extensions.append(moving)
-        if schedule.predicts(self.optimizer):
-            extensions.append(WeightPrediction(self._engine, self._buckets, self.optimizer))
-        if parts.sampler.is_balanced:
-            extensions.append(
-                BalancedBatches(runtime, parts.sampler, self.training.batch_size, self.telemetry)
-            )
-        if parts.sampler.needs_scores:
-            extensions.append(
-                Scoring(
-                    runtime,
-                    parts.sampler,
-                    self._drawing,
-                    self.model,
-                    self.scorer,
-                    self._passes,
-                    self._accumulated,
-                    overlaps=not schedule.is_synchronous,
-                )
-            )
-        if self._gain is not None:
-            extensions.append(MeasuredGain(self._gain, runtime, schedule, parts.reducer))
-        if self.trace:
-            extensions.append(Trace(self.telemetry, runtime))
-        return extensions
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of the recipe."""
+        return self.parts.schedule
 
     @property
-    def _gain(self) -> Gain | None:
-        """What the sampler's draws are worth, where it draws by scores."""
-        gain: Gain | None = self.parts.sampler.gain
-        return gain
+    def reducer(self) -> Reducer:
+        """Reducer of the recipe."""
+        return self.parts.reducer
+
+    @property
+    def sampler(self) -> Sampler:
+        """Sampler of the recipe."""
+        return self.parts.sampler
 
     def ask_to_stop(self) -> None:
         """Asks all replicas to stop, without waiting for the end of a step; callable from any thread."""
@@ -258,14 +232,14 @@ class Replica:
     @property
     def bucket_specs(self) -> list[TensorSpec]:
         """Of the gradients in each bucket."""
-        return [bucket.spec for bucket in self._buckets.buckets]
+        return [bucket.spec for bucket in self.buckets.buckets]
 
     @property
     def sent_nbytes(self) -> int:
         """Payload bytes sent so far, in exchanges that are through."""
         return (
-            self._engine.sent_nbytes
-            + self._drawing.sent_nbytes
+            self.engine.sent_nbytes
+            + self.drawing.sent_nbytes
             + sum(extension.sent_nbytes for extension in self._extensions)
         )
 
@@ -324,12 +298,12 @@ class Replica:
             final_loss=None if score is None else score.loss,
             bytes_sent=self.sent_nbytes,
             sent=sent,
-            schedule_nbytes=self._engine.peak_nbytes,
+            schedule_nbytes=self.engine.peak_nbytes,
             duration_s=whole.duration_s,
             time_s=whole.time_s,
             stopped=stopped,
-            reducer=self._engine.reducer_states.report(),
-            sampling={} if self._gain is None else self._gain.report(),
+            reducer=self.engine.reducer_states.report(),
+            sampling=self.parts.sampler.report(),
             last_leg=leg if leg.from_step else None,
         )
         self.telemetry.emit("end", t=end, **summary.to_json())
@@ -345,7 +319,7 @@ class Replica:
         sent.add_all(self.runtime.comm.sent)
         if self.runtime.off_clock is not None:
             sent.add_all(self.runtime.off_clock.comm.sent)
-        in_flight = [flight.channel for flight in self._engine.flights]
+        in_flight = [flight.channel for flight in self.engine.flights]
         for extension in self._extensions:
             in_flight += extension.channels
         for channel in in_flight:
@@ -383,19 +357,19 @@ class Replica:
         for extension in self._extensions:
             await extension.while_waiting(step)
         scored = now() if self.parts.sampler.needs_scores else computed
-        has_gradient = await self._engine.settle()
+        has_gradient = await self.engine.settle()
         merged = now()
         if has_gradient:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
-        self._buckets.clear()
+        self.buckets.clear()
         updated = now()
-        outcome = await self._engine.finish(updated=has_gradient)
-        waited_s = self._engine.times.arrived_s - computed
+        outcome = await self.engine.finish(updated=has_gradient)
+        waited_s = self.engine.times.arrived_s - computed
         result = StepResult(step, metadata.samples, outcome, computed - fetched, waited_s)
         if not self.parts.even:
             result.report["batch"] = metadata.samples
-        result.report.update(self._drawing.commit(step))
+        result.report.update(self.drawing.commit(step))
         for extension in self._extensions:
             await extension.after_step(result)
         split = TimeSplit(
@@ -415,7 +389,7 @@ class Replica:
 
     async def _compute(self, step: int) -> tuple[StepMetadata, float]:
         """Draws a batch and runs forward and backward; returns metadata, and the time at which samples were there."""
-        batch, weights = await self._drawing.batch(step)
+        batch, weights = await self.drawing.batch(step)
         fetched = self.runtime.now()
         with ExitStack() as stack:
             for extension in self._extensions:
@@ -423,12 +397,12 @@ class Replica:
             loss, metadata = await self.runtime.compute(
                 Cost("forward", len(batch)), lambda: self.forward(batch, weights)
             )
-            self._engine.begin(step, metadata)
-            self._accumulated.load(len(batch))
+            self.engine.begin(step, metadata)
+            self.accumulated.load(len(batch))
             await self.runtime.backward(
-                Cost("backward", len(batch), self._buckets.numels),
+                Cost("backward", len(batch), self.buckets.numels),
                 lambda ready: self.backward(loss, ready),
-                self._engine.bucket_ready,
+                self.engine.bucket_ready,
             )
         return metadata, fetched
 
@@ -444,12 +418,12 @@ class Replica:
                 self._keeping.take_over(
                     shared, {**optimizer, **own}, "the state of the run", self._go_on_from
                 )
-                self._engine.restart(from_anchors=True)
+                self.engine.restart(from_anchors=True)
                 first, given = self.step_done, self.runtime.now()
                 while await elastic.follows(self.step_done):
                     await self._follow(elastic)
                 begins = True
-        self._engine.restart(from_anchors=True)
+        self.engine.restart(from_anchors=True)
         now = self.runtime.now()
         self.telemetry.emit(
             "joined",
@@ -465,30 +439,30 @@ class Replica:
         """Carries out a step by the results of its exchanges, to which this replica gives nothing."""
         step = self.step_done
         self._set_rate(step)
-        samples = await self._drawing.pick(step)
-        self._engine.begin(step, StepMetadata(math.nan, 0.0))
-        self._buckets.without_data(self._engine.bucket_ready)
-        has_gradient = await self._engine.settle()
+        samples = await self.drawing.pick(step)
+        self.engine.begin(step, StepMetadata(math.nan, 0.0))
+        self.buckets.without_data(self.engine.bucket_ready)
+        has_gradient = await self.engine.settle()
         if has_gradient:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
-        self._buckets.clear()
-        outcome = await self._engine.finish(updated=has_gradient)
-        self._drawing.commit(step)
+        self.buckets.clear()
+        outcome = await self.engine.finish(updated=has_gradient)
+        self.drawing.commit(step)
         self._samples += samples * elastic.counted(step)
         self._count(outcome)
         self.step_done += 1
 
     async def _offer_state(self, elastic: Elastic, step: int) -> None:
         """Offers the state of the run to replicas that join it."""
-        exchanges = await self.runtime.launch(self._engine.state_dict())
+        exchanges = await self.runtime.launch(self.engine.state_dict())
         counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
         shared, own = self._keeping.state(step, exchanges, counted)
         del own["random"]
         own["parameters"] = {}
         own["exchanges"] = without_contributions(own["exchanges"])
         own["sampler"] = {**own["sampler"], "latest": self.parts.sampler.latest()}
-        anchors = self._engine.anchor_parameters() or {}  # which are among the state of exchanges too
+        anchors = self.engine.anchor_parameters() or {}  # which are among the state of exchanges too
         shared["model"] = {name: t for name, t in shared["model"].items() if name not in anchors}
         own["step"] = shared.pop("step")  # in blocks of local steps, replicas have the rest in common
         optimizer = {"optimizer": own.pop("optimizer")}
@@ -506,7 +480,7 @@ class Replica:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
-        self._count(await self._engine.flush(update))
+        self._count(await self.engine.flush(update))
 
     def _count(self, outcome: StepOutcome) -> None:
         """The samples of the steps that all replicas have heard of, where they may take unlike numbers."""
@@ -527,7 +501,7 @@ class Replica:
     def _scale_rate(self, step: int) -> None:
         """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
         if self.parts.scales:
-            self._set_rate(step, self._engine.merged_weight / self._first_size)
+            self._set_rate(step, self.engine.merged_weight / self._first_size)
 
     @property
     def _first_size(self) -> int:
@@ -543,8 +517,8 @@ class Replica:
         self._random.install()
         losses = self.workload.loss(self.model, batch_on(batch, self.device))
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        share = self._accumulated.share(len(batch))
-        weight = self._drawing.weight(len(batch))
+        share = self.accumulated.share(len(batch))
+        weight = self.drawing.weight(len(batch))
         value = float(loss.detach())
         if share == 1.0:
             return loss, StepMetadata(value, weight, len(batch))
@@ -564,7 +538,7 @@ class Replica:
 
         return score
 
-    def _passes(self) -> Callable[[SampleIds], Tensor]:
+    def losses(self) -> Callable[[SampleIds], Tensor]:
         """What gives the losses of samples beside a step's batch; what that draws at a step is its own."""
         seed = derive(self.training.seed, "fill", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
@@ -580,7 +554,7 @@ class Replica:
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Autograd, telling of each bucket as it fills."""
         self._random.install()
-        self._buckets.backward(loss, ready)
+        self.buckets.backward(loss, ready)
         wait_for(self.device)
 
     def update(self) -> None:
@@ -609,7 +583,7 @@ class Replica:
                 self.model,
                 self._test,
                 step,
-                stands=self._engine.consensus_parameters(),
+                stands=self.engine.consensus_parameters(),
                 goes_on=goes_on,
                 seed=self.training.seed,
                 device=self.device,
@@ -624,9 +598,7 @@ class Replica:
     async def trained(self) -> State:
         """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
         # The number after the last evaluation's, since no exchange comes twice.
-        async with averaged(
-            self.runtime, self.model, self.step_done + 1, self._engine.consensus_parameters()
-        ):
+        async with averaged(self.runtime, self.model, self.step_done + 1, self.engine.consensus_parameters()):
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     # --- checkpoints ------------------------------------------------------------------------------------------
@@ -637,7 +609,7 @@ class Replica:
             return
 
         async def snapshot() -> tuple[State, dict[str, list[int]]]:
-            return await self._engine.state_dict(), await self._count_sent()
+            return await self.engine.state_dict(), await self._count_sent()
 
         exchanges, sent = await self.runtime.launch(snapshot())
         time = self._leg().after(self._before).to_json()
@@ -679,7 +651,7 @@ class Replica:
             loss=metadata.loss if metadata.is_finite else None,
             nonfinite=outcome.num_nonfinite,
             mean_loss=None if outcome.stats is None else outcome.stats.loss,
-            in_flight=len({flight.step for flight in self._engine.flights}),
+            in_flight=len({flight.step for flight in self.engine.flights}),
             samples=self._samples,
             **result.report,
             bytes_sent=self.sent_nbytes,

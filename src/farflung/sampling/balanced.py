@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
 
+from farflung.engine import Extension, StepResult, TrainingLoop
+from farflung.files import deciding
 from farflung.options import share_option, whole_option
 from farflung.sampling.uniform import Uniform, part_of
-from farflung.types import Draw, PoolView, State
+from farflung.telemetry import Telemetry
+from farflung.types import Draw, Json, PoolView, Runtime, State
 
 __all__ = ["Balanced", "balanced_counts"]
+
+SHARES = "shares"
+"""Name of the decisions on how many samples each rank takes from the step after."""
 
 
 class Balanced(Uniform):
@@ -48,6 +55,9 @@ class Balanced(Uniform):
         self._seconds = 0.0
 
     @override
+    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+        return (_BalancedBatches(loop.runtime, self, loop.training.batch_size, loop.telemetry),)
+
     def set_rank(self, rank: int, size: int) -> None:
         """Note which replica this is, of how many."""
         self._rank, self._size = rank, size
@@ -60,7 +70,6 @@ class Balanced(Uniform):
         own = part_of(taken, sum(self.counts[: view.rank]), self.counts[view.rank])
         return Draw(torch.cat([self._at(one.start, len(one), view.pool) for one in own]))
 
-    @override
     def record_compute(self, samples: int, seconds: float) -> None:
         """Note how long this replica took for a step's samples."""
         self._samples += samples
@@ -72,7 +81,6 @@ class Balanced(Uniform):
         speed = self._samples / self._seconds if self._seconds else 0.0
         return {_name(rank): speed * (rank == self._rank) for rank in range(self._size)}
 
-    @override
     def speeds_due(self, sums: Mapping[str, float]) -> list[float] | None:
         """Count an exchange, and return the speeds of all replicas where it is time to decide by them."""
         if not sums:
@@ -80,7 +88,6 @@ class Balanced(Uniform):
         self._exchanges += 1
         return None if self._exchanges % self._every else [sums[_name(rank)] for rank in range(self._size)]
 
-    @override
     def choose_counts(self, speeds: Sequence[float], batch_size: int) -> list[int]:
         """Return the shares of a step that follow from measured speeds; the present ones where little is gained."""
         now = list(self.counts) or [batch_size] * self._size
@@ -93,7 +100,6 @@ class Balanced(Uniform):
         )
         return new if would_take_s <= (1 - self._least_gain) * takes_s else now
 
-    @override
     def set_counts(self, counts: Sequence[int]) -> None:
         """Take a step's samples so from the next one on, and measure anew.
 
@@ -117,6 +123,38 @@ class Balanced(Uniform):
         self.counts = tuple(counts) if len(counts) in (0, self._size) else ()
         self._exchanges, self._samples = int(state.get("exchanges", 0)), int(state.get("samples", 0))
         self._seconds = float(state.get("seconds", 0.0))
+
+
+class _BalancedBatches(Extension):
+    """Shares out a step's samples by the speeds of the ranks.
+
+    Args:
+      runtime: the world.
+      sampler: measures speeds, and draws the rank's share.
+      batch_size: of all ranks on average.
+      telemetry: gets an event for each choice.
+    """
+
+    def __init__(self, runtime: Runtime, sampler: Balanced, batch_size: int, telemetry: Telemetry) -> None:
+        self._runtime, self._sampler = runtime, sampler
+        self._batch_size, self._telemetry = batch_size, telemetry
+        sampler.set_rank(runtime.comm.rank, runtime.comm.size)
+
+    @override
+    async def after_step(self, result: StepResult) -> None:
+        self._sampler.record_compute(result.samples, result.compute_s)
+        speeds = self._sampler.speeds_due(result.outcome.sums)
+        if speeds is None:
+            return
+        counts, step = self._sampler.choose_counts(speeds, self._batch_size), result.step
+        # Rank 0's choice is sent, since the log of a run that is replayed need not be on each machine.
+        decision = await self._runtime.decide(SHARES, step, lambda: list[Json](counts))
+        with deciding(SHARES, step):
+            chosen: Any = decision.value
+            if sum(chosen) != sum(counts):
+                raise ValueError(f"{sum(chosen)} samples in a step of {sum(counts)}")
+            self._sampler.set_counts(chosen)
+            self._telemetry.emit("shares", t=self._runtime.now(), step=step, samples=list[Json](chosen))
 
 
 def balanced_counts(speeds: Sequence[float], total: int) -> list[int]:

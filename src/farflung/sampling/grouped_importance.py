@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -27,6 +27,7 @@ from farflung.sampling.importance import (
 )
 from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule, filled
 from farflung.sampling.scores import check_scores
+from farflung.sampling.scoring import ScoringSampler
 from farflung.sampling.uniform import Uniform
 from farflung.seeding import Passes, derive, generator
 from farflung.types import (
@@ -37,7 +38,6 @@ from farflung.types import (
     Json,
     PoolView,
     SampleIds,
-    Sampler,
     ScoredBy,
     Spare,
     State,
@@ -63,7 +63,7 @@ PAPER = {"chosen": 2, "beta": 0.5}
 """Options of the paper's rule alone."""
 
 
-class GroupedImportance(Sampler):
+class GroupedImportance(ScoringSampler):
     r"""Draws by scores, a part of which is made anew in each step's wait for exchanges.
 
     Samples that were scored in the wait of the same step are a *group*. How many these are: ``groups``, a whole number
@@ -371,6 +371,10 @@ class GroupedImportance(Sampler):
         return torch.where(never, torch.iinfo(torch.int64).min, self._stamps[rows])
 
     # --- samples that change their owner ----------------------------------------------------------------------------
+
+    @override
+    def report(self) -> Mapping[str, Json]:
+        return {} if self.gain is None else self.gain.report()
 
     @override
     def outgoing(self, count: int, step: int) -> SampleIds:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from typing_extensions import override
 
+from farflung.engine import Extension, TrainingLoop
 from farflung.errors import ConfigError
 from farflung.moments import is_predictable
 from farflung.options import whole_option
 from farflung.schedules.merges import Replace
+from farflung.schedules.prediction import WeightPrediction
 from farflung.types import Part, Schedule, State, Transfer
 
 __all__ = ["Pipelined"]
@@ -103,16 +104,18 @@ class Pipelined(Schedule):
         return (Replace(self.correction),)
 
     @override
-    def predicts(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns True if asked for; by default at width 2 if the optimizer allows it."""
-        if self.predict is None and self.width == 2 and not self.correction:
-            return is_predictable(optimizer)
-        if self.predict and not is_predictable(optimizer):
+    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+        """Weight prediction if asked for; by default at width 2 if the optimizer allows it."""
+        is_possible = is_predictable(loop.optimizer)
+        if self.predict and not is_possible:
             raise ConfigError(
                 "pipelined(predict=True) follows plain SGD, with momentum and weight decay: use --optimizer sgd, or "
                 "pipelined(correction=...)"
             )
-        return bool(self.predict)
+        by_default = self.predict is None and self.width == 2 and not self.correction and is_possible
+        if self.predict or by_default:
+            return (WeightPrediction(loop.engine, loop.buckets, loop.optimizer),)
+        return ()
 
     @property
     @override

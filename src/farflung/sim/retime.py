@@ -65,20 +65,20 @@ class Retimed(Replica):
     @override
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
         del weights
-        return torch.zeros(()), StepMetadata(0.0, self._drawing.weight(len(batch)), len(batch))
+        return torch.zeros(()), StepMetadata(0.0, self.drawing.weight(len(batch)), len(batch))
 
     @override
     def scorer(self) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.ones(len(ids))
 
     @override
-    def _passes(self) -> Callable[[SampleIds], Tensor]:
+    def losses(self) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.full((len(ids),), math.nan)
 
     @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         del loss
-        rank, every = self.runtime.comm.rank, range(len(self._buckets.buckets))
+        rank, every = self.runtime.comm.rank, range(len(self.buckets.buckets))
         order = self.traffic.fills.get((self.step_done, rank), every)
         if sorted(order) != [*every]:
             raise DataError(f"the run's traffic has no order of {len(every)} buckets: simulate it again")

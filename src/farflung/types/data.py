@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from farflung.tasks import Pending
-from farflung.types.sampling import Sampler
 from farflung.types.tensors import Json, SampleIds, State
 from farflung.types.world import Channel, Decision
 
@@ -258,10 +257,8 @@ class Gate(Protocol):
 class Sharing:
     """Samples that other replicas get: lent for one step, or moved for good. This one does neither.
 
-    To lend, override :meth:`due` and :meth:`exchange`. A sharing that moves samples for good sets :attr:`moves_samples`
-    and overrides the methods below it. Its rounds go on beside training, and in a round each replica has one partner
-    at most. What it gives away it goes on drawing from until the round takes effect, at a step that is known when the
-    round begins; then what the partner has given stands in the same places.
+    To lend, override :meth:`due` and :meth:`exchange`. A sharing that moves samples for good derives from
+    :class:`farflung.data.MovingSharing`.
     """
 
     data_leaves_device: bool = False
@@ -301,40 +298,11 @@ class Sharing:
     by_importance: bool = False
     """Whether the sampler chooses, by what it knows of samples; then it has to be one that carries scores."""
 
-    def begins(self, step: int) -> bool:
-        """Returns True if a round begins at ``step``; equal on all replicas, and never before the last has ended."""
-        del step
-        return False
+    def extensions(self, loop: Any) -> Sequence[Any]:
+        """Returns what the sharing adds to a run; see :meth:`farflung.types.Sampler.extensions`.
 
-    def due_step(self, step: int) -> int:
-        """Returns the later step before whose batch the round takes effect that begins at ``step``; equal on all."""
-        raise NotImplementedError
-
-    def partner(self, step: int, rank: int, size: int) -> int | None:
-        """Returns the rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
-        raise NotImplementedError
-
-    def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
-        """Returns the places of the samples that are given away, of which the first are as good as the last.
-
-        Args:
-          held: how many samples the replica holds, in places from 0 on.
-          sampler: chooses where :attr:`by_importance` is set.
-          step: at which the round begins.
-          rank: the replica.
+        Raises:
+          ConfigError: the run cannot have that.
         """
-        raise NotImplementedError
-
-    async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
-        """Carries out one round of one replica.
-
-        Args:
-          channel: of this round.
-          partner: see :meth:`partner`.
-          given: what it gives away at most.
-          gate: says when a message may set out.
-
-        Returns:
-          What the partner has given; as many of ``given`` are its own now, the first.
-        """
-        raise NotImplementedError
+        del loop
+        return ()

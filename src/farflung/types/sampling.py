@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from farflung.types.tensors import Json, SampleIds, State
-from farflung.types.world import Decision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,11 +116,8 @@ class Sampler(ABC):
     """Picks a batch and its importance weights; deterministic given state and seed.
 
     All but :meth:`next` has a default. A sampler with state overrides :meth:`state_dict` and :meth:`load_state_dict`;
-    the other methods are for samplers that share a step out by speed, that score samples, or whose scores move.
+    one that does something in a step besides drawing has :meth:`extensions`.
     """
-
-    gain: Any = None
-    """What drawing by scores is worth (:class:`farflung.sampling.gain.Gain`), where the sampler measures that."""
 
     @abstractmethod
     def next(self, view: PoolView) -> Draw:
@@ -138,6 +134,22 @@ class Sampler(ABC):
         """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
         return {}
 
+    def extensions(self, loop: Any) -> Sequence[Any]:
+        """Returns what the sampler adds to a run.
+
+        Args:
+          loop: :class:`farflung.engine.TrainingLoop`.
+
+        Returns:
+          Objects of :class:`farflung.engine.Extension`.
+        """
+        del loop
+        return ()
+
+    def report(self) -> Mapping[str, Json]:
+        """Returns the sampler's own figures, for the summary of a run."""
+        return {}
+
     # --- one order of all samples, of which a part can be given back ----------------------------------------------
 
     has_shared_order: bool = False
@@ -151,61 +163,19 @@ class Sampler(ABC):
         """Returns what a joiner needs beside :meth:`state_dict`, so that it gives back as the others do."""
         return {}
 
-    # --- steps shared out by speed; see :class:`farflung.sampling.Balanced` ---------------------------------------
-
     is_balanced: bool = False
-    """Whether a fast replica takes more samples of a step than a slow one."""
-
-    def set_rank(self, rank: int, size: int) -> None:  # noqa: B027
-        """Sets which replica this is, of how many."""
-
-    def record_compute(self, samples: int, seconds: float) -> None:  # noqa: B027
-        """Records how long this replica took for a step's samples."""
-
-    def speeds_due(self, sums: Mapping[str, float]) -> list[float] | None:
-        """Counts an exchange, and returns the speeds of all replicas where it is time to decide by them."""
-        del sums
-        return None
-
-    def choose_counts(self, speeds: Sequence[float], batch_size: int) -> list[int]:
-        """Returns the shares of a step that follow from measured speeds."""
-        raise NotImplementedError
-
-    def set_counts(self, counts: Sequence[int]) -> None:
-        """Takes a step's samples so from the next one on, and measures anew."""
-        raise NotImplementedError
-
-    # --- scores, made while a replica waits for its exchanges -----------------------------------------------------
-
+    """Whether a fast replica takes more samples of a step than a slow one; see :class:`farflung.sampling.Balanced`."""
     scored_by: ScoredBy | None = None
     """What samples are judged by; ``None``: nothing is scored.
 
     A sampler that scores picks from the samples that one replica holds, so replicas hold shares of the training set;
     where none are asked for, equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
     """
-    statistics: Statistics = "batch"
-    """What running statistics are updated by, where samples are scored."""
 
     @property
     def needs_scores(self) -> bool:
-        """Whether samples are scored in a step's wait."""
+        """Returns True if samples are scored in a step's wait."""
         return self.scored_by is not None
-
-    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        """What to do in a step's wait.
-
-        Args:
-          view: of the step.
-          decide: :meth:`farflung.types.Runtime.decide_own`; whatever is chosen by time goes through it.
-        """
-        del view, decide
-        return Due()
-
-    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:  # noqa: B027
-        """Takes the scores of one chunk, float32, by the model as it was before the step's update."""
-
-    def observe(self, spare: Spare) -> None:  # noqa: B027
-        """Takes what the step had to spare; once a step, after its update."""
 
     # --- scores that go along with samples that change their owner ------------------------------------------------
 

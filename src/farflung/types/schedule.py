@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from farflung.types.merge import Merge
 from farflung.types.tensors import State, TensorSpec
@@ -135,14 +135,14 @@ class Schedule:
           ConfigError: says why, and what to do instead.
         """
 
-    def predicts(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns True if gradients are taken where those in flight would lead.
+    def extensions(self, loop: Any) -> Sequence[Any]:
+        """Returns what the schedule adds to a run; see :meth:`farflung.types.Sampler.extensions`.
 
         Raises:
-          ConfigError: prediction was asked for, and this optimizer's steps cannot be predicted.
+          ConfigError: the run cannot have that.
         """
-        del optimizer
-        return False
+        del loop
+        return ()
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
         """What its transfers move of a model with these buckets."""

@@ -9,6 +9,7 @@ from farflung.types import Sharing
 if TYPE_CHECKING:
     from farflung.data.sharing.injection import Injection
     from farflung.data.sharing.no_sharing import NoSharing
+    from farflung.data.sharing.ownership import MovingSharing
     from farflung.data.sharing.resharding import Resharding
 else:
     __getattr__, __dir__ = lazy(
@@ -16,11 +17,12 @@ else:
         {
             "injection": "Injection",
             "no_sharing": "NoSharing",
+            "ownership": "MovingSharing",
             "resharding": "Resharding",
         },
     )
 
-__all__ = ["SHARINGS", "Injection", "NoSharing", "Resharding"]
+__all__ = ["SHARINGS", "Injection", "MovingSharing", "NoSharing", "Resharding"]
 
 SHARINGS: Registry[Sharing] = Registry(
     __name__,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
+from farflung.data.sharing.ownership import MovingSharing
 from farflung.errors import ConfigError, ProtocolError
 from farflung.options import part_option, whole_option
 from farflung.seeding import generator
-from farflung.types import Batch, Channel, Gate, Moved, Payload, SampleIds, Sampler, Sharing, TensorSpec
+from farflung.types import Batch, Channel, Gate, Moved, Payload, SampleIds, Sampler, TensorSpec
 
 __all__ = ["Resharding"]
 
@@ -17,7 +18,7 @@ MOST_REST_S = 20.0
 for, and this bounds it where that would come near the deadline of a run."""
 
 
-class Resharding(Sharing):
+class Resharding(MovingSharing):
     r"""Importance-aware data resharding: in rounds beside training, pairs of replicas swap samples for good.
 
     In each round replicas are matched at random by a seed that all have; of an odd number one rests. Both of a pair
@@ -55,8 +56,6 @@ class Resharding(Sharing):
     paused by aggregations and goes on afterwards. Pairs, how often they swap, when it takes effect, the pieces
     and what an incoming sample's score is are our choice.
     """
-
-    data_leaves_device = moves_samples = True
 
     def __init__(
         self,

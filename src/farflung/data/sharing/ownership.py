@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,11 +10,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm import ExchangeChannel, Purpose
-from farflung.data import Holding
-from farflung.engine.extension import Extension
+from farflung.data.datasets import Holding
+from farflung.engine import Extension, TrainingLoop
 from farflung.errors import ConfigError, ProtocolError
 from farflung.tasks import Pending
 from farflung.types import (
+    Channel,
     Gate,
     Moved,
     Runtime,
@@ -23,38 +25,7 @@ from farflung.types import (
     State,
 )
 
-__all__ = ["Ownership", "ownership"]
-
-
-def ownership(
-    sharing: Sharing,
-    runtime: Runtime,
-    held: Holding | None,
-    sampler: Sampler,
-    gate: Gate,
-    steps: int,
-) -> Ownership | None:
-    """What a run does about the owners of samples; ``None``: every sample stays where it is.
-
-    Args:
-      sharing: the run's.
-      runtime: the world.
-      held: the replica's own samples; ``None``: it has none of its own.
-      sampler: draws from them.
-      gate: of the replica's exchanges.
-      steps: of the run.
-
-    Raises:
-      ConfigError: no samples to move.
-    """
-    if not sharing.moves_samples:
-        return None
-    if held is None:
-        raise ConfigError(
-            f"sharing {type(sharing).__name__}: moves samples between shares, and all replicas draw from the whole "
-            "set: give each a share (--partition iid)"
-        )
-    return Ownership(sharing, runtime, held, sampler, gate, steps)
+__all__ = ["MovingSharing", "Ownership"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +45,65 @@ class _Round:
     scores: Tensor | None
     channel: ExchangeChannel
     came: Pending[Moved]
+
+
+class MovingSharing(Sharing):
+    """A sharing that moves samples for good, in rounds beside training.
+
+    In a round each replica has one partner at most. What it gives away it goes on drawing from until the round takes
+    effect, at a step that is known when the round begins; then what the partner has given stands in the same places.
+    """
+
+    data_leaves_device = moves_samples = True
+
+    def begins(self, step: int) -> bool:
+        """Returns True if a round begins at ``step``; equal on all replicas, and never before the last has ended."""
+        del step
+        return False
+
+    def due_step(self, step: int) -> int:
+        """Returns the later step before whose batch the round takes effect that begins at ``step``; equal on all."""
+        raise NotImplementedError
+
+    def partner(self, step: int, rank: int, size: int) -> int | None:
+        """Returns the rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
+        raise NotImplementedError
+
+    def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
+        """Returns the places of the samples that are given away, of which the first are as good as the last.
+
+        Args:
+          held: how many samples the replica holds, in places from 0 on.
+          sampler: chooses where :attr:`by_importance` is set.
+          step: at which the round begins.
+          rank: the replica.
+        """
+        raise NotImplementedError
+
+    async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
+        """Carries out one round of one replica.
+
+        Args:
+          channel: of this round.
+          partner: see :meth:`partner`.
+          given: what it gives away at most.
+          gate: says when a message may set out.
+
+        Returns:
+          What the partner has given; as many of ``given`` are its own now, the first.
+        """
+        raise NotImplementedError
+
+    @override
+    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+        if loop.held is None:
+            raise ConfigError(
+                f"sharing {type(self).__name__}: moves samples between shares, and all replicas draw from the whole "
+                "set: give each a share (--partition iid)"
+            )
+        return (
+            Ownership(self, loop.runtime, loop.held, loop.sampler, loop.engine.gate, loop.training.steps),
+        )
 
 
 class Ownership(Extension):
@@ -96,7 +126,7 @@ class Ownership(Extension):
 
     def __init__(
         self,
-        sharing: Sharing,
+        sharing: MovingSharing,
         runtime: Runtime,
         held: Holding,
         sampler: Sampler,
