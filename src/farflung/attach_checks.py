@@ -20,11 +20,12 @@ __all__ = [
     "check_sole",
     "check_whole",
     "held_by",
+    "named",
     "needs_closure",
     "plain_optimizer",
 ]
 
-FEW = 4
+_FEW = 4
 """Names of parameters in a message."""
 
 
@@ -157,4 +158,4 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def named(names: Iterable[str]) -> str:
     """The first few of some names."""
     every = list(names)
-    return ", ".join(every[:FEW]) + (f" and {len(every) - FEW} more" if len(every) > FEW else "")
+    return ", ".join(every[:_FEW]) + (f" and {len(every) - _FEW} more" if len(every) > _FEW else "")

@@ -26,7 +26,7 @@ from farflung.types import Json, State
 __all__ = ["load_tree", "pack_tree", "save_tree", "unpack_tree"]
 
 _META = "farflung"
-FORMAT = 3
+_FORMAT = 3
 """Format of the files; raised with every change of checkpoints after which older ones cannot be read."""
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
@@ -43,7 +43,7 @@ def save_tree(path: Path, tree: State) -> None:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    about = {_META: json.dumps({"format": FORMAT, "sha256": _NO_DIGEST, "values": values})}
+    about = {_META: json.dumps({"format": _FORMAT, "sha256": _NO_DIGEST, "values": values})}
     flat = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def write(partial: Path) -> None:
@@ -92,7 +92,7 @@ def pack_tree(tree: State) -> Tensor:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    about = json.dumps({"format": FORMAT, "values": values, "tensors": [*tensors]}).encode()
+    about = json.dumps({"format": _FORMAT, "values": values, "tensors": [*tensors]}).encode()
     return pack_tensors(
         [torch.frombuffer(bytearray(about), dtype=torch.uint8), *(t.cpu() for t in tensors.values())]
     )
@@ -107,8 +107,8 @@ def unpack_tree(content: Tensor) -> State:
     with reading(Path("the state of the run"), "damaged", CheckpointError):
         text, *tensors = unpack_tensors(content)
         about = json.loads(bytes(text.numpy()))
-        if about["format"] != FORMAT:
-            raise CheckpointError(f"the state of the run has format {about['format']}, not {FORMAT}")
+        if about["format"] != _FORMAT:
+            raise CheckpointError(f"the state of the run has format {about['format']}, not {_FORMAT}")
         return _grown({**dict(zip(about["tensors"], tensors, strict=True)), **about["values"]})
 
 
@@ -130,9 +130,9 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not written by farflung")
     about: Any = json_of(metadata[_META])
     found = about["format"] if "values" in about else 1
-    if found != FORMAT:
+    if found != _FORMAT:
         raise CheckpointError(
-            f"{path}: a file of format {found}, and this version of farflung reads format {FORMAT}: "
+            f"{path}: a file of format {found}, and this version of farflung reads format {_FORMAT}: "
             "use the version that wrote it, or start the run anew"
         )
     return dict(about)

@@ -52,7 +52,8 @@ class ReducedMetadata:
       loss: sum of losses times weights.
       num_nonfinite: losses that are not finite.
       nonfinite_ranks: ranks of one or two such losses; empty for more.
-      unused_changed: whether a rank uses other parameters than before; see :class:`UnusedParameters`.
+      unused_changed: whether a rank uses other parameters than before; see
+        :class:`farflung.engine.unused.UnusedParameters`.
       num_exhausted: ranks that have run out of data.
       sums: of the numbers that extensions have added, by name.
     """
