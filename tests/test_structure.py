@@ -438,6 +438,38 @@ def test_no_class_grows_beyond_the_largest() -> None:
     assert max(sizes.values()) == MOST_FUNCTIONS, "the largest class has shrunk: lower MOST_FUNCTIONS to it"
 
 
+SMALL_ROOMS = ("engine",)
+"""Packages whose classes stay below both bounds."""
+FEW_FUNCTIONS, FEW_METHODS = 30, 12
+"""Of one class there, and of those the public ones that are no properties."""
+
+
+@pytest.mark.parametrize("room", SMALL_ROOMS)
+def test_classes_stay_small_where_everybody_reads(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            functions = [f for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+            public = [
+                f.name
+                for f in functions
+                if not f.name.startswith("_")
+                and not any(getattr(mark, "id", "") == "property" for mark in f.decorator_list)
+            ]
+            where = f"{path}:{node.lineno}: {node.name}"
+            assert len(functions) <= FEW_FUNCTIONS, f"{where}: part one state with its functions from it"
+            assert len(public) <= FEW_METHODS, f"{where}: merge methods that are called together: {public}"
+
+
+def test_the_training_loop_names_no_part_of_a_recipe() -> None:
+    """A part makes its extensions itself; see :meth:`farflung.types.Sampler.extensions`."""
+    parts = ("farflung.sampling.", "farflung.schedules.", "farflung.membership.", "farflung.reducers.")
+    names = [name for _, name in imports_of(PACKAGE / "loop" / "replica.py") if name.startswith(parts)]
+    classes = [name for name in names if name.rpartition(".")[2][0].isupper()]
+    assert not classes, f"give the part a method that returns what the loop needs, in place of {classes}"
+
+
 PARTS = {"Sampler", "Schedule", "Sharing", "Stream"}
 """Families of which nothing asks what kind a member is; :mod:`farflung.recipes.parts` asks whether it is one at all."""
 

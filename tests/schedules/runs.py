@@ -18,7 +18,7 @@ from farflung.recipes import recipe
 from farflung.reducers import summed_nbytes
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Batch, Dataset, SampleIds, Schedule
+from farflung.types import Batch, Dataset, SampleIds, Sampler, Schedule
 from farflung.workloads import Quadratic
 
 NO_LINK = LinkModel()
@@ -87,6 +87,7 @@ class Run:
       folder: of checkpoints.
       device: that all of them train on.
       around: what else the world has: device profiles, faults, decisions.
+      sampler: makes the one of a rank; ``None``: that of the recipe.
     """
 
     schedule: str | Schedule
@@ -101,6 +102,7 @@ class Run:
     folder: Path | None = None
     device: str = "cpu"
     around: Mapping[str, Any] = field(default_factory=dict)
+    sampler: Callable[[int], Sampler] | None = None
 
     def __post_init__(self) -> None:
         given = {"steps": 20, "batch_size": 4, "learning_rate": 0.05, "seed": 3, **self.settings}
@@ -123,6 +125,8 @@ class Run:
             checkpoints = Checkpoints(self.folder, rank, self.size, leader=rank == 0, keep=99)
         text = self.schedule if isinstance(self.schedule, str) else None
         parts = recipe("synchronous").but(schedule=text, **self.parts).parts(self.training.seed, order)
+        if self.sampler is not None:
+            parts = replace(parts, sampler=self.sampler(rank))
         return Replica(
             self.world.runtimes[rank],
             work,
