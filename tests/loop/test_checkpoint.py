@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from farflung import state_trees
 from farflung.config import Training
 from farflung.errors import CheckpointError, StorageError
-from farflung.loop import Checkpoints, Replica, checkpoint
+from farflung.loop import Checkpoints, Replica
 from farflung.loop.optimizers import load_optimizer_state, optimizer_state
 from farflung.recipes import recipe
 from farflung.sim import VirtualWorld
@@ -104,7 +105,7 @@ def fails_halfway(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         raise OSError("interrupted")
 
     if moment == "writing":
-        monkeypatch.setattr(checkpoint, "save_file", cut_short)
+        monkeypatch.setattr(state_trees, "save_file", cut_short)
     else:
         monkeypatch.setattr(Path, "replace", no_rename)
 
@@ -187,9 +188,9 @@ def test_another_kind_of_file_is_refused(content: bytes, tmp_path: Path) -> None
         (None, "not written by farflung"),
         ({"format": "pt"}, "not written by farflung"),
         ({"farflung": "{"}, "cut short or damaged"),
-        ({"farflung": '{"format": 2, "values": {}}'}, "cut short or damaged.*no checksum"),
-        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 2: use"),
-        ({"farflung": '{"format": 3, "values": {}}'}, "a file of format 3, and this version"),
+        ({"farflung": '{"format": 3, "values": {}}'}, "cut short or damaged.*no checksum"),
+        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 3: use"),
+        ({"farflung": '{"format": 4, "values": {}}'}, "a file of format 4, and this version"),
     ],
 )
 def test_what_was_written_by_something_else_is_refused(metadata: Any, says: str, tmp_path: Path) -> None:

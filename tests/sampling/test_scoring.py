@@ -19,7 +19,7 @@ from farflung.loop import Replica
 from farflung.recipes import recipe
 from farflung.runs import make_replica
 from farflung.sampling import GroupedImportance, Uniform
-from farflung.sampling.scoring import scores_of, still
+from farflung.sampling.scoring import ScoringSampler, scores_of, still
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Decision, Draw, Due, Json, PoolView, SampleIds, Spare
@@ -28,7 +28,7 @@ from tests.covering import thorough
 from tests.helpers import same_bits
 
 
-class Scored(Uniform):
+class Scored(ScoringSampler, Uniform):
     """Uniform sampling that has some samples scored all the same.
 
     Args:

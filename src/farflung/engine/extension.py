@@ -18,7 +18,7 @@ from farflung.engine.flight import Flight
 from farflung.engine.metadata import StepMetadata
 from farflung.engine.plan import Arrival, StepOutcome
 from farflung.telemetry import Telemetry
-from farflung.types import Json, PoolView, Reducer, Runtime, SampleIds, Sampler, Schedule, State
+from farflung.types import Json, PoolView, Reducer, Runtime, SampleIds, Sampler, Schedule, ScoredBy, State
 
 if TYPE_CHECKING:
     from farflung.engine.engine import Engine
@@ -98,8 +98,8 @@ class TrainingLoop(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
-    def scorer(self) -> Callable[[SampleIds], Tensor]:
-        """Returns a function that scores samples by the model as it is, as the sampler asks for."""
+    def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
+        """Returns a function that scores samples by the model as it is."""
         ...
 
     def losses(self) -> Callable[[SampleIds], Tensor]:

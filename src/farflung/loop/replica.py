@@ -54,6 +54,7 @@ from farflung.types import (
     Sampler,
     Samples,
     Schedule,
+    ScoredBy,
     Sent,
     State,
     TensorSpec,
@@ -524,10 +525,8 @@ class Replica:
             return loss, StepMetadata(value, weight, len(batch))
         return loss * share, StepMetadata(value, weight / share, len(batch))
 
-    def scorer(self) -> Callable[[SampleIds], Tensor]:
+    def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
         """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
-        by = self.parts.sampler.scored_by
-        assert by is not None
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 

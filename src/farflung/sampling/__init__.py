@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from farflung.sampling.gain import Gain
     from farflung.sampling.grouped_importance import GroupedImportance
     from farflung.sampling.rules import Rule
+    from farflung.sampling.scoring import ScoringSampler
     from farflung.sampling.uniform import Uniform
 else:
     __getattr__, __dir__ = lazy(
@@ -22,6 +23,7 @@ else:
             "gain": "Gain",
             "grouped_importance": "GroupedImportance",
             "rules": "Rule",
+            "scoring": "ScoringSampler",
             "uniform": "Uniform",
         },
     )
@@ -33,6 +35,7 @@ __all__ = [
     "Gain",
     "GroupedImportance",
     "Rule",
+    "ScoringSampler",
     "Uniform",
     "balanced_counts",
 ]

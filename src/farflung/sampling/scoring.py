@@ -37,8 +37,15 @@ __all__ = ["Scoring", "ScoringSampler", "scores_of", "still"]
 
 
 class ScoringSampler(Sampler):
-    """A sampler whose :meth:`due` names samples to score in a step's wait."""
+    """A sampler whose :meth:`due` names samples to score in a step's wait.
 
+    It picks from the samples that one rank holds, so ranks hold shares of the training set; where none are asked for,
+    equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
+    """
+
+    needs_scores = True
+    scored_by: ScoredBy = "loss"
+    """What samples are judged by."""
     gain: Gain | None = None
     """Predicted speed-up by drawing by scores; ``None`` if the sampler does not measure it."""
     statistics: Statistics = "batch"
@@ -94,7 +101,7 @@ class Scoring(Extension):
     async def while_waiting(self, step: int) -> None:
         """Does what is due at a step, chunk by chunk."""
         compute, view = self._loop.runtime.compute, self._loop.drawing.view_of_rest(step)
-        begin, count, score = self._loop.runtime.now(), 0, self._loop.scorer()
+        begin, count, score = self._loop.runtime.now(), 0, self._loop.scorer(self._sampler.scored_by)
         due = self._sampler.due(view, self._loop.runtime.decide_own)
         for ids in due.scores:
             scores = await compute(Cost("score", len(ids)), partial(score, ids))

@@ -31,6 +31,7 @@ from farflung.types import (
     Reduced,
     Reducer,
     SampleIds,
+    ScoredBy,
     Seeds,
     State,
     StateSlot,
@@ -68,7 +69,7 @@ class Retimed(Replica):
         return torch.zeros(()), StepMetadata(0.0, self.drawing.weight(len(batch)), len(batch))
 
     @override
-    def scorer(self) -> Callable[[SampleIds], Tensor]:
+    def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.ones(len(ids))
 
     @override

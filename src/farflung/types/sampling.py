@@ -165,17 +165,8 @@ class Sampler(ABC):
 
     is_balanced: bool = False
     """Whether a fast replica takes more samples of a step than a slow one; see :class:`farflung.sampling.Balanced`."""
-    scored_by: ScoredBy | None = None
-    """What samples are judged by; ``None``: nothing is scored.
-
-    A sampler that scores picks from the samples that one replica holds, so replicas hold shares of the training set;
-    where none are asked for, equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
-    """
-
-    @property
-    def needs_scores(self) -> bool:
-        """Returns True if samples are scored in a step's wait."""
-        return self.scored_by is not None
+    needs_scores: bool = False
+    """Whether samples are scored in a step's wait; see :class:`farflung.sampling.ScoringSampler`."""
 
     # --- scores that go along with samples that change their owner ------------------------------------------------
 
