@@ -627,7 +627,9 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
 
     async def noted(self: Replica) -> None:
         await join(self)
-        for _, _, state in self.engine._merge_states:
+        for merge, _, state in self.engine._merge_states:
+            if merge.moves == "gradient":
+                continue
             assert state.anchor is not None
             states.append((state.has_updates, state.local.get("given"), state.anchor.clone()))
 
@@ -654,13 +656,13 @@ def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None
 
 def test_batches_are_given_back_at_the_earliest_change_where_a_later_view_begins_at_an_earlier_step() -> None:
     """A member that alone holds exchanges is lost before it hands them over, after the view that counts on them."""
-    faults = FaultPlan().join(4, at_s=0.115).crash(2, at_s=0.368).crash(0, at_s=0.389)
+    faults = FaultPlan().join(4, at_s=0.115).crash(2, at_s=0.372).crash(0, at_s=0.389)
     for peer in (1, 3):
         faults = faults.cut(0, peer, at_s=0.326, for_s=3.0, one_way=True)
     ended = run(5, faults, "synchronous(schedule='delayed(delay=3)')")
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 3, 4]
     elastic: Any = ended.survivors[0].runtime.elastic
-    assert [change.step for change in elastic.changes] == [0, 10, 12, 10]
+    assert [change.step for change in elastic.changes] == [0, 11, 13, 11]
     check(ended)
 
 
