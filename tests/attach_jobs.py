@@ -1046,38 +1046,51 @@ def joined_alone(counts: list[int]) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def stops(rank: int, size: int, store: dist.Store) -> list[str]:
-    """The functions of farflung that a bucket passes from autograd's hook to the socket, in the order of calls."""
+def step_functions(rank: int, size: int, store: dist.Store) -> tuple[list[str], set[str]]:
+    """Returns farflung's functions of a bucket from autograd's hook to the socket, and those of the whole step.
+
+    The first are in the order of calls; the second are those of both threads without comprehensions.
+    """
     handle = attached(rank, size, store)
     thread = handle._runtime._thread
-    found: dict[str, None] = {}
+    path: dict[str, None] = {}
+    functions: set[str] = set()
+
+    def is_ours(frame: FrameType) -> bool:
+        return str(frame.f_globals.get("__name__")).startswith("farflung.")
 
     def keep(frame: FrameType | None) -> None:
         passed = []
         while frame is not None:
-            module = str(frame.f_globals.get("__name__"))
-            if module.startswith("farflung."):
+            if is_ours(frame):
                 passed.append(frame.f_code.co_qualname)
             frame = frame.f_back
-        found.update(dict.fromkeys(reversed(passed)))
+        path.update(dict.fromkeys(reversed(passed)))
 
     def training(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is type(thread).launch.__code__ and not found:
-            keep(frame)
+        if event == "call" and is_ours(frame):
+            functions.add(frame.f_code.co_qualname)
+            if frame.f_code is type(thread).launch.__code__ and not path:
+                keep(frame)
 
     def communication(frame: FrameType, event: str, called: object) -> None:
+        if event == "call" and is_ours(frame):
+            functions.add(frame.f_code.co_qualname)
         if event == "c_call" and getattr(called, "__name__", "") == "sendmsg":
             keep(frame)
 
-    inputs, targets = next(batches(rank))
     with handle:
-        loss = F.cross_entropy(handle._model(inputs), targets)
-        thread.soon(lambda: sys.setprofile(communication))
-        sys.setprofile(training)
-        loss.backward()
+        for step, (inputs, targets) in enumerate(itertools.islice(batches(rank), 4)):
+            loss = F.cross_entropy(handle._model(inputs), targets)
+            if step == 3:
+                thread.soon(lambda: sys.setprofile(communication))
+                sys.setprofile(training)
+            loss.backward()
+            handle._optimizer.step()
+            handle._optimizer.zero_grad()
         sys.setprofile(None)
         thread.soon(lambda: sys.setprofile(None))
-    return [*found]
+    return [*path], {name for name in functions if not name.rpartition(".")[2].startswith("<")}
 
 
 def loses(rank: int, size: int, store: dist.Store, lost: int, how: str, end: str) -> dict[str, Any]:

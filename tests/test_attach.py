@@ -22,18 +22,21 @@ from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
 
-STOPS = 24
+STOPS = 23
 """Of a bucket from autograd's hook to the socket, at most."""
+FUNCTIONS = 224
+"""Of farflung's in one step, on both threads, at most."""
 
 
 def test_a_bucket_makes_few_stops_and_the_design_names_them(pool: Pool) -> None:
     design = (Path(__file__).parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
     figure = design[design.index("```mermaid") : design.index("* A codec encodes")]
-    for stops in pool.run(2, "tests.attach_jobs.stops"):
+    for stops, functions in pool.run(2, "tests.attach_jobs.step_functions"):
         assert stops[0].startswith("GradientBuckets._hook")
         assert stops[-1] == "Link._write"
-        assert len(stops) <= STOPS
+        assert len(stops) <= STOPS, stops
         assert not [stop for stop in stops if stop.rpartition(".")[2] not in figure]
+        assert len(functions) <= FUNCTIONS, f"{len(functions)}: a step has grown; merge what is called together"
 
 
 @pytest.mark.parametrize("loop", attach_jobs.LOOPS)
