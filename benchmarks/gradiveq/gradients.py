@@ -142,7 +142,7 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
         ratios.append(layer.numel / (basis.shape[1] * layer.slices))
     losses = {behind: (left[behind] / whole[behind]) ** 0.5 for behind in found.later}
     return {
-        "ratio": layout.sliced_numel / coded,
+        "ratio": sum(layer.numel for layer in layout.layers) / coded,
         "loss": statistics.median(losses.values()),
         "losses": losses,
         "ratios": ratios,

@@ -537,4 +537,4 @@ def test_what_is_sent_leaves_the_momentum_and_the_rest_goes_on() -> None:
         wanted = (waves(4).T @ (largest * components).view(2, 4, 4) @ waves(4)).transpose(0, 1)
         torch.testing.assert_close(sent[:32].view(4, 2, 4), wanted)
         momentum = momentum - sent
-        torch.testing.assert_close(codec.restored(state, state.local["components"]), momentum)
+        torch.testing.assert_close(codec.restore(state, state.local["components"]), momentum)

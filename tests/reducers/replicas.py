@@ -141,11 +141,11 @@ def left(replica: Replica) -> Tensor:
         return whole
     if isinstance(replica.reducer, GradiVeQ):
         return whole.add_(local["residual"]["all"])
-    if "seed" in local:  # what two phases wrap around a codec's state
-        shared, local = shared["codec"], local["codec"]
+    if "seed" in local or "compress" in shared:  # what surrounds a codec's state
+        shared, local = shared.get("codec", {}), local["codec"]
     if "residual" in local:
         return whole.add_(local["residual"])
-    for role, route in shared.items():
-        if "residual" in local[role]:
-            join(whole, route["runs"], local[role]["residual"].double())
+    for role, runs in shared["runs"].items():
+        if role in local:
+            join(whole, runs, local[role]["residual"].double())
     return whole

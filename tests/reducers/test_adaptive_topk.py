@@ -77,10 +77,10 @@ def test_buckets_decide_together_or_each_for_itself() -> None:
         reducer = AdaptiveTopK(smoothing=1.0, threshold=0.5, decide=decide)
         slots = Slots(reducer, {0: SPEC, 1: SPEC}, 0, 0)
         states = {
-            number: reducer._learned(slots[number].state, compressed=False, sums=numbers)
+            number: reducer._learn(slots[number].state, compressed=False, sums=numbers)
             for number, numbers in sums.items()
         }
-        together = reducer._decided(states) if decide == "last" else states
+        together = reducer._decide_together(states) if decide == "last" else states
         decided[decide] = [state.shared["compress"] for state in together.values()]
     assert decided == {"last": [True, True], "bucket": [True, False]}
 
@@ -89,7 +89,7 @@ def test_buckets_decide_together_or_each_for_itself() -> None:
 def test_what_is_zero_or_not_finite_teaches_nothing(sums: list[float]) -> None:
     reducer = AdaptiveTopK(decide="bucket")
     before = CodecState({"left_out": 0.2, "compress": True, "steps": 3, "compressed": 2}, {})
-    after = reducer._learned(before, compressed=True, sums=sums)
+    after = reducer._learn(before, compressed=True, sums=sums)
     assert (after.shared["left_out"], after.shared["compress"]) == (0.2, True)
     assert (after.shared["steps"], after.shared["compressed"]) == (4, 3)
 

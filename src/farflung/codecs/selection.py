@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import blocks
+from farflung.codecs.blocks import blocks, scratch_for
 
 __all__ = ["kept", "largest"]
 
-SAMPLED = 16
-"""One entry in so many is in the sample."""
+SAMPLED = 17
+"""One entry in so many is in the sample; odd, so as not to keep step with rows whose length is a power of two."""
 SAMPLE_NUMEL = 1 << 16
 """At most. Our choice: enough that at a density of 1 % the sample's own threshold is off by a few percent."""
 WHOLE_NUMEL = 1 << 14
@@ -82,8 +82,7 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
 
 def _guess(tensor: Tensor, k: int) -> Tensor:
     """A threshold that a few more than k entries reach, from entries at even distances."""
-    # An odd distance does not keep step with rows whose length is a power of two.
-    sample = _magnitudes(tensor[:: max(SAMPLED, tensor.numel() // SAMPLE_NUMEL) | 1])
+    sample = _magnitudes(tensor[:: max(SAMPLED, tensor.numel() // SAMPLE_NUMEL | 1)])
     expected = k * len(sample) / tensor.numel()
     rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
     guess = sample.kthvalue(len(sample) - rank + 1).values
@@ -96,9 +95,8 @@ def _reaching(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
         return _not_below(tensor.abs(), threshold)
     even = tensor.numel() // ROW * ROW
     highest = tensor.new_empty(even // ROW)
-    scratch = tensor.new_empty(0)
+    scratch = scratch_for(tensor[:even], ROW, tensor.dtype)
     for start, stop in blocks(tensor[:even], ROW):
-        scratch = scratch if scratch.numel() >= stop - start else tensor.new_empty(stop - start)
         piece = torch.abs(tensor[start:stop], out=scratch[: stop - start])
         torch.amax(piece.view(-1, ROW), 1, out=highest[start // ROW : stop // ROW])
     rows = _not_below(highest, threshold)

@@ -25,7 +25,6 @@ __all__ = [
     "bases_of",
     "begun",
     "compressed",
-    "confirmed",
     "dimensions",
     "fingerprint",
     "of_rank_0",
@@ -124,11 +123,6 @@ def principal(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_
     found = min(found, max(1, len(sums) * (count - 1)))
     basis: Tensor = directions[:, -found:].flip(1).clone(memory_format=torch.contiguous_format)
     return basis
-
-
-def confirmed(state: State, said: list[float], size: int) -> State:
-    """The hashes are known; the exchange that carried them is the first of those to be compressed."""
-    return {**state, "phase": "compress" if alike(said, size) else "share", "count": 1}
 
 
 def shared_by(state: State, received: list[Tensor]) -> State:
