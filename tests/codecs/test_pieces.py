@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farflung.codecs import TopK, selection
 from farflung.codecs import blocks as blocks_module
-from farflung.codecs import selection
-from farflung.codecs.base import add_entries
 from farflung.codecs.bits import fields, from_fields, pack, unpack
 from farflung.codecs.blocks import Norm, blocks, bucket_norms
 from farflung.codecs.selection import kept, largest
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator
+from farflung.types import CodecState, Payload, TensorSpec
 
 NUMELS = [0, 1, 5, 63, 64, 65, 128, 200, 1000]
 BUCKETS = [1, 3, 16, 64, 65, 100, 512, 1000]
@@ -99,8 +99,7 @@ def test_the_nearest_level(levels: int) -> None:
         torch.testing.assert_close(twice, 2 * decoded, msg=str(where))
 
 
-@pytest.mark.parametrize("numel", [200, 1000])
-@pytest.mark.parametrize("bucket_size", [16, 100, 1000])
+@pytest.mark.parametrize(("numel", "bucket_size"), [(200, 16), (200, 100), (1000, 1000)])
 def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int) -> None:
     tensor = normal(numel)
     norms = bucket_norms(tensor, bucket_size, "l2")
@@ -197,6 +196,16 @@ def test_the_largest_are_those_that_sorting_finds(make: str) -> None:
             assert torch.equal(selection._exactly(selection._magnitudes(tensor), k), by_sorting(tensor, k))
 
 
+@pytest.mark.parametrize(("numel", "sampled"), [(1000, 59), (17 * 256, 256), (6000, 261), (1 << 16, 256)])
+def test_a_sample_is_as_small_as_it_may_be(numel: int, sampled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry in 17, or fewer of a large tensor, at distances that are odd."""
+    seen: list[int] = []
+    magnitudes = selection._magnitudes
+    monkeypatch.setattr(selection, "_magnitudes", lambda t: seen.append(len(t)) or magnitudes(t))
+    largest(normal(numel), 10)
+    assert seen[0] == sampled
+
+
 def test_another_device_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way without data-dependent shapes, taken on a CPU."""
 
@@ -227,5 +236,6 @@ def test_how_many_a_density_keeps(numel: int, density: float, k: int) -> None:
 
 @pytest.mark.parametrize("index", [-1, 5])
 def test_an_entry_that_is_not_there_is_refused(index: int) -> None:
+    payload = Payload((torch.ones(2), torch.tensor([0, index], dtype=torch.int32)))
     with pytest.raises(ProtocolError, match=f"entry {index} of 5"):
-        add_entries(torch.zeros(5), torch.ones(2), torch.tensor([0, index], dtype=torch.int32), 1.0)
+        TopK().decode(CodecState(), payload, TensorSpec((5,)), step=0, count=1)

@@ -118,9 +118,9 @@ def test_a_codec_with_seeds_may_be_encoded_anew_on_every_hop(collective: str) ->
     _, dense, _ = once(CodecReducer(Identity(), collective), grads)
     ratio = QSGD_NBYTES / (4 * 512)
     assert sum(nbytes) - SIDES[collective] == ratio * (sum(dense) - SIDES[collective])
-    draws = [draw.mean.double() for draw in run(reducer, 4, steps=64, make=same, weighted=False)[0].results]
+    draws = [draw.mean.double() for draw in run(reducer, 4, steps=24, make=same, weighted=False)[0].results]
     errors = torch.stack(draws) - exact_mean(4, 0, weighted=False)
-    assert errors.mean(dim=0).norm() <= 2 * errors.norm(dim=1).mean() / 64**0.5
+    assert errors.mean(dim=0).norm() <= 2 * errors.norm(dim=1).mean() / 24**0.5
 
 
 def test_roles_travel_each_in_its_own_way() -> None:
@@ -205,12 +205,17 @@ FEEDBACK: list[Reducer] = [
 ]
 
 
-@covered("reducer, size, width", FEEDBACK, [1, 2, 4], [1, 2, 3])
+STEPS = 12
+ONE_OF_EACH = [*FEEDBACK[::4], FEEDBACK[10], FEEDBACK[14], FEEDBACK[-1]]
+"""A gathered one, in two phases, on hops, of Adaptive Top-k, PowerSGD and GradiVeQ."""
+
+
+@covered("reducer, size, width", FEEDBACK, [1, 3], [1, 3])
 def test_what_was_sent_and_what_is_left_are_all_there_was(reducer: Reducer, size: int, width: int) -> None:
     """Over all replicas, whether exchanges overlap or not; weights are numerators' weights."""
-    replicas = run(reducer, size, steps=12, width=width)
+    replicas = run(reducer, size, steps=STEPS, width=width)
     weight = sum(WEIGHTS[:size])
-    given = sum((weight * exact_mean(size, step) for step in range(12)), torch.zeros(1))
+    given = sum((weight * exact_mean(size, step) for step in range(STEPS)), torch.zeros(1))
     sent = sum((weight * result.mean.double() for result in replicas[0].results), torch.zeros(1))
     kept = sum((left(replica) for replica in replicas), torch.zeros(1))
     by_hops = isinstance(reducer, CodecReducer) and reducer.phases == "hops"
@@ -218,7 +223,7 @@ def test_what_was_sent_and_what_is_left_are_all_there_was(reducer: Reducer, size
     torch.testing.assert_close(sent + kept, given, rtol=0.0, atol=2e-4)
 
 
-@pytest.mark.parametrize("reducer", FEEDBACK, ids=repr)
+@pytest.mark.parametrize("reducer", ONE_OF_EACH, ids=repr)
 def test_a_constant_gradient_is_sent_whole_in_the_end(reducer: Reducer) -> None:
     replicas = run(reducer, 2, steps=60, make=same, weighted=False)
     average = torch.stack([result.mean for result in replicas[0].results]).mean(dim=0)
@@ -226,14 +231,14 @@ def test_a_constant_gradient_is_sent_whole_in_the_end(reducer: Reducer) -> None:
     assert (average - exact).norm() <= 0.25 * exact.norm()
 
 
-@pytest.mark.parametrize("phases", ["gather", "two"])
-def test_an_unbiased_codec_makes_an_unbiased_mean(phases: str) -> None:
-    for reducer in (CodecReducer(QSGD(), phases=phases), SharedScaleQSGD()):  # type: ignore[arg-type]
-        replicas = run(reducer, 4, steps=100, make=lambda rank, step: gradient(rank, 0), link=LinkModel())
-        draws = torch.stack([result.mean for result in replicas[0].results]).double()
-        errors = draws - exact_mean(4, 0)
-        along = errors @ torch.randn(SPEC.numel, 20, generator=generator(6), dtype=torch.float64)
-        assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(100)).all()
+@pytest.mark.parametrize(
+    "reducer", [CodecReducer(QSGD()), CodecReducer(QSGD(), phases="two"), SharedScaleQSGD()], ids=repr
+)
+def test_an_unbiased_codec_makes_an_unbiased_mean(reducer: Reducer) -> None:
+    replicas = run(reducer, 3, steps=50, make=same, link=LinkModel())
+    errors = torch.stack([result.mean for result in replicas[0].results]).double() - exact_mean(3, 0)
+    along = errors @ torch.randn(SPEC.numel, 20, generator=generator(6), dtype=torch.float64)
+    assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(50)).all()
 
 
 class Learner:

@@ -32,9 +32,8 @@ def spread(rank: int, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_is_finite_on_all_ranks_stays_finite(name: str, size: int) -> None:
-    replicas = run(ROWS[name].reducer, size, spec=HALF, make=large, weighted=False)
+def test_what_is_finite_on_all_ranks_stays_finite(name: str) -> None:
+    replicas = run(ROWS[name].reducer, 3, 2, spec=HALF, make=large, weighted=False)
     assert_alike(replicas)
     for result in replicas[0].results:
         assert result.mean.dtype == torch.float16

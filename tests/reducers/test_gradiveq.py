@@ -511,28 +511,6 @@ def test_who_has_no_weight_says_nothing_and_nobody_s_weight_teaches_nothing() ->
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slice_size": 0}, "slice_size 0"),
-        ({"ratio": 0.5}, "ratio 0.5"),
-        ({"ratio": 8, "variance_left": 0.01}, "give ratio or variance_left, not both"),
-        ({"variance_left": 1.0}, "variance_left 1.0"),
-        ({"warm_up": -1}, "warm_up -1"),
-        ({"sample_steps": 1}, "sample_steps 1"),
-        ({"compress_steps": 1}, "compress_steps 1"),
-        ({"sample_bits": 9}, "bits 9"),
-        ({"drift": 0.5}, "drift 0.5"),
-        ({"windows": "short"}, "windows 'short' must be 'spread' or 'paper'"),
-        ({"compress_steps": 99}, "99 is less than 100"),
-        ({"collective": "native"}, "'native' matches sums by their order"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GradiVeQ(**options)
-
-
 def test_models_that_it_can_do_nothing_for_are_refused() -> None:
     matrix = TensorSpec((100,), parts=(Placed((10, 10), 0),))
     with pytest.raises(Unsupported, match="this model has none"):

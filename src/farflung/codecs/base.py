@@ -16,11 +16,8 @@ __all__ = [
     "Sparse",
     "Transformed",
     "accumulate",
-    "add_entries",
     "check_codecs",
     "check_floating",
-    "check_indexable",
-    "make_codec",
     "nested_state",
     "summed_specs",
     "with_nested_state",
@@ -68,13 +65,6 @@ class BaseCodec:
         return False
 
 
-def make_codec(name: str) -> Codec:
-    """Returns a codec with its default options, imported when it is needed."""
-    from farflung.codecs import CODECS
-
-    return CODECS[name]()
-
-
 def check_codecs(name: str, *codecs: object) -> None:
     """Checks the codecs inside another.
 
@@ -94,17 +84,6 @@ def check_floating(name: str, spec: TensorSpec) -> None:
     """
     if not spec.dtype.is_floating_point:
         raise Unsupported(f"codec {name} needs floating gradients, not {spec.dtype}")
-
-
-def check_indexable(name: str, spec: TensorSpec) -> None:
-    """Checks that an int32 can name each entry of a tensor.
-
-    Raises:
-      Unsupported: it is larger, or not floating.
-    """
-    check_floating(name, spec)
-    if spec.numel > torch.iinfo(torch.int32).max:
-        raise Unsupported(f"codec {name} names entries by int32: {spec.numel} are too many for one bucket")
 
 
 def nested_state(state: CodecState, name: str) -> CodecState:
@@ -143,7 +122,11 @@ class Sparse(BaseCodec):
         Raises:
           Unsupported: the tensor is not floating, or has more entries than an int32 can name.
         """
-        check_indexable(type(self).__name__, spec)
+        check_floating(type(self).__name__, spec)
+        if spec.numel > torch.iinfo(torch.int32).max:
+            raise Unsupported(
+                f"codec {type(self).__name__} names entries by int32: {spec.numel} are too many for one bucket"
+            )
         return CodecState()
 
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
@@ -153,7 +136,14 @@ class Sparse(BaseCodec):
           ProtocolError: an index out of range, seen on a CPU.
         """
         values, indices = sent
-        add_entries(total, values, indices, alpha)
+        if indices.device.type == "cpu" and len(indices):
+            low, high = map(int, indices.aminmax())
+            if low < 0 or high >= total.numel():
+                entry = low if low < 0 else high
+                raise ProtocolError(
+                    f"entry {entry} of {total.numel()}: do all ranks run the same model and recipe?"
+                )
+        total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)
 
     def add_sent(self, state: CodecState, payload: Payload, total: Tensor, alpha: float = 1.0) -> None:
         """Adds ``alpha`` times what is sent to ``total``, of the shape encoded, in place.
@@ -242,18 +232,3 @@ def accumulate(
         entry_by_entry(state, payload, total, step=step, count=count, alpha=alpha)
     else:
         total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)
-
-
-def add_entries(total: Tensor, values: Tensor, indices: Tensor, alpha: float) -> None:
-    """Adds ``alpha`` times ``values`` at ``indices`` of the flat form of ``total``.
-
-    Raises:
-      ProtocolError: an index out of range, seen on a CPU.
-    """
-    if indices.device.type == "cpu" and len(indices):
-        low, high = map(int, indices.aminmax())
-        if low < 0 or high >= total.numel():
-            raise ProtocolError(
-                f"entry {low if low < 0 else high} of {total.numel()}: do all ranks run the same model and recipe?"
-            )
-    total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)

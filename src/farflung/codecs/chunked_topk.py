@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, add_entries
+from farflung.codecs.base import Sparse
 from farflung.codecs.bits import pack, pack_indices, unpack, unpack_indices
 from farflung.codecs.selection import kept
 from farflung.options import part_option, whole_option
@@ -81,7 +81,7 @@ class ChunkedTopK(Sparse):
             values = sent[3][unpack(sent[2], self.bits, len(places)).to(torch.int64)]
         # What the last chunk was filled up with is behind the end.
         values = torch.where(places < total.numel(), values, 0)
-        add_entries(total, values, places.clamp_max(total.numel() - 1), alpha)
+        Sparse.add_entries(self, state, (values, places.clamp_max(total.numel() - 1)), total, alpha)
 
     def _cut(self, numel: int) -> tuple[int, int, int]:
         """Entries in a chunk of a tensor, chunks, and entries of each that are sent."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, add_entries, check_indexable
+from farflung.codecs.base import Sparse
 from farflung.codecs.routed import take
 from farflung.codecs.selection import kept, largest
 from farflung.options import part_option, share_option, whole_option
@@ -72,7 +72,7 @@ class DGC(Sparse):
         Raises:
           Unsupported: the tensor is not floating, or has more entries than an int32 can name.
         """
-        check_indexable("dgc", spec)
+        Sparse.init(self, spec, seeds)
         parts = spec.parts or (Placed((spec.numel, 1), 0),)
         zeros = torch.zeros(spec.numel, dtype=spec.dtype)
         return CodecState(
@@ -93,7 +93,13 @@ class DGC(Sparse):
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Values and indices of the sparse parts, and the dense parts as they are."""
         flat = grad.reshape(-1)
-        velocity, accumulated = self._gathered(state, flat)
+        velocity, accumulated = (state.local[name].to(flat.device) for name in ("velocity", "accumulated"))
+        if self.nesterov:
+            velocity = (velocity + flat).mul_(self.momentum)
+            accumulated = (accumulated + velocity).add_(flat)
+        else:
+            velocity = (velocity * self.momentum).add_(flat)
+            accumulated = accumulated + velocity
         density = self.density_at(step)
         indices = torch.cat(
             [
@@ -114,18 +120,7 @@ class DGC(Sparse):
 
     @override
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
-        values, indices, dense = sent
-        add_entries(total, values, indices, alpha)
+        Sparse.add_entries(self, state, sent[:2], total, alpha)
         runs = state.shared["dense"]
-        for (start, numel), part in zip(runs, dense.split([numel for _, numel in runs]), strict=True):
+        for (start, numel), part in zip(runs, sent[2].split([numel for _, numel in runs]), strict=True):
             total.view(-1)[start : start + numel].add_(part, alpha=alpha)
-
-    def _gathered(self, state: CodecState, grad: Tensor) -> tuple[Tensor, Tensor]:
-        velocity, accumulated = (state.local[name].to(grad.device) for name in ("velocity", "accumulated"))
-        if self.nesterov:
-            velocity = (velocity + grad).mul_(self.momentum)
-            accumulated = (accumulated + velocity).add_(grad)
-        else:
-            velocity = (velocity * self.momentum).add_(grad)
-            accumulated = accumulated + velocity
-        return velocity, accumulated

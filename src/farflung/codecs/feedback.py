@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,11 +14,11 @@ from farflung.codecs.base import (
     accumulate,
     check_codecs,
     check_floating,
-    make_codec,
     nested_state,
     summed_specs,
     with_nested_state,
 )
+from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
 from farflung.options import part_option
 from farflung.trees import shares_memory
@@ -51,7 +50,7 @@ class ErrorFeedback(BaseCodec):
     References: Karimireddy et al. 2019, EF-SGD, Alg. 2; Sarfi et al. 2025 (SparseLoCo) for the decay.
     """
 
-    codec: Codec = field(default_factory=partial(make_codec, "topk"))
+    codec: Codec = field(default_factory=TopK)
     decay: float = 1.0
 
     stateless: ClassVar[bool] = False
@@ -139,4 +138,4 @@ def left_over(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
 
 def error_feedback(codec: Codec | None = None, decay: float = 1.0) -> ErrorFeedback:
     """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
-    return ErrorFeedback(make_codec("topk") if codec is None else codec, decay)
+    return ErrorFeedback(TopK() if codec is None else codec, decay)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, check_indexable
+from farflung.codecs.base import Sparse
 from farflung.codecs.selection import kept
 from farflung.options import part_option
 from farflung.seeding import derive
@@ -65,7 +65,7 @@ class RandomK(Sparse):
         Raises:
           Unsupported: the tensor is not floating, or has more entries than an int32 can name.
         """
-        check_indexable("randomk", spec)
+        Sparse.init(self, spec, seeds)
         return CodecState(shared={"seed": seeds.shared})
 
     @override

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,12 +13,12 @@ from typing_extensions import override
 from farflung.codecs.base import (
     BaseCodec,
     check_codecs,
-    make_codec,
     nested_state,
     summed_specs,
     with_nested_state,
 )
 from farflung.codecs.identity import Identity
+from farflung.codecs.int8 import Int8
 from farflung.options import whole_option
 from farflung.seeding import derive
 from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
@@ -164,7 +163,7 @@ class BySize(Routed):
     """
 
     small: Codec = field(default_factory=Identity)
-    large: Codec = field(default_factory=partial(make_codec, "int8"))
+    large: Codec = field(default_factory=Int8)
     numel: int = 10_000
 
     def __post_init__(self) -> None:
@@ -184,9 +183,7 @@ class BySize(Routed):
 
 def by_size(small: Codec | None = None, large: Codec | None = None, numel: int = 10_000) -> BySize:
     """:class:`BySize`; small tensors dense and large ones in 8 bits where nothing else is said."""
-    return BySize(
-        Identity() if small is None else small, make_codec("int8") if large is None else large, numel
-    )
+    return BySize(Identity() if small is None else small, Int8() if large is None else large, numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +205,7 @@ class ByRole(Routed):
     vectors dense.
     """
 
-    convolution: Codec = field(default_factory=partial(make_codec, "int8"))
+    convolution: Codec = field(default_factory=Int8)
     other: Codec = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
@@ -242,6 +239,4 @@ class ByRole(Routed):
 
 def by_role(convolution: Codec | None = None, other: Codec | None = None) -> ByRole:
     """:class:`ByRole`; convolution weights in 8 bits and matrices dense where nothing else is said."""
-    return ByRole(
-        make_codec("int8") if convolution is None else convolution, Identity() if other is None else other
-    )
+    return ByRole(Int8() if convolution is None else convolution, Identity() if other is None else other)

@@ -65,7 +65,7 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
     """Where the k largest are, ascending, the first of equal ones."""
     numel = magnitudes.numel()
     if magnitudes.device.type == "cpu":
-        smallest = magnitudes.kthvalue(numel - k + 1).values if numel > k else magnitudes.amin()
+        smallest = magnitudes.kthvalue(numel - k + 1).values
         chosen = magnitudes > smallest
         level = (magnitudes == smallest).nonzero().view(-1)
         chosen[level[: k - int(chosen.count_nonzero())]] = True
