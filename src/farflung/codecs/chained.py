@@ -75,7 +75,7 @@ class Chain(BaseCodec):
         Raises:
           Unsupported: the second keeps more than seeds, or either cannot encode such a tensor.
         """
-        if not only_seeds(self.second.init(TensorSpec((1,), spec.dtype), seeds)):
+        if not only_seeds(self.second.init(spec, seeds)):
             raise Unsupported(
                 f"chain: {self.second!r} keeps more than seeds between steps: put it around the chain"
             )

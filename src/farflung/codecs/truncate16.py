@@ -55,7 +55,7 @@ class Truncate16(BaseCodec):
         """Zeros in the low 16 bits of a float32."""
         (high,) = payload.tensors()
         sent = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # which is just these bits
-        return high.view(sent).to(spec.dtype, copy=True).view(spec.shape)
+        return high.view(sent).to(spec.dtype).view(spec.shape)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
