@@ -24,7 +24,17 @@ from farflung.replica.slots import Slots
 from farflung.seeding import generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
-from farflung.types import CodecState, Contribution, Placed, Reducer, Runtime, Seeds, StateSlot, TensorSpec
+from farflung.types import (
+    CodecState,
+    Contribution,
+    Placed,
+    Reducer,
+    Runtime,
+    Seeds,
+    State,
+    StateSlot,
+    TensorSpec,
+)
 from tests.helpers import Cluster, same_bits, same_tree
 from tests.reducers.replicas import LINK, NO_RIDER, SIDE, SPEC, Replica, assert_alike, gradient, run
 
@@ -352,9 +362,13 @@ def test_an_exchange_whose_mean_is_not_finite_teaches_nothing(reducer: GradiVeQ)
 class Watching(Replica):
     """A replica that notes the step and the state of each exchange that it has merged."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.states: list[State] = []
+
     async def _learn(self, reduced: Any) -> None:
         await super()._learn(reduced)
-        self.states = [*getattr(self, "states", []), self.slot.state.shared]
+        self.states.append(self.slot.state.shared)
 
 
 @pytest.mark.parametrize("drift", [1e9, 1.0])
@@ -371,10 +385,10 @@ def test_the_mean_stays_that_of_the_gradients(drift: float) -> None:
         )
         for runtime in world.runtimes
     ]
-    states = world.run([replica.run(range(176)) for replica in replicas])[0].states
+    world.run([replica.run(range(176)) for replica in replicas])
     errors = {
         state["window"]: float((state["means"]["0000"] - exact).norm() / exact.norm())
-        for state in states
+        for state in replicas[0].states
         if state["means"]
     }
     assert len(errors) >= 5
