@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
@@ -131,15 +130,13 @@ def bound(bucket_size: int, levels: int, norm: str) -> float:
     ["normal", "one large", "all equal"],
 )
 def test_the_variance_is_within_its_bound(norm: str, levels: int, bucket_size: int, kind: str) -> None:
-    grad = {"normal": normal(400), "one large": 0.01 * normal(400), "all equal": torch.full((400,), 0.3)}[
-        kind
-    ]
-    grad[200] += 10.0 * (kind == "one large")
+    grad = torch.full((400,), 0.3) if kind == "all equal" else normal(400)
+    grad[200] *= 1000.0 if kind == "one large" else 1.0
     codec = QSGD(levels=levels, bucket_size=bucket_size, norm=norm)  # type: ignore[arg-type]
-    errors = torch.stack([there_and_back(codec, grad, step=k)[0] - grad for k in range(200)]).double()
+    errors = torch.stack([there_and_back(codec, grad, step=k)[0] - grad for k in range(100)]).double()
     mean, spread = errors.square().sum(dim=1).mean(), errors.square().sum(dim=1).std()
     most = bound(bucket_size, levels, norm) * grad.double().square().sum()
-    assert mean <= most + 5 * spread / math.sqrt(200) + 1e-9
+    assert mean <= most + 5 * spread / math.sqrt(100) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -148,25 +145,20 @@ def test_the_variance_is_within_its_bound(norm: str, levels: int, bucket_size: i
         *((QSGD(bits=bits, bucket_size=800), bits) for bits in (2, 3, 4, 8)),
         *(
             (QSGD(levels=levels, bucket_size=800), bits)
-            for levels, bits in ((1, 2), (3, 3), (7, 4), (8, 5), (127, 8))
+            for levels, bits in [(1, 2), (3, 3), (7, 4), (8, 5), (127, 8)]
         ),
+        (Int8(bucket_size=800), 8),
+        (Int8("stochastic", bucket_size=800), 8),
+        (Sign(bucket_size=800), 1),
     ],
+    ids=repr,
 )
-def test_numbers_take_the_bits_they_need(codec: Codec, bits: int) -> None:
-    _, payload = there_and_back(codec, normal(8000))
-    assert payload.nbytes == 1000 * bits + 10 * 4
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_eight_bits_are_as_fine_for_a_small_tensor_beside_a_large_one(
-    rounding: Literal["nearest", "stochastic"],
+def test_numbers_take_the_bits_they_need_and_small_ones_have_scales_of_their_own(
+    codec: Codec, bits: int
 ) -> None:
-    small = 1e-4 * normal(8192)
-    decoded, payload = there_and_back(Int8(rounding), torch.cat((normal(8192), small, normal(10))))
-    assert (decoded[8192:16384] - small).norm() < 0.03 * small.norm()
-    assert payload.nbytes == 16394 + 5 * 4
-    coarse, _ = there_and_back(Int8(rounding, bucket_size=1 << 20), torch.cat((normal(8192), small)))
-    assert (coarse[8192:] - small).norm() > 0.5 * small.norm()
+    decoded, payload = there_and_back(codec, torch.cat((normal(4000), 1e-4 * normal(4000))))
+    assert payload.nbytes == 1000 * bits + 10 * 4
+    assert 0 < decoded[4000:].abs().max() < 1e-3
 
 
 def test_the_largest_number_is_never_rounded_beyond_itself() -> None:
@@ -281,21 +273,21 @@ def test_a_chain_encodes_values_and_leaves_indices(codec: Codec, scale_nbytes: i
     assert not chained[alone == 0].any()
 
 
-def test_a_residual_is_sent_once() -> None:
-    codec, spec = error_feedback(TopK(0.1)), TensorSpec((50,))
-    state = codec.init(spec, SEEDS)
-    given, sent = torch.zeros(50), torch.zeros(50)
-    for step in range(40):
-        grad = normal(50, step)
-        given += grad
-        if step % 3 == 2:  # a step that is not compressed
-            dense, state = codec.flush(state, grad)
-            sent += dense
-            assert not state.local["residual"].any()
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_a_residual_is_what_was_not_sent_and_is_sent_once(decay: float) -> None:
+    """Below a decay of 1 it is a momentum of that; a step that is not compressed leaves none."""
+    codec, spec = error_feedback(TopK(0.1), decay), TensorSpec((50,))
+    state, residual = codec.init(spec, SEEDS), torch.zeros(50)
+    for step in range(9):
+        wanted = normal(50, step) + decay * residual
+        if step % 3 == 2:
+            sent, state = codec.flush(state, normal(50, step))
+            torch.testing.assert_close(sent, wanted)
         else:
-            payload, state = codec.encode(state, grad, step=step, count=1)
-            sent += codec.decode(state, payload, spec, step=step, count=1)
-    torch.testing.assert_close(sent + state.local["residual"], given, rtol=0.0, atol=1e-5)
+            payload, state = codec.encode(state, normal(50, step), step=step, count=1)
+            sent = codec.decode(state, payload, spec, step=step, count=1)
+        residual = wanted - sent
+        torch.testing.assert_close(state.local["residual"], residual)
 
 
 @pytest.mark.parametrize("inner", [Identity(), by_role(), by_size()])
@@ -324,23 +316,17 @@ def test_roles_are_told_by_dimensions() -> None:
     assert decoded[[*range(6), *range(21, 30)]].count_nonzero() == 2
 
 
-def test_the_order_of_a_state_does_not_matter() -> None:
-    """A checkpoint may give it back in another one."""
-    spec = TensorSpec((30,), parts=(Placed((2, 5, 1), 0), Placed((2, 5), 10), Placed((10,), 20)))
-    codec = by_role(TopK(0.1), Sign())
-    state = codec.init(spec, SEEDS)
-    turned = CodecState(dict(reversed(state.shared.items())), state.local)
-    payloads = [codec.encode(kept, normal(30), step=0, count=1)[0] for kept in (state, turned)]
-    assert same_payload(*payloads)
-
-
-def test_parts_of_a_bucket_keep_their_shapes_inside() -> None:
-    """DGC inside by_role still has a threshold for each weight."""
+def test_parts_of_a_bucket_keep_their_shapes_inside_and_the_order_of_a_state_does_not_matter() -> None:
+    """DGC inside by_role still has a threshold for each weight; a checkpoint may give a state back in another order."""
     parts = (Placed((2, 5, 1), 0), Placed((10,), 10), Placed((1, 10, 1), 20))
     codec = by_role(DGC(density=0.1, warmup_steps=0))
     state = codec.init(TensorSpec((30,), parts=parts), SEEDS)
-    (conv, _) = codec.routes(state)
+    conv, _ = codec.routes(state)
     assert conv.state.shared == {"sparse": [[0, 10], [10, 10]], "dense": []}
+    runs = dict(reversed(state.shared["runs"].items()))
+    turned = CodecState({**state.shared, "runs": runs}, state.local)
+    payloads = [codec.encode(kept, normal(30), step=0, count=1)[0] for kept in (state, turned)]
+    assert same_payload(*payloads)
 
 
 @pytest.mark.parametrize(("numel", "nbytes"), [(99, 396), (100, 104)])
@@ -386,17 +372,6 @@ def test_indices_take_the_bits_of_their_chunk(chunk: int, index_nbytes: int) -> 
     wanted = torch.zeros_like(rows).scatter_(1, rows.abs().topk(keep).indices, 1.0).view(-1)[:numel] * grad
     assert torch.equal(decoded, wanted)
     assert payload.nbytes == 17 * keep * 4 + index_nbytes
-
-
-def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent() -> None:
-    codec, spec = error_feedback(TopK(0.1), decay=0.5), TensorSpec((50,))
-    state, residual = codec.init(spec, SEEDS), torch.zeros(50)
-    for step in range(5):
-        grad = torch.randn(50, generator=generator(4, step))
-        payload, state = codec.encode(state, grad, step=step, count=1)
-        wanted = grad + 0.5 * residual
-        residual = wanted - codec.decode(state, payload, spec, step=step, count=1)
-        torch.testing.assert_close(state.local["residual"], residual)
 
 
 # --- components ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Literal
@@ -25,7 +26,7 @@ from farflung.codecs import (
 )
 from farflung.reducers import AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.seeding import generator
-from farflung.sim import LinkModel, VirtualWorld
+from farflung.sim import LinkModel
 from farflung.types import (
     Codec,
     CodecState,
@@ -36,7 +37,7 @@ from farflung.types import (
 )
 from tests.covering import covered
 from tests.helpers import same_bits
-from tests.reducers.replicas import LINK, SIDE, SPEC, WEIGHTS, Replica, exact_mean, gradient, left, once, run
+from tests.reducers.replicas import SIDE, SPEC, WEIGHTS, exact_mean, gradient, left, once, run
 
 QSGD_NBYTES = 512 // 2 + 4
 """Of 512 numbers in four bits, with their norm."""
@@ -135,18 +136,10 @@ def test_roles_travel_each_in_its_own_way() -> None:
 
 
 class Lent(TopK):
-    """What it is given is its payload, which others may read late."""
+    """What it is given is its dense payload, which others may read late."""
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del step, count
         return Payload((grad,)), state
-
-    def decode(
-        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
-    ) -> Tensor:
-        del state, spec, step, count
-        (grad,) = payload.tensors()
-        return grad
 
 
 @pytest.mark.parametrize("phases", ["gather", "two"])
@@ -154,21 +147,11 @@ class Lent(TopK):
 def test_a_payload_is_not_written_over_before_all_have_read_it(
     phases: Literal["gather", "two"], late: int
 ) -> None:
-    world = VirtualWorld(3, LINK)
-
-    async def body(replica: Replica) -> Replica:
-        if replica.rank == late:
-            await replica.runtime.sleep_until(9.0)
-        return await replica.run(range(2))
-
-    replicas = world.run(
-        [body(Replica(runtime, CodecReducer(Lent(), phases=phases))) for runtime in world.runtimes]
-    )
-    for step in range(2):
-        for replica in replicas:
-            torch.testing.assert_close(
-                replica.results[step].mean.double(), exact_mean(3, step), rtol=0.0, atol=1e-6
-            )
+    replicas = run(CodecReducer(Lent(), phases=phases), 3, 2, late={late: 9.0})
+    for step, replica in itertools.product(range(2), replicas):
+        torch.testing.assert_close(
+            replica.results[step].mean.double(), exact_mean(3, step), rtol=0.0, atol=1e-6
+        )
 
 
 def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:

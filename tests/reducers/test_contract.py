@@ -170,15 +170,7 @@ def test_the_mean_is_weighted(name: str, size: int) -> None:
 
 @each_row
 def test_who_is_late_changes_no_bit(name: str) -> None:
-    reducer = ROWS[name].reducer
-
-    async def body(replica: Replica, late: int) -> Replica:
-        if replica.rank == late:
-            await replica.runtime.sleep_until(10.0)
-        return await replica.run(range(2))
-
-    world = VirtualWorld(3, LINK)
-    replicas = world.run([body(Replica(runtime, reducer), 1) for runtime in world.runtimes])
+    replicas = run(ROWS[name].reducer, 3, 2, late={1: 10.0})
     assert_alike(replicas)
     for one, two in zip(replicas, plain(name, 3, steps=2), strict=True):
         assert same_bits(one.results[1].mean, two.results[1].mean)
@@ -260,18 +252,9 @@ def test_every_collective_carries_it(name: str, collective: str) -> None:
 def test_what_was_given_is_not_written_once_it_is_another_s(name: str) -> None:
     """A fast rank's next gradient must not overwrite what slow ones have not read yet."""
     reducer = ROWS[name].reducer
-    buffers = {rank: torch.empty(NUMEL) for rank in range(3)}
-    world = VirtualWorld(3, LINK)
-
-    async def body(replica: Replica) -> Replica:
-        await replica.runtime.sleep_until(replica.rank * 5.0)
-        return await replica.run(range(3))
-
-    replicas = [
-        Replica(runtime, reducer, make=lambda rank, step: buffers[rank].copy_(gradient(rank, step)))
-        for runtime in world.runtimes
-    ]
-    world.run([body(replica) for replica in replicas])
+    buffers = [torch.empty(NUMEL) for _ in range(3)]
+    late = {1: 5.0, 2: 10.0}
+    replicas = run(reducer, 3, late=late, make=lambda rank, step: buffers[rank].copy_(gradient(rank, step)))
     assert_alike(replicas)
     for one, two in zip(replicas, plain(name, 3), strict=True):
         assert all(same_bits(a.mean, b.mean) for a, b in zip(one.results, two.results, strict=True))
@@ -311,9 +294,7 @@ def test_it_says_what_it_sums_before_it_does(name: str, dtype: str, monkeypatch:
 
     monkeypatch.setitem(COLLECTIVES, AUTO, Collective(watched))
     reducer: Any = replace(row, collective=AUTO)  # type: ignore[type-var]
-    world = VirtualWorld(3, LINK)
-    replicas = [Replica(runtime, reducer, spec=spec, make=make) for runtime in world.runtimes]
-    world.run([replica.run(range(LATE, LATE + 1)) for replica in replicas])
+    run(reducer, 3, 1, spec=spec, make=make, first_step=LATE)
     assert all(sorted(each) == sorted(reducer.summed_nbytes(spec, 3)) for each in found)
 
 
