@@ -353,9 +353,9 @@ def test_each_chunk_sends_its_own_largest() -> None:
 
 def test_two_bits_are_a_sign_and_one_of_two_means() -> None:
     grad = torch.zeros(4096)
-    grad[torch.arange(0, 4096, 64)] = torch.tensor([1.0, 2.0, 9.0, 10.0, -1.0, -3.0, -8.0, -9.0]).repeat(8)
+    grad[torch.arange(0, 4096, 64)] = torch.tensor([1.0, 5.0, 6.0, 10.0, -1.0, -5.0, -8.0, -9.0]).repeat(8)
     decoded, payload = there_and_back(ChunkedTopK(), grad)
-    assert decoded[::64][:8].tolist() == [1.5, 1.5, 9.5, 9.5, -2.0, -2.0, -8.5, -8.5]
+    assert decoded[::64][:8].tolist() == [3.0, 3.0, 8.0, 8.0, -3.0, -3.0, -8.5, -8.5]
     assert int(decoded.count_nonzero()) == 64
     assert payload.nbytes == 64 + 32 + 16 + 4 * 4  # twelve bits of index, two of code, four means
 

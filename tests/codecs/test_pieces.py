@@ -15,9 +15,9 @@ from torch import Tensor
 
 from farflung.codecs import TopK, selection
 from farflung.codecs import blocks as blocks_module
-from farflung.codecs.bits import fields, from_fields, pack, unpack
+from farflung.codecs.bits import pack, pack_fields, unpack, unpack_fields
 from farflung.codecs.blocks import Norm, blocks, bucket_norms
-from farflung.codecs.selection import kept, largest
+from farflung.codecs.selection import count_kept, find_largest
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator
@@ -153,9 +153,9 @@ def test_sums_of_fields_are_fields_of_sums(largest_value: int, count: int, numel
     size = (count, numel)
     values = torch.randint(0, largest_value + 1, size, generator=generator(seed)).to(torch.uint8)
     values[:, : numel // 2] = largest_value  # the largest sums there can be
-    words = torch.stack([fields(row, width) for row in values]).sum(dim=0, dtype=torch.int32)
+    words = torch.stack([pack_fields(row, width) for row in values]).sum(dim=0, dtype=torch.int32)
     assert words.numel() == math.ceil(numel / (32 // width))
-    assert torch.equal(from_fields(words, width, numel), values.int().sum(dim=0, dtype=torch.int32))
+    assert torch.equal(unpack_fields(words, width, numel), values.int().sum(dim=0, dtype=torch.int32))
 
 
 # --- the largest ------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def test_the_largest_are_those_that_sorting_finds(make: str) -> None:
     for numel in (1, 2, 31, 257, 2048, 5003):
         tensor = TENSORS[make](numel)
         for density in (0.0001, 0.01, 0.1, 0.5, 0.99, 1.0):
-            k = kept(numel, density)
-            assert torch.equal(largest(tensor, k), by_sorting(tensor, k)), (numel, density)
+            k = count_kept(numel, density)
+            assert torch.equal(find_largest(tensor, k), by_sorting(tensor, k)), (numel, density)
             assert torch.equal(selection._exactly(selection._magnitudes(tensor), k), by_sorting(tensor, k))
 
 
@@ -202,7 +202,7 @@ def test_a_sample_is_as_small_as_it_may_be(numel: int, sampled: int, monkeypatch
     """One entry in 17, or fewer of a large tensor, at distances that are odd."""
     watched = mock.Mock(wraps=selection._magnitudes)
     monkeypatch.setattr(selection, "_magnitudes", watched)
-    largest(normal(numel), 10)
+    find_largest(normal(numel), 10)
     assert len(watched.call_args_list[0].args[0]) == sampled
 
 
@@ -231,7 +231,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     [(0, 0.5, 0), (1, 0.001, 1), (100, 0.29, 29), (100, 1.0, 100), (1000, 0.0016, 2)],
 )
 def test_how_many_a_density_keeps(numel: int, density: float, k: int) -> None:
-    assert kept(numel, density) == k
+    assert count_kept(numel, density) == k
 
 
 @pytest.mark.parametrize("index", [-1, 5])

@@ -19,7 +19,7 @@ from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import GradiVeQ
 from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Coder, Layout
-from farflung.reducers.gradiveq.window import alike, dimensions, fingerprint, principal
+from farflung.reducers.gradiveq.window import count_dimensions, find_directions, fingerprint, is_alike
 from farflung.replica.slots import Slots
 from farflung.seeding import generator
 from farflung.sim import LinkModel, VirtualWorld
@@ -62,10 +62,10 @@ def planar(rank: int, step: int) -> Tensor:
 
 def bases_of(layout: Layout, samples: Tensor, left_out: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Means and bases of samples, shape ``(n, numel)``."""
-    state = window.begun(0, layout)
+    state = window.begin(0, layout)
     for sample in samples:
-        state = window.added(state, sample, 1)
-    state = window.solved(state, None, left_out, lambda numel, find: find())
+        state = window.add_mean(state, sample, 1)
+    state = window.solve_bases(state, None, left_out, lambda numel, find: find())
     return state["means"], state["bases"]
 
 
@@ -148,26 +148,28 @@ def test_what_is_no_convolution_is_dense() -> None:
 def test_dimensions_explain_the_variance() -> None:
     variances = torch.tensor([8.0, 1.0, 0.5, 0.5])
     shares = (0.5, 0.2, 0.15, 0.06, 0.05, 0.01, 0.0)
-    assert [dimensions(variances, left) for left in shares] == [1, 1, 2, 3, 3, 4, 4]
-    assert dimensions(torch.zeros(4), 0.0) == 1
+    assert [count_dimensions(variances, left) for left in shares] == [1, 1, 2, 3, 3, 4, 4]
+    assert count_dimensions(torch.zeros(4), 0.0) == 1
 
 
 @pytest.mark.parametrize(("samples", "slices"), [(2, 1), (6, 1), (6, 3), (40, 1)])
 def test_dimensions_are_no_more_than_samples_have(samples: int, slices: int) -> None:
     rows = normal(samples * slices * 30).view(samples, slices, 30)
     sums, gram = rows.sum(dim=0), rows.view(-1, 30).T @ rows.view(-1, 30)
-    basis = principal(sums, gram, samples, None, 0.0)
+    basis = find_directions(sums, gram, samples, None, 0.0)
     assert basis.shape == (30, min(slices * (samples - 1), 30))
     torch.testing.assert_close(basis.T @ basis, torch.eye(basis.shape[1]))
-    assert principal(sums, gram, samples, None, 0.5).shape[1] < basis.shape[1] or samples == 2
-    counts = {ratio: principal(sums, gram, samples, ratio, 0.0).shape[1] for ratio in (1.0, 10.0, 1000.0)}
+    assert find_directions(sums, gram, samples, None, 0.5).shape[1] < basis.shape[1] or samples == 2
+    counts = {
+        ratio: find_directions(sums, gram, samples, ratio, 0.0).shape[1] for ratio in (1.0, 10.0, 1000.0)
+    }
     assert counts == {1.0: basis.shape[1], 10.0: min(3, basis.shape[1]), 1000.0: 1}
 
 
 def test_a_basis_is_of_all_slices_about_their_own_means() -> None:
     """The same as a singular value decomposition of all samples of all slices, less the mean of each slice."""
     rows = normal(6 * 3 * 30).view(6, 3, 30)
-    basis = principal(rows.sum(dim=0), rows.view(-1, 30).T @ rows.view(-1, 30), 6, 10.0, 0.0)
+    basis = find_directions(rows.sum(dim=0), rows.view(-1, 30).T @ rows.view(-1, 30), 6, 10.0, 0.0)
     _, _, directions = torch.linalg.svd((rows - rows.mean(dim=0)).view(-1, 30), full_matrices=False)
     torch.testing.assert_close(basis @ basis.T, directions[:3].T @ directions[:3], rtol=0.0, atol=1e-5)
 
@@ -474,9 +476,9 @@ def test_a_hash_tells_the_smallest_difference() -> None:
     tensors = [normal(40).view(8, 5), normal(3)]
     one, same = fingerprint(tensors), fingerprint([tensor.clone() for tensor in tensors])
     other = fingerprint([tensors[0], torch.nextafter(tensors[1], torch.zeros(3))])
-    assert alike([7 * number for number in one], 7)
+    assert is_alike([7 * number for number in one], 7)
     assert one == same
-    assert not alike([a + b for a, b in zip(one, other, strict=True)], 2)
+    assert not is_alike([a + b for a, b in zip(one, other, strict=True)], 2)
 
 
 def test_a_second_replica_goes_on_from_the_shared_state() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fields", "from_fields", "pack", "pack_indices", "unpack", "unpack_indices"]
+__all__ = ["pack", "pack_fields", "pack_indices", "unpack", "unpack_fields", "unpack_indices"]
 
 BYTE = 8
 
@@ -80,7 +80,7 @@ def _index_bits(size: int) -> int:
     return max(1, (size - 1).bit_length())
 
 
-def fields(values: Tensor, width: int) -> Tensor:
+def pack_fields(values: Tensor, width: int) -> Tensor:
     """As many numbers as fit side by side in 32-bit words, whose sums are then words of sums.
 
     Args:
@@ -98,8 +98,8 @@ def fields(values: Tensor, width: int) -> Tensor:
     return words
 
 
-def from_fields(words: Tensor, width: int, numel: int) -> Tensor:
-    """The ``numel`` numbers or sums that :func:`fields` put side by side, int32."""
+def unpack_fields(words: Tensor, width: int, numel: int) -> Tensor:
+    """The ``numel`` numbers or sums that :func:`pack_fields` put side by side, int32."""
     rows = words.new_empty(32 // width, words.numel())
     for place, row in enumerate(rows):
         torch.bitwise_right_shift(words, width * place, out=row)

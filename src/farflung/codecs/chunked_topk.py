@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from farflung.codecs.base import Sparse
 from farflung.codecs.bits import pack, pack_indices, unpack, unpack_indices
-from farflung.codecs.selection import kept
+from farflung.codecs.selection import count_kept
 from farflung.options import part_option, whole_option
 from farflung.types import CodecState, Payload
 
@@ -86,7 +86,7 @@ class ChunkedTopK(Sparse):
     def _cut(self, numel: int) -> tuple[int, int, int]:
         """Entries in a chunk of a tensor, chunks, and entries of each that are sent."""
         chunk = min(self.chunk, numel)
-        return chunk, math.ceil(numel / chunk), kept(chunk, self.density)
+        return chunk, math.ceil(numel / chunk), count_kept(chunk, self.density)
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:

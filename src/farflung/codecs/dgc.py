@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from farflung.codecs.base import Sparse
 from farflung.codecs.routed import take
-from farflung.codecs.selection import kept, largest
+from farflung.codecs.selection import count_kept, find_largest
 from farflung.options import part_option, share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
 
@@ -103,7 +103,7 @@ class DGC(Sparse):
         density = self.density_at(step)
         indices = torch.cat(
             [
-                largest(accumulated[start : start + numel], kept(numel, density)).add_(start)
+                find_largest(accumulated[start : start + numel], count_kept(numel, density)).add_(start)
                 for start, numel in state.shared["sparse"]
             ]
             or [torch.empty(0, dtype=torch.int64, device=flat.device)]

@@ -128,7 +128,7 @@ def with_residual(state: CodecState, residual: Tensor) -> CodecState:
     return CodecState(state.shared, {**state.local, "residual": residual})
 
 
-def left_over(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
+def subtract_sent(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
     """Returns what was not sent, and zeros where that is not finite; overwrites ``wanted`` if no payload needs it."""
     needed = [sent, *(tensor for payload in payloads for tensor in payload.tensors())]
     in_place = not any(shares_memory(tensor, wanted) for tensor in needed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs.base import Sparse
-from farflung.codecs.selection import kept
+from farflung.codecs.selection import count_kept
 from farflung.options import part_option
 from farflung.seeding import derive
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
@@ -87,7 +87,7 @@ class RandomK(Sparse):
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """That of the values."""
-        return (TensorSpec((kept(spec.numel, self.density),), spec.dtype),)
+        return (TensorSpec((count_kept(spec.numel, self.density),), spec.dtype),)
 
     @override
     def linear(self, state: CodecState) -> bool:
@@ -101,5 +101,5 @@ class RandomK(Sparse):
             stride = rng.randrange(1, numel)
             if math.gcd(stride, numel) == 1:
                 break
-        places = torch.arange(kept(numel, self.density), device=device)
+        places = torch.arange(count_kept(numel, self.density), device=device)
         return places.mul_(stride).add_(first).remainder_(max(numel, 1))

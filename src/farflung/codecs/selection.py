@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farflung.codecs.blocks import blocks, scratch_for
 
-__all__ = ["kept", "largest"]
+__all__ = ["count_kept", "find_largest"]
 
 SAMPLED = 17
 """One entry in so many is in the sample; odd, so as not to keep step with rows whose length is a power of two."""
@@ -23,12 +23,12 @@ nothing to send.
 """
 
 
-def kept(numel: int, density: float) -> int:
+def count_kept(numel: int, density: float) -> int:
     """How many of ``numel`` entries a density keeps: the nearest whole number, but at least one."""
     return min(numel, max(1, round(density * numel)))
 
 
-def largest(tensor: Tensor, k: int) -> Tensor:
+def find_largest(tensor: Tensor, k: int) -> Tensor:
     """Where the ``k`` entries of largest magnitude are.
 
     Of equal magnitudes the first ones are taken, so the choice is a function of the numbers alone. A NaN counts as

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs.base import Sparse
-from farflung.codecs.selection import kept, largest
+from farflung.codecs.selection import count_kept, find_largest
 from farflung.options import part_option
 from farflung.types import CodecState, Payload
 
@@ -47,6 +47,6 @@ class TopK(Sparse):
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Values, and their int32 indices in ascending order."""
         flat = grad.reshape(-1)
-        indices = largest(flat, kept(flat.numel(), self.density))
+        indices = find_largest(flat, count_kept(flat.numel(), self.density))
         payload = Payload((flat[indices], indices.to(torch.int32)))
         return self.replace_large(state, payload, flat), state

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from farflung.codecs import ErrorFeedback, TopK
 from farflung.codecs.base import Sparse, check_floating, nested_state, with_nested_state
-from farflung.codecs.selection import kept, largest
+from farflung.codecs.selection import count_kept, find_largest
 from farflung.errors import ConfigError
 from farflung.options import choice_option, number_option, part_option, whole_option
 from farflung.reducers.aggregation import Exchange, start_gathered
@@ -204,7 +204,7 @@ class AdaptiveTopK(Reducer):
     def _norms(self, state: CodecState, tensor: Tensor) -> Tensor:
         """Returns the squared norms of the tensor with its residual, and of the largest entries of that; float64."""
         whole = tensor + state.local["codec"]["residual"].to(tensor.device)
-        entries = whole[largest(whole, kept(whole.numel(), self.density))]
+        entries = whole[find_largest(whole, count_kept(whole.numel(), self.density))]
         return torch.stack([whole.double().square().sum(), entries.double().square().sum()]).cpu()
 
     def _learn(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
@@ -269,7 +269,7 @@ class AdaptiveTopK(Reducer):
         chosen, whole, of_largest = [], 0.0, 0.0
         for start, length in runs:
             piece = fed[start : start + length]
-            places = largest(piece, min(length, max(1, int(self.density * length))))
+            places = find_largest(piece, min(length, max(1, int(self.density * length))))
             whole += float(tensor[start : start + length].norm())
             of_largest += float(piece[places].norm())
             chosen.append(places + start)

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs.base import check_floating
-from farflung.codecs.bits import fields, from_fields
+from farflung.codecs.bits import pack_fields, unpack_fields
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
@@ -121,12 +121,12 @@ class SharedScaleQSGD(Reducer):
 
         def encode() -> Tensor:
             noise = generator_on(tensor.device, seed, step)
-            return fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
+            return pack_fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
 
         words, side = await exchange.sum(channel.compute(cost("encode"), encode))
 
         def decode() -> Tensor:
-            sums = from_fields(words, width, tensor.numel())
+            sums = unpack_fields(words, width, tensor.numel())
             return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
         return reduced(channel, channel.compute(cost("decode"), decode), side, own.tensor.dtype)

@@ -194,7 +194,7 @@ class GradiVeQ(Reducer):
           Unsupported: the tensor is not floating.
         """
         check_floating("gradiveq", spec)
-        shared = window.begun(seeds.shared, self._layout(spec))
+        shared = window.begin(seeds.shared, self._layout(spec))
         return CodecState(shared, {"seed": seeds.own, **_NO_VOTE, **_NOTHING_LEFT})
 
     @override
@@ -214,7 +214,7 @@ class GradiVeQ(Reducer):
         cost = partial(CodingCost, method=method, numel=own.tensor.numel())
         numbers = [local["vote"]] if phase == "compress" else []
         if phase == "confirm":
-            numbers = channel.compute(cost("hash"), partial(window.fingerprint, window.bases_of(state)))
+            numbers = channel.compute(cost("hash"), partial(window.fingerprint, window.list_bases(state)))
         side = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
         exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
         tensor, residual = numerator(channel, own), local["residual"].get("all")
@@ -249,7 +249,7 @@ class GradiVeQ(Reducer):
                 total, side = await exchange.sum(tensor, coding)
             mean = mean_of(channel, total, side)
             if phase == "share":
-                received = await window.of_rank_0(channel, window.bases_of(state), tensor.numel())
+                received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
         weight, rider, sums = side.split([1, len(own.rider), len(numbers)])
 
         def learn(now: CodecState) -> CodecState:
@@ -260,14 +260,14 @@ class GradiVeQ(Reducer):
                 return now
             shared, local = now.shared, now.local
             if phase == "confirm":
-                is_alike = window.alike(sums.tolist(), channel.size)
+                is_alike = window.is_alike(sums.tolist(), channel.size)
                 shared = {**shared, "phase": "compress" if is_alike else "share", "count": 1}
                 local = {**local, **_NO_VOTE}
             elif phase == "share":
-                shared = window.shared_by(shared, received)
+                shared = window.adopt_bases(shared, received)
             elif phase == "compress":
                 steps = math.inf if self._spread else self.compress_steps
-                shared = window.compressed(shared, float(sums), steps=steps, size=channel.size)
+                shared = window.count_exchange(shared, float(sums), steps=steps, size=channel.size)
                 if loss is not None:
                     start = loss if local["start"] is None else local["start"]
                     local = {**local, "vote": float(not loss <= self.drift * start), "start": start}
@@ -281,7 +281,7 @@ class GradiVeQ(Reducer):
         if not waited and not self._spread:
             return now
         cost = CodingCost("learn" if waited else "total", self.method, mean.numel())
-        now = channel.compute(cost, partial(window.added, now, mean, waited))
+        now = channel.compute(cost, partial(window.add_mean, now, mean, waited))
         if now["samples"] < self.sample_steps:
             return now
 
@@ -289,7 +289,7 @@ class GradiVeQ(Reducer):
             return channel.compute(CodingCost("pca", self.method, numel), fn)
 
         ratio = _RATIO if self.ratio is None and self.variance_left is None else self.ratio
-        return window.solved(now, ratio, self.variance_left or 0.0, solve)
+        return window.solve_bases(now, ratio, self.variance_left or 0.0, solve)
 
     def _layout(self, spec: TensorSpec) -> Layout:
         return Layout.of(spec, self.slice_size, matrices=self.matrices)
