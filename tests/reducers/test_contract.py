@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.codecs import DGC, DeMo, Identity, RandomK, TopK, Truncate16, by_role, error_feedback
+from farflung.codecs import DGC, DeMo, Identity, RandomK, TopK, Truncate16, by_role, by_size, error_feedback
 from farflung.comm import AUTO, COLLECTIVES, Collective, ExchangeChannel
 from farflung.errors import ConfigError, ProtocolError, Unsupported
 from farflung.reducers import (
@@ -358,6 +358,7 @@ def test_bad_options_are_refused_when_it_is_made(text: str) -> None:
 def test_the_backend_s_own_collective_carries_what_is_summed_alone() -> None:
     CodecReducer(Identity(), "native").init(SPEC, Seeds(1, 2))
     CodecReducer(CODEC_ROWS["randomk"].codec, "native").init(SPEC, Seeds(1, 2))
+    CodecReducer(by_size(numel=NUMEL + 1), "native").init(SPEC, Seeds(1, 2))
     for codec in (
         Truncate16(),
         TopK(),

@@ -128,14 +128,6 @@ def with_residual(state: CodecState, residual: Tensor) -> CodecState:
     return CodecState(state.shared, {**state.local, "residual": residual})
 
 
-def subtract_sent(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
-    """Returns what was not sent, and zeros where that is not finite; overwrites ``wanted`` if no payload needs it."""
-    needed = [sent, *(tensor for payload in payloads for tensor in payload.tensors())]
-    in_place = not any(shares_memory(tensor, wanted) for tensor in needed)
-    left = wanted.sub_(sent) if in_place else wanted - sent
-    return left.nan_to_num_(0.0, 0.0, 0.0)
-
-
 def error_feedback(codec: Codec | None = None, decay: float = 1.0) -> ErrorFeedback:
     """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
     return ErrorFeedback(TopK() if codec is None else codec, decay)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
 from farflung.codecs.base import Transformed, accumulate, nested_state
-from farflung.codecs.feedback import subtract_sent, with_residual
+from farflung.codecs.feedback import with_residual
 from farflung.comm import Coding
 from farflung.comm.collectives.coding import Charged
 from farflung.comm.collectives.segments import copied, cut, others, sum_in_order, summed
@@ -247,7 +247,7 @@ def start_two_phases(
     if keeps:
         sent = [decode(payload, each, 1) for payload, each in zip(payloads, segments, strict=True)]
         cost = CodingCost("subtract", "", tensor.numel())
-        left = channel.compute(cost, lambda: subtract_sent(wanted, torch.cat(sent)))
+        left = channel.compute(cost, lambda: wanted.sub_(torch.cat(sent)).nan_to_num_(0.0, 0.0, 0.0))
         state = with_residual(state, left)
 
     async def finish() -> Sums:
@@ -259,7 +259,7 @@ def start_two_phases(
             parts.append(decode(payload, own, 1))
             sides.append(side)
         total = summed(channel, parts)
-        packed = coding.encode(total, own, size)
+        packed = unshared(coding.encode(total, own, size), total)
         for peer in others(channel):
             channel.send(packed, peer, hop + 1)
         for owner, segment in enumerate(segments):
@@ -269,7 +269,7 @@ def start_two_phases(
             copied(channel, decode(payload, segment, size), segment.of(tensor))
         if keeps:
             cost = CodingCost("subtract", "", own.length)
-            left_of_sum = channel.compute(cost, partial(subtract_sent, total, own.of(tensor), packed))
+            left_of_sum = channel.compute(cost, lambda: total.sub_(own.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
         return tensor, sum_in_order(sides)
 
     def learn(now: CodecState, average: Tensor) -> CodecState:
