@@ -24,6 +24,7 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
+from farflung.codecs.base import BaseCodec
 from farflung.reducers import AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.seeding import generator
 from farflung.sim import LinkModel
@@ -221,25 +222,20 @@ def test_an_unbiased_codec_makes_an_unbiased_mean(reducer: Reducer) -> None:
     assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(50)).all()
 
 
-class Learner:
+class Learner(BaseCodec):
     """A linear codec that adds up what it was shown."""
 
-    unbiased = True
     stateless = False
-    per_hop = False
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        del seeds
         return CodecState({"seen": torch.zeros(spec.shape)})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del step, count
         return Payload((grad.clone(), torch.ones(2, 3, dtype=torch.int64))), state
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        del state, step, spec
         grad, ones = payload.tensors()
         assert (ones == count).all()
         return grad
