@@ -267,6 +267,7 @@ def test_a_chain_encodes_values_and_leaves_indices(codec: Codec, scale_nbytes: i
     assert payload.nbytes == 50 * (1 + 4) + scale_nbytes
     assert (chained - alone).abs().max() <= grad.abs().max() / share
     assert not chained[alone == 0].any()
+    assert not codec.unbiased, "of three codecs one is not"
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])

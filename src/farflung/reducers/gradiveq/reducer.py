@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -285,11 +285,13 @@ class GradiVeQ(Reducer):
         if now["samples"] < self.sample_steps:
             return now
 
-        def solve(numel: int, fn: Callable[[], Tensor]) -> Tensor:
-            return channel.compute(CodingCost("pca", self.method, numel), fn)
-
         ratio = _RATIO if self.ratio is None and self.variance_left is None else self.ratio
-        return window.solve_bases(now, ratio, self.variance_left or 0.0, solve)
+        return window.solve_bases(
+            now,
+            ratio,
+            self.variance_left or 0.0,
+            lambda numel, find: channel.compute(CodingCost("pca", self.method, numel), find),
+        )
 
     def _layout(self, spec: TensorSpec) -> Layout:
         return Layout.of(spec, self.slice_size, matrices=self.matrices)
