@@ -36,7 +36,9 @@ def test_a_bucket_makes_few_stops_and_the_design_names_them(pool: Pool) -> None:
         assert stops[-1] == "Link._write"
         assert len(stops) <= STOPS, stops
         assert not [stop for stop in stops if stop.rpartition(".")[2] not in figure]
-        assert len(functions) <= FUNCTIONS, f"{len(functions)}: a step has grown; merge what is called together"
+        assert len(functions) <= FUNCTIONS, (
+            f"{len(functions)}: a step has grown; merge what is called together"
+        )
 
 
 @pytest.mark.parametrize("loop", attach_jobs.LOOPS)

@@ -142,7 +142,7 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
         ratios.append(layer.numel / (basis.shape[1] * layer.slices))
     losses = {behind: (left[behind] / whole[behind]) ** 0.5 for behind in found.later}
     return {
-        "ratio": layout.sliced_numel / coded,
+        "ratio": sum(layer.numel for layer in layout.layers) / coded,
         "loss": statistics.median(losses.values()),
         "losses": losses,
         "ratios": ratios,
@@ -152,10 +152,10 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
 def _solved(found: Series, choice: Choice) -> tuple[Layout, Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Where slices are, and the means and bases of the window by layers."""
     layout = Layout.of(found.spec, choice.slice_size)
-    state = window.begun(0, layout)
+    state = window.begin(0, layout)
     for gradient in found.window:
-        state = window.added(state, gradient, 1)
-    state = window.solved(state, choice.ratio, choice.variance_left, lambda numel, find: find())
+        state = window.add_mean(state, gradient, 1)
+    state = window.solve_bases(state, choice.ratio, choice.variance_left, lambda numel, find: find())
     return layout, state["means"], state["bases"]
 
 

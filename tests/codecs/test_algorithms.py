@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from farflung.errors import ConfigError, Unsupported
 from farflung.seeding import generator
 from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
 from tests.covering import covered
-from tests.helpers import raw, same_payload
+from tests.helpers import same_payload
 
 SEEDS = Seeds(1, 2)
 
@@ -95,29 +94,10 @@ def test_a_chain_may_not_end_in_a_memory() -> None:
         chain(TopK(), error_feedback(Int8())).init(TensorSpec((5,)), SEEDS)
 
 
-@pytest.mark.parametrize("codec", [TopK(), RandomK(), DGC()])
+@pytest.mark.parametrize("codec", [TopK(), RandomK(), DGC(), ChunkedTopK()])
 def test_more_entries_than_an_int32_can_name_are_refused(codec: Codec) -> None:
     with pytest.raises(Unsupported, match="by int32"):
         codec.init(TensorSpec((2**31,)), SEEDS)
-
-
-@pytest.mark.parametrize("name", sorted(CODECS.keys() - {"identity", "by_role", "by_size"}))
-def test_whole_numbers_are_refused(name: str) -> None:
-    with pytest.raises(Unsupported, match=r"float32 gradients|floating gradients"):
-        CODECS[name]().init(TensorSpec((5,), torch.int64), SEEDS)
-
-
-# --- other dtypes, other devices --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_keep_theirs(name: str, dtype: torch.dtype) -> None:
-    grad = normal(100).to(dtype)
-    decoded, payload = there_and_back(CODECS[name](), grad)
-    assert decoded.dtype == dtype
-    assert payload.nbytes <= max(grad.nbytes, 8)
-    assert decoded.isfinite().all()
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -150,62 +130,41 @@ def bound(bucket_size: int, levels: int, norm: str) -> float:
     ["normal", "one large", "all equal"],
 )
 def test_the_variance_is_within_its_bound(norm: str, levels: int, bucket_size: int, kind: str) -> None:
-    grad = {"normal": normal(400), "one large": 0.01 * normal(400), "all equal": torch.full((400,), 0.3)}[
-        kind
-    ]
-    grad[200] += 10.0 * (kind == "one large")
+    grad = torch.full((400,), 0.3) if kind == "all equal" else normal(400)
+    grad[200] *= 1000.0 if kind == "one large" else 1.0
     codec = QSGD(levels=levels, bucket_size=bucket_size, norm=norm)  # type: ignore[arg-type]
-    errors = torch.stack([there_and_back(codec, grad, step=k)[0] - grad for k in range(200)]).double()
+    errors = torch.stack([there_and_back(codec, grad, step=k)[0] - grad for k in range(100)]).double()
     mean, spread = errors.square().sum(dim=1).mean(), errors.square().sum(dim=1).std()
     most = bound(bucket_size, levels, norm) * grad.double().square().sum()
-    assert mean <= most + 5 * spread / math.sqrt(200) + 1e-9
+    assert mean <= most + 5 * spread / math.sqrt(100) + 1e-9
 
 
-@pytest.mark.parametrize(("bits", "per_number"), [(2, 0.25), (3, 0.375), (4, 0.5), (8, 1.0)])
-def test_bits_are_packed(bits: int, per_number: float) -> None:
-    _, payload = there_and_back(QSGD(bits=bits, bucket_size=100), normal(8000))
-    assert payload.nbytes == 8000 * per_number + 80 * 4
-
-
-@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (3, 3), (4, 4), (7, 4), (8, 5), (127, 8)])
-def test_levels_take_the_bits_they_need(levels: int, bits: int) -> None:
-    _, payload = there_and_back(QSGD(levels=levels, bucket_size=800), normal(800))
-    assert payload.nbytes == 100 * bits + 4
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_eight_bits_are_as_fine_for_a_small_tensor_beside_a_large_one(
-    rounding: Literal["nearest", "stochastic"],
+@pytest.mark.parametrize(
+    ("codec", "bits"),
+    [
+        *((QSGD(bits=bits, bucket_size=800), bits) for bits in (2, 3, 4, 8)),
+        *(
+            (QSGD(levels=levels, bucket_size=800), bits)
+            for levels, bits in [(1, 2), (3, 3), (7, 4), (8, 5), (127, 8)]
+        ),
+        (Int8(bucket_size=800), 8),
+        (Int8("stochastic", bucket_size=800), 8),
+        (Sign(bucket_size=800), 1),
+    ],
+    ids=repr,
+)
+def test_numbers_take_the_bits_they_need_and_small_ones_have_scales_of_their_own(
+    codec: Codec, bits: int
 ) -> None:
-    small = 1e-4 * normal(8192)
-    decoded, payload = there_and_back(Int8(rounding), torch.cat((normal(8192), small, normal(10))))
-    assert (decoded[8192:16384] - small).norm() < 0.03 * small.norm()
-    assert payload.nbytes == 16394 + 5 * 4
-    coarse, _ = there_and_back(Int8(rounding, bucket_size=1 << 20), torch.cat((normal(8192), small)))
-    assert (coarse[8192:] - small).norm() > 0.5 * small.norm()
-
-
-@pytest.mark.parametrize("codec", [QSGD(), Int8("stochastic")])
-def test_sums_of_one_step_are_rounded_by_noise_of_their_own(codec: Codec) -> None:
-    """A replica may encode its own gradient and a sum that it is part of."""
-    state = codec.init(TensorSpec((800,)), SEEDS)
-    first, again, other = (
-        raw(next(codec.encode(state, normal(800), step=0, count=count)[0].tensors())) for count in (1, 1, 2)
-    )
-    assert first == again != other
+    decoded, payload = there_and_back(codec, torch.cat((normal(4000), 1e-4 * normal(4000))))
+    assert payload.nbytes == 1000 * bits + 10 * 4
+    assert 0 < decoded[4000:].abs().max() < 1e-3
 
 
 def test_the_largest_number_is_never_rounded_beyond_itself() -> None:
     """127 + u is 128 in float32 for a few draws in a million."""
     grad = torch.ones(2_000_000)
     assert torch.equal(there_and_back(Int8("stochastic"), grad)[0], grad)
-
-
-def test_replicas_and_steps_round_apart() -> None:
-    grad = normal(500)
-    own = there_and_back(QSGD(), grad)[0]
-    assert not torch.equal(own, there_and_back(QSGD(), grad, Seeds(1, 3))[0])
-    assert not torch.equal(own, there_and_back(QSGD(), grad, step=1)[0])
 
 
 # --- entries ----------------------------------------------------------------------------------------------------
@@ -272,21 +231,17 @@ def test_dgc_follows_its_equations(nesterov: bool) -> None:
     for step in range(30):
         grad = normal(100, step)
         payload, state = codec.encode(state, grad, step=step, count=1)
-        if nesterov:
-            u = 0.9 * (u + grad)
-            v = v + u + grad
-        else:
-            u = 0.9 * u + grad
-            v = v + u
+        u = 0.9 * (u + grad) if nesterov else 0.9 * u + grad
+        v = v + u + grad if nesterov else v + u
         mask = torch.zeros(100, dtype=torch.bool)
-        for start, stop, k in ((0, 40, 2), (50, 100, 2)):
-            mask[start + v[start:stop].abs().topk(k).indices] = True
-        dense = torch.zeros(100, dtype=torch.bool)
-        dense[40:50] = True
-        wanted = torch.where(mask | dense, v, 0.0)
-        v = torch.where(mask | dense, 0.0, v)
+        for start, stop in ((0, 40), (50, 100)):
+            mask[start + v[start:stop].abs().topk(2).indices] = True
         u = torch.where(mask, 0.0, u)
-        torch.testing.assert_close(codec.decode(state, payload, spec, step=step, count=1), wanted)
+        mask[40:50] = True
+        torch.testing.assert_close(
+            codec.decode(state, payload, spec, step=step, count=1), torch.where(mask, v, 0.0)
+        )
+        v = torch.where(mask, 0.0, v)
         torch.testing.assert_close(state.local["velocity"], u)
         torch.testing.assert_close(state.local["accumulated"], v)
         assert payload.nbytes == 4 * 8 + 10 * 4
@@ -298,49 +253,38 @@ def test_dgc_warms_up() -> None:
     assert densities == [0.3162, 0.3162, 0.1, 0.0316, 0.01, 0.0032, 0.0032, 0.001, 0.001]
 
 
-def test_dgc_forgets_what_is_not_finite() -> None:
-    codec, spec = DGC(density=0.05, warmup_steps=0), matrices()
-    grad = normal(100)
-    grad[3], grad[45] = math.inf, math.nan
-    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
-    assert codec.decode(state, payload, spec, step=0, count=1).isfinite().sum() == 98
-    assert all(tensor.isfinite().all() for tensor in state.local.values())
-
-
 # --- made of others ---------------------------------------------------------------------------------------------
 
 
-def test_a_chain_encodes_values_and_leaves_indices() -> None:
+@pytest.mark.parametrize(
+    ("codec", "scale_nbytes", "share"),
+    [(chain(TopK(0.05), Int8()), 4, 254 - 1e-2), (chain(TopK(0.05), QSGD(bits=8), Truncate16()), 2, 50)],
+)
+def test_a_chain_encodes_values_and_leaves_indices(codec: Codec, scale_nbytes: int, share: float) -> None:
     grad = normal(1000)
-    chained, payload = there_and_back(chain(TopK(0.05), Int8()), grad)
+    chained, payload = there_and_back(codec, grad)
     alone, _ = there_and_back(TopK(0.05), grad)
-    assert payload.nbytes == 50 * (1 + 4) + 4
-    assert (chained - alone).abs().max() <= grad.abs().max() / 254 * (1 + 1e-5)
+    assert payload.nbytes == 50 * (1 + 4) + scale_nbytes
+    assert (chained - alone).abs().max() <= grad.abs().max() / share
     assert not chained[alone == 0].any()
+    assert not codec.unbiased, "of three codecs one is not"
 
 
-def test_a_chain_of_three_is_a_chain_of_chains() -> None:
-    grad = normal(1000)
-    three, payload = there_and_back(chain(TopK(0.05), QSGD(bits=8), Truncate16()), grad)
-    assert payload.nbytes == 50 * (1 + 4) + 2
-    assert (three - there_and_back(TopK(0.05), grad)[0]).abs().max() <= grad.abs().max() / 50
-
-
-def test_a_residual_is_sent_once() -> None:
-    codec, spec = error_feedback(TopK(0.1)), TensorSpec((50,))
-    state = codec.init(spec, SEEDS)
-    given, sent = torch.zeros(50), torch.zeros(50)
-    for step in range(40):
-        grad = normal(50, step)
-        given += grad
-        if step % 3 == 2:  # a step that is not compressed
-            dense, state = codec.flush(state, grad)
-            sent += dense
-            assert not state.local["residual"].any()
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_a_residual_is_what_was_not_sent_and_is_sent_once(decay: float) -> None:
+    """Below a decay of 1 it is a momentum of that; a step that is not compressed leaves none."""
+    codec, spec = error_feedback(TopK(0.1), decay), TensorSpec((50,))
+    state, residual = codec.init(spec, SEEDS), torch.zeros(50)
+    for step in range(9):
+        wanted = normal(50, step) + decay * residual
+        if step % 3 == 2:
+            sent, state = codec.flush(state, normal(50, step))
+            torch.testing.assert_close(sent, wanted)
         else:
-            payload, state = codec.encode(state, grad, step=step, count=1)
-            sent += codec.decode(state, payload, spec, step=step, count=1)
-    torch.testing.assert_close(sent + state.local["residual"], given, rtol=0.0, atol=1e-5)
+            payload, state = codec.encode(state, normal(50, step), step=step, count=1)
+            sent = codec.decode(state, payload, spec, step=step, count=1)
+        residual = wanted - sent
+        torch.testing.assert_close(state.local["residual"], residual)
 
 
 @pytest.mark.parametrize("inner", [Identity(), by_role(), by_size()])
@@ -352,38 +296,9 @@ def test_a_codec_that_leaves_nothing_out_leaves_no_residual(inner: Codec) -> Non
     assert torch.equal(codec.decode(state, payload, spec, step=0, count=1), normal(50))
 
 
-def test_a_residual_forgets_what_is_not_finite() -> None:
-    grad = torch.tensor([1.0, math.nan, 3.0, -math.inf])
-    for inner in (TopK(0.5), Sign(), Int8()):
-        codec = error_feedback(inner)
-        _, state = codec.encode(codec.init(TensorSpec((4,)), SEEDS), grad, step=0, count=1)
-        assert state.local["residual"].isfinite().all()
-
-
-def test_a_joiner_has_what_is_shared_and_no_residual() -> None:
-    codec, spec = error_feedback(RandomK(0.5, unbiased=False)), TensorSpec((50,))
-    state = codec.init(spec, Seeds(1, 2))
-    for step in range(3):
-        _, state = codec.encode(state, normal(50, step), step=step, count=1)
-    assert state.local["residual"].any()
-    joiner = CodecState(state.shared, codec.init(spec, Seeds(1, 9)).local)
-    assert not joiner.local["residual"].any()
-    payload, _ = codec.encode(state, normal(50), step=3, count=1)
-    assert torch.equal(
-        codec.decode(joiner, payload, spec, step=3, count=1),
-        codec.decode(state, payload, spec, step=3, count=1),
-    )
-
-
 def test_roles_are_told_by_dimensions() -> None:
-    parts = (
-        Placed((2, 3, 1), 0),
-        Placed((4,), 6),
-        Placed((5, 2), 10),
-        Placed((), 20),
-        Placed((3, 1, 1, 3), 21),
-    )
-    spec = TensorSpec((30,), parts=parts)
+    shapes = {0: (2, 3, 1), 6: (4,), 10: (5, 2), 20: (), 21: (3, 1, 1, 3)}
+    spec = TensorSpec((30,), parts=tuple(Placed(shape, start) for start, shape in shapes.items()))
     codec = by_role(TopK(0.1), Sign())
     routes = {route.name: list(map(list, route.runs)) for route in codec.routes(codec.init(spec, SEEDS))}
     assert routes == {"convolution": [[0, 6], [21, 9]], "other": [[10, 10]], "dense": [[6, 4], [20, 1]]}
@@ -398,23 +313,17 @@ def test_roles_are_told_by_dimensions() -> None:
     assert decoded[[*range(6), *range(21, 30)]].count_nonzero() == 2
 
 
-def test_the_order_of_a_state_does_not_matter() -> None:
-    """A checkpoint may give it back in another one."""
-    spec = TensorSpec((30,), parts=(Placed((2, 5, 1), 0), Placed((2, 5), 10), Placed((10,), 20)))
-    codec = by_role(TopK(0.1), Sign())
-    state = codec.init(spec, SEEDS)
-    turned = CodecState(dict(reversed(state.shared.items())), state.local)
-    payloads = [codec.encode(kept, normal(30), step=0, count=1)[0] for kept in (state, turned)]
-    assert same_payload(*payloads)
-
-
-def test_parts_of_a_bucket_keep_their_shapes_inside() -> None:
-    """DGC inside by_role still has a threshold for each weight."""
+def test_parts_of_a_bucket_keep_their_shapes_inside_and_the_order_of_a_state_does_not_matter() -> None:
+    """DGC inside by_role still has a threshold for each weight; a checkpoint may give a state back in another order."""
     parts = (Placed((2, 5, 1), 0), Placed((10,), 10), Placed((1, 10, 1), 20))
     codec = by_role(DGC(density=0.1, warmup_steps=0))
     state = codec.init(TensorSpec((30,), parts=parts), SEEDS)
-    (conv, _) = codec.routes(state)
+    conv, _ = codec.routes(state)
     assert conv.state.shared == {"sparse": [[0, 10], [10, 10]], "dense": []}
+    runs = dict(reversed(state.shared["runs"].items()))
+    turned = CodecState({**state.shared, "runs": runs}, state.local)
+    payloads = [codec.encode(kept, normal(30), step=0, count=1)[0] for kept in (state, turned)]
+    assert same_payload(*payloads)
 
 
 @pytest.mark.parametrize(("numel", "nbytes"), [(99, 396), (100, 104)])
@@ -434,58 +343,32 @@ def test_the_generator_is_seeded_by_its_labels() -> None:
 
 
 def test_each_chunk_sends_its_own_largest() -> None:
-    grad = torch.tensor([9.0, -8.0, 7.0, 6.0, 0.1, 0.4, -0.3, 0.2, 5.0, 0.0])
-    codec, spec = ChunkedTopK(0.5, chunk=4, bits=None), TensorSpec((10,))
-    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
-    decoded = codec.decode(state, payload, spec, step=0, count=1)
-    assert decoded.tolist() == [
-        9.0,
-        -8.0,
-        0.0,
-        0.0,
-        0.0,
-        pytest.approx(0.4),
-        pytest.approx(-0.3),
-        0.0,
-        5.0,
-        0.0,
-    ]
+    grad = torch.tensor([9.0, -8.0, 7.0, 6.0, 0.1, 0.5, -0.25, 0.2, 5.0, 0.0])
+    decoded, _ = there_and_back(ChunkedTopK(0.5, chunk=4, bits=None), grad)
+    assert decoded.tolist() == [9.0, -8.0, 0.0, 0.0, 0.0, 0.5, -0.25, 0.0, 5.0, 0.0]
 
 
 def test_two_bits_are_a_sign_and_one_of_two_means() -> None:
     grad = torch.zeros(4096)
-    grad[torch.arange(0, 4096, 64)] = torch.tensor([1.0, 2.0, 9.0, 10.0, -1.0, -3.0, -8.0, -9.0]).repeat(8)
-    codec, spec = ChunkedTopK(), TensorSpec((4096,))
-    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
-    decoded = codec.decode(state, payload, spec, step=0, count=1)
-    assert decoded[::64][:8].tolist() == [1.5, 1.5, 9.5, 9.5, -2.0, -2.0, -8.5, -8.5]
+    grad[torch.arange(0, 4096, 64)] = torch.tensor([1.0, 5.0, 6.0, 10.0, -1.0, -5.0, -8.0, -9.0]).repeat(8)
+    decoded, payload = there_and_back(ChunkedTopK(), grad)
+    assert decoded[::64][:8].tolist() == [3.0, 3.0, 8.0, 8.0, -3.0, -3.0, -8.5, -8.5]
     assert int(decoded.count_nonzero()) == 64
     assert payload.nbytes == 64 + 32 + 16 + 4 * 4  # twelve bits of index, two of code, four means
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 255, 256, 257, 4096, 1 << 16])
-def test_indices_of_any_size_come_back(chunk: int) -> None:
-    numel = 2 * chunk + 1
-    grad = torch.randn(numel, generator=generator(3, chunk))
-    codec, spec = ChunkedTopK(0.02, chunk=chunk, bits=None), TensorSpec((numel,))
-    payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
-    decoded = codec.decode(state, payload, spec, step=0, count=1)
-    rows = torch.nn.functional.pad(grad, (0, 3 * chunk - numel)).view(3, chunk)
-    keep = max(1, round(0.02 * chunk))
+@pytest.mark.parametrize(
+    ("chunk", "index_nbytes"),
+    [(2, 3), (3, 6), (256, 85), (257, 85 + 11), (4096, 1394 + 700), (1 << 16, 2 * 22287)],
+)
+def test_indices_take_the_bits_of_their_chunk(chunk: int, index_nbytes: int) -> None:
+    keep, numel = max(1, round(0.02 * chunk)), 16 * chunk + 1
+    grad = normal(numel, chunk)
+    decoded, payload = there_and_back(ChunkedTopK(0.02, chunk=chunk, bits=None), grad)
+    rows = torch.nn.functional.pad(grad, (0, 17 * chunk - numel)).view(17, chunk)
     wanted = torch.zeros_like(rows).scatter_(1, rows.abs().topk(keep).indices, 1.0).view(-1)[:numel] * grad
     assert torch.equal(decoded, wanted)
-    assert payload.nbytes <= grad.nbytes
-
-
-def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent() -> None:
-    codec, spec = error_feedback(TopK(0.1), decay=0.5), TensorSpec((50,))
-    state, residual = codec.init(spec, SEEDS), torch.zeros(50)
-    for step in range(5):
-        grad = torch.randn(50, generator=generator(4, step))
-        payload, state = codec.encode(state, grad, step=step, count=1)
-        wanted = grad + 0.5 * residual
-        residual = wanted - codec.decode(state, payload, spec, step=step, count=1)
-        torch.testing.assert_close(state.local["residual"], residual)
+    assert payload.nbytes == 17 * keep * 4 + index_nbytes
 
 
 # --- components ---------------------------------------------------------------------------------------------------
@@ -493,14 +376,10 @@ def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent() -> None:
 
 def waves(size: int) -> Tensor:
     """The orthonormal cosine transform by its definition, a component in each row."""
-    rows = [
-        [
-            math.sqrt((1 if k == 0 else 2) / size) * math.cos(math.pi * k * (2 * i + 1) / (2 * size))
-            for i in range(size)
-        ]
-        for k in range(size)
-    ]
-    return torch.tensor(rows)
+    numbers = torch.arange(size)
+    rows = torch.cos(math.pi * torch.outer(numbers, 2 * numbers + 1) / (2 * size)) * math.sqrt(2 / size)
+    rows[0] /= math.sqrt(2)
+    return rows
 
 
 def test_one_component_of_a_block_is_sent_whole_and_alone() -> None:
@@ -519,10 +398,8 @@ def test_one_component_of_a_block_is_sent_whole_and_alone() -> None:
 
 
 def test_what_is_sent_leaves_the_momentum_and_the_rest_goes_on() -> None:
-    codec, spec = (
-        DeMo(0.8, chunk=4, keep=3),
-        TensorSpec((60,), parts=(Placed((4, 2, 4), 0), Placed((28,), 32))),
-    )
+    codec = DeMo(0.8, chunk=4, keep=3)
+    spec = TensorSpec((60,), parts=(Placed((4, 2, 4), 0), Placed((28,), 32)))
     state, momentum = codec.init(spec, SEEDS), torch.zeros(60)
     assert state.shared["blocks"] == [[0, 4, 8, 4, 4], [32, 1, 28, 1, 4]]
     for step in range(6):
@@ -537,4 +414,4 @@ def test_what_is_sent_leaves_the_momentum_and_the_rest_goes_on() -> None:
         wanted = (waves(4).T @ (largest * components).view(2, 4, 4) @ waves(4)).transpose(0, 1)
         torch.testing.assert_close(sent[:32].view(4, 2, 4), wanted)
         momentum = momentum - sent
-        torch.testing.assert_close(codec.restored(state, state.local["components"]), momentum)
+        torch.testing.assert_close(codec.restore(state, state.local["components"]), momentum)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farflung.codecs import TopK, selection
 from farflung.codecs import blocks as blocks_module
-from farflung.codecs import selection
-from farflung.codecs.base import add_entries
-from farflung.codecs.bits import fields, from_fields, pack, unpack
+from farflung.codecs.bits import pack, pack_fields, unpack, unpack_fields
 from farflung.codecs.blocks import Norm, blocks, bucket_norms
-from farflung.codecs.selection import kept, largest
+from farflung.codecs.selection import count_kept, find_largest
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ProtocolError
 from farflung.seeding import generator
+from farflung.types import CodecState, Payload, TensorSpec
 
 NUMELS = [0, 1, 5, 63, 64, 65, 128, 200, 1000]
 BUCKETS = [1, 3, 16, 64, 65, 100, 512, 1000]
@@ -99,8 +100,7 @@ def test_the_nearest_level(levels: int) -> None:
         torch.testing.assert_close(twice, 2 * decoded, msg=str(where))
 
 
-@pytest.mark.parametrize("numel", [200, 1000])
-@pytest.mark.parametrize("bucket_size", [16, 100, 1000])
+@pytest.mark.parametrize(("numel", "bucket_size"), [(200, 16), (200, 100), (1000, 1000)])
 def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int) -> None:
     tensor = normal(numel)
     norms = bucket_norms(tensor, bucket_size, "l2")
@@ -153,9 +153,9 @@ def test_sums_of_fields_are_fields_of_sums(largest_value: int, count: int, numel
     size = (count, numel)
     values = torch.randint(0, largest_value + 1, size, generator=generator(seed)).to(torch.uint8)
     values[:, : numel // 2] = largest_value  # the largest sums there can be
-    words = torch.stack([fields(row, width) for row in values]).sum(dim=0, dtype=torch.int32)
+    words = torch.stack([pack_fields(row, width) for row in values]).sum(dim=0, dtype=torch.int32)
     assert words.numel() == math.ceil(numel / (32 // width))
-    assert torch.equal(from_fields(words, width, numel), values.int().sum(dim=0, dtype=torch.int32))
+    assert torch.equal(unpack_fields(words, width, numel), values.int().sum(dim=0, dtype=torch.int32))
 
 
 # --- the largest ------------------------------------------------------------------------------------------------
@@ -192,9 +192,18 @@ def test_the_largest_are_those_that_sorting_finds(make: str) -> None:
     for numel in (1, 2, 31, 257, 2048, 5003):
         tensor = TENSORS[make](numel)
         for density in (0.0001, 0.01, 0.1, 0.5, 0.99, 1.0):
-            k = kept(numel, density)
-            assert torch.equal(largest(tensor, k), by_sorting(tensor, k)), (numel, density)
+            k = count_kept(numel, density)
+            assert torch.equal(find_largest(tensor, k), by_sorting(tensor, k)), (numel, density)
             assert torch.equal(selection._exactly(selection._magnitudes(tensor), k), by_sorting(tensor, k))
+
+
+@pytest.mark.parametrize(("numel", "sampled"), [(1000, 59), (17 * 256, 256), (6000, 261), (1 << 16, 256)])
+def test_a_sample_is_as_small_as_it_may_be(numel: int, sampled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry in 17, or fewer of a large tensor, at distances that are odd."""
+    watched = mock.Mock(wraps=selection._magnitudes)
+    monkeypatch.setattr(selection, "_magnitudes", watched)
+    find_largest(normal(numel), 10)
+    assert len(watched.call_args_list[0].args[0]) == sampled
 
 
 def test_another_device_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,10 +231,11 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     [(0, 0.5, 0), (1, 0.001, 1), (100, 0.29, 29), (100, 1.0, 100), (1000, 0.0016, 2)],
 )
 def test_how_many_a_density_keeps(numel: int, density: float, k: int) -> None:
-    assert kept(numel, density) == k
+    assert count_kept(numel, density) == k
 
 
 @pytest.mark.parametrize("index", [-1, 5])
 def test_an_entry_that_is_not_there_is_refused(index: int) -> None:
+    payload = Payload((torch.ones(2), torch.tensor([0, index], dtype=torch.int32)))
     with pytest.raises(ProtocolError, match=f"entry {index} of 5"):
-        add_entries(torch.zeros(5), torch.ones(2), torch.tensor([0, index], dtype=torch.int32), 1.0)
+        TopK().decode(CodecState(), payload, TensorSpec((5,)), step=0, count=1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,11 +86,24 @@ class Replica:
 
 
 def run(
-    reducer: Reducer, size: int, steps: int = 3, link: LinkModel = LINK, **options: object
+    reducer: Reducer,
+    size: int,
+    steps: int = 3,
+    link: LinkModel = LINK,
+    late: Mapping[int, float] | None = None,
+    first_step: int = 0,
+    **options: Any,
 ) -> list[Replica]:
+    """Replicas after some steps; those that are ``late`` begin after so many seconds."""
     world = VirtualWorld(size, link)
-    replicas = [Replica(runtime, reducer, **options) for runtime in world.runtimes]  # type: ignore[arg-type]
-    return world.run([replica.run(range(steps)) for replica in replicas])
+    replicas = [Replica(runtime, reducer, **options) for runtime in world.runtimes]
+
+    async def body(replica: Replica) -> Replica:
+        if late and replica.rank in late:
+            await replica.runtime.sleep_until(late[replica.rank])
+        return await replica.run(range(first_step, first_step + steps))
+
+    return world.run([body(replica) for replica in replicas])
 
 
 def exact_mean(size: int, step: int, weighted: bool = True) -> Tensor:
@@ -141,11 +155,11 @@ def left(replica: Replica) -> Tensor:
         return whole
     if isinstance(replica.reducer, GradiVeQ):
         return whole.add_(local["residual"]["all"])
-    if "seed" in local:  # what two phases wrap around a codec's state
-        shared, local = shared["codec"], local["codec"]
+    if "seed" in local or "compress" in shared:  # what surrounds a codec's state
+        shared, local = shared.get("codec", {}), local["codec"]
     if "residual" in local:
         return whole.add_(local["residual"])
-    for role, route in shared.items():
-        if "residual" in local[role]:
-            join(whole, route["runs"], local[role]["residual"].double())
+    for role, runs in shared["runs"].items():
+        if role in local:
+            join(whole, runs, local[role]["residual"].double())
     return whole

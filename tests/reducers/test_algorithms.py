@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Literal
@@ -23,9 +24,10 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
+from farflung.codecs.base import BaseCodec
 from farflung.reducers import AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
 from farflung.seeding import generator
-from farflung.sim import LinkModel, VirtualWorld
+from farflung.sim import LinkModel
 from farflung.types import (
     Codec,
     CodecState,
@@ -36,7 +38,7 @@ from farflung.types import (
 )
 from tests.covering import covered
 from tests.helpers import same_bits
-from tests.reducers.replicas import LINK, SIDE, SPEC, WEIGHTS, Replica, exact_mean, gradient, left, once, run
+from tests.reducers.replicas import SIDE, SPEC, WEIGHTS, exact_mean, gradient, left, once, run
 
 QSGD_NBYTES = 512 // 2 + 4
 """Of 512 numbers in four bits, with their norm."""
@@ -118,9 +120,9 @@ def test_a_codec_with_seeds_may_be_encoded_anew_on_every_hop(collective: str) ->
     _, dense, _ = once(CodecReducer(Identity(), collective), grads)
     ratio = QSGD_NBYTES / (4 * 512)
     assert sum(nbytes) - SIDES[collective] == ratio * (sum(dense) - SIDES[collective])
-    draws = [draw.mean.double() for draw in run(reducer, 4, steps=64, make=same, weighted=False)[0].results]
+    draws = [draw.mean.double() for draw in run(reducer, 4, steps=24, make=same, weighted=False)[0].results]
     errors = torch.stack(draws) - exact_mean(4, 0, weighted=False)
-    assert errors.mean(dim=0).norm() <= 2 * errors.norm(dim=1).mean() / 64**0.5
+    assert errors.mean(dim=0).norm() <= 2 * errors.norm(dim=1).mean() / 24**0.5
 
 
 def test_roles_travel_each_in_its_own_way() -> None:
@@ -135,18 +137,10 @@ def test_roles_travel_each_in_its_own_way() -> None:
 
 
 class Lent(TopK):
-    """What it is given is its payload, which others may read late."""
+    """What it is given is its dense payload, which others may read late."""
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del step, count
         return Payload((grad,)), state
-
-    def decode(
-        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
-    ) -> Tensor:
-        del state, spec, step, count
-        (grad,) = payload.tensors()
-        return grad
 
 
 @pytest.mark.parametrize("phases", ["gather", "two"])
@@ -154,21 +148,11 @@ class Lent(TopK):
 def test_a_payload_is_not_written_over_before_all_have_read_it(
     phases: Literal["gather", "two"], late: int
 ) -> None:
-    world = VirtualWorld(3, LINK)
-
-    async def body(replica: Replica) -> Replica:
-        if replica.rank == late:
-            await replica.runtime.sleep_until(9.0)
-        return await replica.run(range(2))
-
-    replicas = world.run(
-        [body(Replica(runtime, CodecReducer(Lent(), phases=phases))) for runtime in world.runtimes]
-    )
-    for step in range(2):
-        for replica in replicas:
-            torch.testing.assert_close(
-                replica.results[step].mean.double(), exact_mean(3, step), rtol=0.0, atol=1e-6
-            )
+    replicas = run(CodecReducer(Lent(), phases=phases), 3, 2, late={late: 9.0})
+    for step, replica in itertools.product(range(2), replicas):
+        torch.testing.assert_close(
+            replica.results[step].mean.double(), exact_mean(3, step), rtol=0.0, atol=1e-6
+        )
 
 
 def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:
@@ -182,19 +166,16 @@ def test_one_replica_encodes_what_has_a_memory_and_nothing_else() -> None:
 
 
 WINDOWS = GradiVeQ(slice_size=48, ratio=8, warm_up=1, sample_steps=3, compress_steps=9, sample_bits=None)
+ROUTED = by_role(error_feedback(TopK(0.1)), error_feedback(Sign()))
 FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(TopK(0.1))),
-    CodecReducer(error_feedback(Sign())),
-    CodecReducer(error_feedback(chain(TopK(0.3), Int8()))),
     CodecReducer(error_feedback(RandomK(0.3, unbiased=False))),
+    CodecReducer(ROUTED),
     CodecReducer(error_feedback(TopK(0.1)), phases="two"),
-    CodecReducer(error_feedback(Sign()), phases="two"),
-    CodecReducer(error_feedback(chain(TopK(0.3), Int8())), phases="two"),
-    CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign()))),
-    CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign())), phases="two"),
+    CodecReducer(ROUTED, phases="two"),
     CodecReducer(error_feedback(TopK(0.1)), phases="hops"),
     CodecReducer(error_feedback(chain(TopK(0.3), Int8())), "ring", phases="hops"),
-    CodecReducer(by_role(error_feedback(TopK(0.1)), error_feedback(Sign())), "ring", phases="hops"),
+    CodecReducer(ROUTED, "ring", phases="hops"),
     AdaptiveTopK(threshold=0.6, smoothing=1.0),
     AdaptiveTopK(threshold=1.0, decide="exact"),
     PowerSGD(),
@@ -205,12 +186,17 @@ FEEDBACK: list[Reducer] = [
 ]
 
 
-@covered("reducer, size, width", FEEDBACK, [1, 2, 4], [1, 2, 3])
+STEPS = 12
+ONE_OF_EACH = [FEEDBACK[number] for number in (0, 1, 4, 6, 9, 10, 14)]
+"""Gathered, summed, in two phases, on hops, of Adaptive Top-k, PowerSGD and GradiVeQ."""
+
+
+@covered("reducer, size, width", FEEDBACK, [1, 3], [1, 3])
 def test_what_was_sent_and_what_is_left_are_all_there_was(reducer: Reducer, size: int, width: int) -> None:
     """Over all replicas, whether exchanges overlap or not; weights are numerators' weights."""
-    replicas = run(reducer, size, steps=12, width=width)
+    replicas = run(reducer, size, steps=STEPS, width=width)
     weight = sum(WEIGHTS[:size])
-    given = sum((weight * exact_mean(size, step) for step in range(12)), torch.zeros(1))
+    given = sum((weight * exact_mean(size, step) for step in range(STEPS)), torch.zeros(1))
     sent = sum((weight * result.mean.double() for result in replicas[0].results), torch.zeros(1))
     kept = sum((left(replica) for replica in replicas), torch.zeros(1))
     by_hops = isinstance(reducer, CodecReducer) and reducer.phases == "hops"
@@ -218,7 +204,7 @@ def test_what_was_sent_and_what_is_left_are_all_there_was(reducer: Reducer, size
     torch.testing.assert_close(sent + kept, given, rtol=0.0, atol=2e-4)
 
 
-@pytest.mark.parametrize("reducer", FEEDBACK, ids=repr)
+@pytest.mark.parametrize("reducer", ONE_OF_EACH, ids=repr)
 def test_a_constant_gradient_is_sent_whole_in_the_end(reducer: Reducer) -> None:
     replicas = run(reducer, 2, steps=60, make=same, weighted=False)
     average = torch.stack([result.mean for result in replicas[0].results]).mean(dim=0)
@@ -226,35 +212,30 @@ def test_a_constant_gradient_is_sent_whole_in_the_end(reducer: Reducer) -> None:
     assert (average - exact).norm() <= 0.25 * exact.norm()
 
 
-@pytest.mark.parametrize("phases", ["gather", "two"])
-def test_an_unbiased_codec_makes_an_unbiased_mean(phases: str) -> None:
-    for reducer in (CodecReducer(QSGD(), phases=phases), SharedScaleQSGD()):  # type: ignore[arg-type]
-        replicas = run(reducer, 4, steps=100, make=lambda rank, step: gradient(rank, 0), link=LinkModel())
-        draws = torch.stack([result.mean for result in replicas[0].results]).double()
-        errors = draws - exact_mean(4, 0)
-        along = errors @ torch.randn(SPEC.numel, 20, generator=generator(6), dtype=torch.float64)
-        assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(100)).all()
+@pytest.mark.parametrize(
+    "reducer", [CodecReducer(QSGD()), CodecReducer(QSGD(), phases="two"), SharedScaleQSGD()], ids=repr
+)
+def test_an_unbiased_codec_makes_an_unbiased_mean(reducer: Reducer) -> None:
+    replicas = run(reducer, 3, steps=50, make=same, link=LinkModel())
+    errors = torch.stack([result.mean for result in replicas[0].results]).double() - exact_mean(3, 0)
+    along = errors @ torch.randn(SPEC.numel, 20, generator=generator(6), dtype=torch.float64)
+    assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(50)).all()
 
 
-class Learner:
+class Learner(BaseCodec):
     """A linear codec that adds up what it was shown."""
 
-    unbiased = True
     stateless = False
-    per_hop = False
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        del seeds
         return CodecState({"seen": torch.zeros(spec.shape)})
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del step, count
         return Payload((grad.clone(), torch.ones(2, 3, dtype=torch.int64))), state
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        del state, step, spec
         grad, ones = payload.tensors()
         assert (ones == count).all()
         return grad
@@ -272,8 +253,9 @@ def test_a_codec_learns_the_average_of_what_was_encoded(codec: Codec) -> None:
     replicas = run(CodecReducer(codec), 4, steps=3)
     seen = sum(exact_mean(4, step) * sum(WEIGHTS) / 4 + step for step in range(3))
     shared = replicas[0].slot.state.shared
+    shared = shared.get("codec", shared)
     if "convolution" in shared:
-        found = torch.cat([shared[name]["codec"]["seen"] for name in ("convolution", "other")])
+        found = torch.cat([shared[name]["seen"] for name in ("convolution", "other")])
         torch.testing.assert_close(found.double(), seen[:244], rtol=0.0, atol=1e-5)  # type: ignore[index]
     else:
         torch.testing.assert_close(shared["seen"].double(), seen, rtol=0.0, atol=1e-5)

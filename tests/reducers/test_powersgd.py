@@ -94,15 +94,21 @@ def test_a_direction_that_was_lost_is_found_again() -> None:
         assert all(left(replica).isfinite().all() for replica in replicas if keeps)
 
 
-def test_columns_that_depend_are_dropped() -> None:
-    """A gradient of rank one with more columns than that."""
+def test_columns_that_depend_are_dropped_and_found_again() -> None:
+    """Gradients of rank one with more columns than that, and then of full rank."""
     vector = torch.randn(20, generator=generator(1))
-    matrix = torch.outer(vector, vector).reshape(-1)
+    matrix, whole = torch.outer(vector, vector), torch.randn(20, 20, generator=generator(2))
     spec = TensorSpec((400,), parts=(Placed((20, 20), 0),))
-    reducer = PowerSGD(rank=4)
-    replicas = run(reducer, 2, 4, spec=spec, make=lambda rank, step: matrix.clone(), weighted=False)
-    for result in replicas[0].results:
-        torch.testing.assert_close(result.mean, matrix, rtol=1e-4, atol=1e-4)
+
+    def make(rank: int, step: int) -> Tensor:
+        return (matrix if step < 4 else whole).reshape(-1).clone()
+
+    results = run(PowerSGD(rank=4, error_feedback=False), 2, 6, spec=spec, make=make, weighted=False)[
+        0
+    ].results
+    for result in results[:4]:
+        torch.testing.assert_close(result.mean, matrix.reshape(-1), rtol=1e-4, atol=1e-4)
+    assert int(torch.linalg.matrix_rank(results[5].mean.view(20, 20), rtol=1e-4)) == 4
 
 
 class Bucket:

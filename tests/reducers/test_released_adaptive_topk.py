@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import AdaptiveTopK
-from farflung.types import TensorSpec
 from tests.reducers.replicas import PARTS, SPEC, Replica, assert_alike, gradient, run
 
 KEPT = {part.start: max(1, part.numel // 10) for part in PARTS}
@@ -75,27 +71,3 @@ def test_a_gradient_that_is_no_number_counts_as_left_out() -> None:
 
     (one, _) = run(AdaptiveTopK(rule="released", threshold=0.6), 2, 6, make=broken)
     assert one.results[-1].mean.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"density": 1.5}, "density 1.5"),
-        ({"threshold": -0.1}, "threshold -0.1"),
-        ({"rule": "papers"}, "rule 'papers' must be 'paper' or 'released'"),
-        ({"rule": "paper", "epoch_steps": 3}, "epoch_steps is of rule='released' alone"),
-        ({"smoothing": 1.0}, "smoothing and decide are not of rule='released'"),
-        ({"epoch_steps": 0}, "epoch_steps 0"),
-        ({"collective": "native"}, "'native' matches sums by their order"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ConfigError, Unsupported), match=message):
-        AdaptiveTopK(**{"rule": "released", **options})
-
-
-def test_the_whole_gradient_has_to_be_in_one_bucket() -> None:
-    specs = [TensorSpec((10,)), TensorSpec((20,))]
-    AdaptiveTopK(rule="released").check(specs[:1])
-    with pytest.raises(ConfigError, match="one bucket, and there are 2"):
-        AdaptiveTopK(rule="released").check(specs)

@@ -1,4 +1,4 @@
-"""What codecs have alike: those that learn nothing, checks of options, payloads of few entries."""
+"""What codecs have in common: defaults, checks of options, payloads of few entries."""
 
 from __future__ import annotations
 
@@ -9,63 +9,75 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import ConfigError, ProtocolError, Unsupported
-from farflung.types import Codec, CodecState, Payload, TensorSpec
+from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = [
-    "Fixed",
+    "BaseCodec",
     "Sparse",
     "Transformed",
     "accumulate",
-    "add_dense",
-    "add_entries",
-    "codec_option",
-    "density_option",
-    "floating",
-    "indexable",
-    "make_codec",
+    "check_codecs",
+    "check_floating",
+    "nested_state",
     "summed_specs",
+    "with_nested_state",
 ]
 
 
-class Fixed:
-    """A codec that learns nothing from what was aggregated."""
+class BaseCodec:
+    """A biased codec of floating tensors that keeps nothing between steps; a member overrides what differs."""
 
     __slots__ = ()
 
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def stateless(self) -> bool:
+        return True
+
+    @property
+    def per_hop(self) -> bool:
+        return False
+
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """Returns an empty state.
+
+        Raises:
+          Unsupported: the tensor is not floating.
+        """
+        check_floating(type(self).__name__, spec)
+        return CodecState()
+
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        raise NotImplementedError
+
+    def decode(
+        self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
+    ) -> Tensor:
+        raise NotImplementedError
+
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        del aggregate, step
         return state
 
-
-def make_codec(name: str) -> Codec:
-    """Returns a codec with its default options, imported when it is needed."""
-    from farflung.codecs import CODECS
-
-    return CODECS[name]()
+    def linear(self, state: CodecState) -> bool:
+        return False
 
 
-def density_option(name: str, density: object) -> None:
-    """A fraction kept.
-
-    Raises:
-      ConfigError: outside (0, 1].
-    """
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-        raise ConfigError(f"{name}: density {density!r} must be above 0 and at most 1")
-
-
-def codec_option(name: str, codec: object) -> None:
-    """A codec inside another.
+def check_codecs(name: str, *codecs: object) -> None:
+    """Checks the codecs inside another.
 
     Raises:
       ConfigError: something else.
     """
-    if not hasattr(codec, "observe"):
-        raise ConfigError(f"{name} is made of codecs, not of {codec!r}")
+    for codec in codecs:
+        if not hasattr(codec, "observe"):
+            raise ConfigError(f"{name} is made of codecs, not of {codec!r}")
 
 
-def floating(name: str, spec: TensorSpec) -> None:
-    """A tensor that can be quantised.
+def check_floating(name: str, spec: TensorSpec) -> None:
+    """Checks that a tensor can be quantized.
 
     Raises:
       Unsupported: its numbers are not floating.
@@ -74,15 +86,16 @@ def floating(name: str, spec: TensorSpec) -> None:
         raise Unsupported(f"codec {name} needs floating gradients, not {spec.dtype}")
 
 
-def indexable(name: str, spec: TensorSpec) -> None:
-    """A tensor whose entries an int32 can name.
+def nested_state(state: CodecState, name: str) -> CodecState:
+    """Returns the state that another one holds by a name; an empty one where it holds none."""
+    return CodecState(state.shared.get(name, {}), state.local.get(name, {}))
 
-    Raises:
-      Unsupported: it is larger, or not floating.
-    """
-    floating(name, spec)
-    if spec.numel > torch.iinfo(torch.int32).max:
-        raise Unsupported(f"codec {name} names entries by int32: {spec.numel} are too many for one bucket")
+
+def with_nested_state(state: CodecState, name: str, inner: CodecState) -> CodecState:
+    """Returns a state that holds another one by a name, unless that is empty."""
+    if not inner.shared and not inner.local:
+        return state
+    return CodecState({**state.shared, name: inner.shared}, {**state.local, name: inner.local})
 
 
 def summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -94,25 +107,67 @@ def summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
     return () if method is None else tuple(method(spec))
 
 
-class Sparse(Fixed):
-    """A codec whose payloads are added to a sum entry by entry, in a time that depends on the entries sent alone."""
+class Sparse(BaseCodec):
+    """A codec whose payloads are added to a sum entry by entry, in a time that depends on the entries sent alone.
+
+    A payload has values and their int32 indices, or the flat tensor alone.
+    """
 
     __slots__ = ()
 
-    def accumulate(
-        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
-    ) -> None:
-        """Adds ``alpha`` times the entries sent to ``total``, of the shape encoded, in place.
+    @override
+    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
+        """Returns an empty state.
+
+        Raises:
+          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
+        """
+        check_floating(type(self).__name__, spec)
+        if spec.numel > torch.iinfo(torch.int32).max:
+            raise Unsupported(
+                f"codec {type(self).__name__} names entries by int32: {spec.numel} are too many for one bucket"
+            )
+        return CodecState()
+
+    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        """Adds ``alpha`` times the entries of a payload that is not dense to ``total``, in place.
 
         Raises:
           ProtocolError: an index out of range, seen on a CPU.
         """
-        raise NotImplementedError
+        values, indices = sent
+        if indices.device.type == "cpu" and len(indices):
+            low, high = map(int, indices.aminmax())
+            if low < 0 or high >= total.numel():
+                entry = low if low < 0 else high
+                raise ProtocolError(
+                    f"entry {entry} of {total.numel()}: do all ranks run the same model and recipe?"
+                )
+        total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)
 
+    def add_sent(self, state: CodecState, payload: Payload, total: Tensor, alpha: float = 1.0) -> None:
+        """Adds ``alpha`` times what is sent to ``total``, of the shape encoded, in place.
+
+        Raises:
+          ProtocolError: an index out of range, seen on a CPU.
+        """
+        sent = tuple(payload.tensors())
+        if len(sent) > 1:
+            self.add_entries(state, sent, total, alpha)
+        else:
+            total.add_(sent[0].view(total.shape), alpha=alpha)
+
+    def accumulate(
+        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
+    ) -> None:
+        """Adds ``alpha`` times what a payload decodes to; see :func:`accumulate`."""
+        self.add_sent(state, payload, total, alpha)
+
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Zeros where nothing was sent.
+        """Returns a tensor with zeros where nothing was sent.
 
         Raises:
           ProtocolError: an index out of range, seen on a CPU.
@@ -121,14 +176,13 @@ class Sparse(Fixed):
         self.accumulate(state, payload, total, step=step, count=count)
         return total
 
-    def or_dense(
-        self, state: CodecState, payload: Payload, like: Tensor, *, step: int, count: int
-    ) -> Payload:
-        """Replaces a payload that is no smaller than the tensor it encodes by the flat tensor that it decodes to."""
+    def replace_large(self, state: CodecState, payload: Payload, like: Tensor) -> Payload:
+        """Replaces a payload that is no smaller than the flat tensor it encodes by a dense one."""
         if payload.nbytes < like.nbytes:
             return payload
-        dense = self.decode(state, payload, TensorSpec.of(like), step=step, count=count)
-        return Payload((dense.view(-1),))
+        dense = torch.zeros_like(like)
+        self.add_sent(state, payload, dense)
+        return Payload((dense,))
 
 
 class Transformed(Sparse):
@@ -136,26 +190,17 @@ class Transformed(Sparse):
 
     __slots__ = ()
 
-    def add_components(self, state: CodecState, payload: Payload, total: Tensor) -> None:
-        """Adds the components sent to ``total``, of the shape encoded, in place.
-
-        Raises:
-          ProtocolError: an index out of range, seen on a CPU.
-        """
-        raise NotImplementedError
-
-    def restored(self, state: CodecState, components: Tensor) -> Tensor:
-        """What components, or sums of them, stand for."""
+    def restore(self, state: CodecState, components: Tensor) -> Tensor:
+        """Returns the tensor that components, or sums of them, stand for."""
         raise NotImplementedError
 
     @override
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        del step, count
         components = torch.zeros_like(total)
-        self.add_components(state, payload, components)
-        total.add_(self.restored(state, components), alpha=alpha)
+        self.add_sent(state, payload, components)
+        total.add_(self.restore(state, components), alpha=alpha)
 
 
 def accumulate(
@@ -187,26 +232,3 @@ def accumulate(
         entry_by_entry(state, payload, total, step=step, count=count, alpha=alpha)
     else:
         total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)
-
-
-def add_dense(total: Tensor, parts: Sequence[Tensor], alpha: float) -> bool:
-    """Adds ``alpha`` times a payload of :meth:`Sparse.or_dense` to ``total`` if it is dense; whether it is."""
-    if len(parts) > 1:
-        return False
-    total.add_(parts[0].view(total.shape), alpha=alpha)
-    return True
-
-
-def add_entries(total: Tensor, values: Tensor, indices: Tensor, alpha: float) -> None:
-    """Adds ``alpha`` times ``values`` at ``indices`` of the flat form of ``total``.
-
-    Raises:
-      ProtocolError: an index out of range, seen on a CPU.
-    """
-    if indices.device.type == "cpu" and len(indices):
-        low, high = map(int, indices.aminmax())
-        if low < 0 or high >= total.numel():
-            raise ProtocolError(
-                f"entry {low if low < 0 else high} of {total.numel()}: do all ranks run the same model and recipe?"
-            )
-    total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fields", "from_fields", "pack", "pack_wide", "unpack", "unpack_wide"]
+__all__ = ["pack", "pack_fields", "pack_indices", "unpack", "unpack_fields", "unpack_indices"]
 
 BYTE = 8
 
@@ -50,31 +50,37 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     return words.view(torch.uint8)[:numel]
 
 
-def pack_wide(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Numbers of more bits than a byte has: the low byte of each, and the rest packed.
+def pack_indices(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Packs indices into ``size`` entries: the low byte of each, and the rest of those that a byte does not hold.
 
     Args:
-      values: int64, shape ``(n,)``, each below ``2**bits``.
-      bits: 1 to 16.
+      indices: int64, shape ``(n,)``, each below ``size``.
+      size: 1 to 65536.
 
     Returns:
       Two tensors of uint8; the second is empty where a byte is enough.
     """
-    low = pack((values & 0xFF).to(torch.uint8), min(bits, BYTE))
+    bits = _index_bits(size)
+    low = pack((indices & 0xFF).to(torch.uint8), min(bits, BYTE))
     if bits <= BYTE:
         return low, low.new_empty(0)
-    return low, pack((values >> BYTE).to(torch.uint8), bits - BYTE)
+    return low, pack((indices >> BYTE).to(torch.uint8), bits - BYTE)
 
 
-def unpack_wide(low: Tensor, high: Tensor, bits: int, numel: int) -> Tensor:
-    """The ``numel`` numbers again, int64."""
-    values = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
+def unpack_indices(low: Tensor, high: Tensor, size: int, numel: int) -> Tensor:
+    """Returns the ``numel`` indices again, int64."""
+    bits = _index_bits(size)
+    indices = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
     if bits > BYTE:
-        values |= unpack(high, bits - BYTE, numel)[:numel].to(torch.int64) << BYTE
-    return values
+        indices |= unpack(high, bits - BYTE, numel)[:numel].to(torch.int64) << BYTE
+    return indices
 
 
-def fields(values: Tensor, width: int) -> Tensor:
+def _index_bits(size: int) -> int:
+    return max(1, (size - 1).bit_length())
+
+
+def pack_fields(values: Tensor, width: int) -> Tensor:
     """As many numbers as fit side by side in 32-bit words, whose sums are then words of sums.
 
     Args:
@@ -92,8 +98,8 @@ def fields(values: Tensor, width: int) -> Tensor:
     return words
 
 
-def from_fields(words: Tensor, width: int, numel: int) -> Tensor:
-    """The ``numel`` numbers or sums that :func:`fields` put side by side, int32."""
+def unpack_fields(words: Tensor, width: int, numel: int) -> Tensor:
+    """The ``numel`` numbers or sums that :func:`pack_fields` put side by side, int32."""
     rows = words.new_empty(32 // width, words.numel())
     for place, row in enumerate(rows):
         torch.bitwise_right_shift(words, width * place, out=row)

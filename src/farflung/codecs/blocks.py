@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Norm", "blocks", "bucket_norms", "working_dtype"]
+__all__ = ["Norm", "blocks", "bucket_norms", "scratch_for", "working_dtype"]
 
 Norm = Literal["l2", "max", "mean"]
 """Which norm of a bucket; ``mean`` is that of the magnitudes."""
@@ -44,8 +44,14 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def scratch_for(tensor: Tensor, bucket_size: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory for the longest of a tensor's :func:`blocks`, which is the first."""
+    numel = next((stop - start for start, stop in blocks(tensor, bucket_size)), 0)
+    return torch.empty(numel, dtype=dtype, device=tensor.device)
+
+
 def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
-    """One norm for each ``bucket_size`` consecutive elements of a flat tensor; the last bucket may be shorter.
+    """Returns one norm for each ``bucket_size`` elements of a flat tensor; the last bucket may be shorter.
 
     Returns:
       Shape ``(ceil(n / bucket_size),)``, float32 or float64; NaN for a bucket that holds one.
@@ -53,41 +59,35 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
     numel = tensor.numel()
     dtype = working_dtype(tensor.dtype)
     norms = torch.empty(math.ceil(numel / bucket_size), dtype=dtype, device=tensor.device)
-    scratch = torch.empty(_largest(tensor, bucket_size), dtype=dtype, device=tensor.device)
+    scratch = scratch_for(tensor, bucket_size, dtype)
     partial: list[Tensor] = []
+
+    def reduce(rows: Tensor, count: int) -> Tensor:
+        """Returns the norm of each row; of a mean over ``count`` the row's share."""
+        # The sum of large numbers may be infinite where their mean is not.
+        return _REDUCE[norm](rows.div_(count) if norm == "mean" else rows, -1)
+
     for start, stop in blocks(tensor, bucket_size):
         piece = scratch[: stop - start].copy_(tensor[start:stop])
+        if norm != "l2":
+            piece.abs_()
         first, even = start // bucket_size, (stop - start) // bucket_size
         if even:
             rows = piece[: even * bucket_size].view(even, bucket_size)
-            norms[first : first + even] = _of_rows(rows, norm, bucket_size)
+            norms[first : first + even] = reduce(rows, bucket_size)
         if rest := (stop - start) % bucket_size:
             last = (stop - 1) // bucket_size
             end = min((last + 1) * bucket_size, numel)
-            partial.append(_of_rows(piece[-rest:][None], norm, end - last * bucket_size))
+            partial.append(reduce(piece[-rest:], end - last * bucket_size))
             if stop == end:
-                norms[last] = _of_parts(torch.cat(partial), norm)
+                norms[last] = _REDUCE[norm](torch.stack(partial), -1)
                 partial.clear()
     return norms
 
 
-def _of_rows(rows: Tensor, norm: Norm, numel: int) -> Tensor:
-    """The norm of each row, which are overwritten; of a mean over ``numel`` the row's share."""
-    if norm == "l2":
-        found: Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return found
-    rows.abs_()
-    # The sum of large numbers may be infinite where their mean is not.
-    return rows.amax(dim=1) if norm == "max" else rows.div_(numel).sum(dim=1)
+def _norm(rows: Tensor, dim: int) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=dim)
+    return norms
 
 
-def _of_parts(parts: Tensor, norm: Norm) -> Tensor:
-    """The norm of a bucket from those of its pieces."""
-    if norm == "l2":
-        found: Tensor = torch.linalg.vector_norm(parts)
-        return found
-    return parts.amax() if norm == "max" else parts.sum()
-
-
-def _largest(tensor: Tensor, bucket_size: int) -> int:
-    return max((stop - start for start, stop in blocks(tensor, bucket_size)), default=0)
+_REDUCE: dict[Norm, Callable[[Tensor, int], Tensor]] = {"l2": _norm, "max": torch.amax, "mean": torch.sum}

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import accumulate, codec_option, summed_specs
+from farflung.codecs.base import (
+    BaseCodec,
+    accumulate,
+    check_codecs,
+    nested_state,
+    summed_specs,
+    with_nested_state,
+)
 from farflung.codecs.int8 import Int8
 from farflung.codecs.topk import TopK
 from farflung.errors import Unsupported
@@ -18,7 +26,7 @@ __all__ = ["Chain", "chain"]
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(BaseCodec):
     r"""The second codec encodes each floating tensor in the payload of the first, such as Top-k's values.
 
     .. math:: C(g) = D_1(D_2(E_2(E_1(g))))
@@ -43,108 +51,102 @@ class Chain:
     second: Codec = field(default_factory=Int8)
 
     def __post_init__(self) -> None:
-        codec_option("chain", self.first)
-        codec_option("chain", self.second)
+        check_codecs("chain", self.first, self.second)
 
     @property
+    @override
     def unbiased(self) -> bool:
         return self.first.unbiased and self.second.unbiased
 
     @property
+    @override
     def stateless(self) -> bool:
         return self.first.stateless and self.second.stateless
 
     @property
+    @override
     def per_hop(self) -> bool:
         return self.first.per_hop and self.second.per_hop
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The first codec's, and seeds for the second.
+        """Returns the first codec's state, and seeds for the second.
 
         Raises:
           Unsupported: the second keeps more than seeds, or either cannot encode such a tensor.
         """
-        if not only_seeds(self.second.init(TensorSpec((1,), spec.dtype), seeds)):
+        if not only_seeds(self.second.init(spec, seeds)):
             raise Unsupported(
                 f"chain: {self.second!r} keeps more than seeds between steps: put it around the chain"
             )
-        inner = self.first.init(spec, seeds)
-        if self.stateless:
-            return CodecState()
-        return CodecState(
-            {"first": inner.shared, "seed": seeds.shared}, {"first": inner.local, "seed": seeds.own}
-        )
+        state = CodecState()
+        if not self.second.stateless:
+            state = CodecState({"seed": seeds.shared}, {"seed": seeds.own})
+        return with_nested_state(state, "first", self.first.init(spec, seeds))
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """The first codec's payload without its floating tensors, and these encoded."""
-        payload, inner = self.first.encode(self._inner(state), grad, step=step, count=count)
+        """Encodes by the first codec, then each floating tensor of its payload by the second."""
+        payload, inner = self.first.encode(nested_state(state, "first"), grad, step=step, count=count)
         encoded: list[Tensor | Payload] = []
 
-        def without(tensor: Tensor) -> Tensor:
+        def encode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            own = self._second(state, TensorSpec.of(tensor), len(encoded))
+            own = self._second_state(state, TensorSpec.of(tensor), len(encoded))
             encoded.append(self.second.encode(own, tensor, step=step, count=count)[0])
             return tensor.new_empty((0, *tensor.shape))
 
-        tree = rebuilt(payload, without)
-        return Payload((tree, *encoded)), self._with(state, inner)
+        tree = rebuilt(payload, encode_floating)
+        return Payload((tree, *encoded)), with_nested_state(state, "first", inner)
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Decodes the floating tensors, then the first's payload."""
-        whole = self._of_first(state, payload, step=step, count=count)
-        return self.first.decode(self._inner(state), whole, spec, step=step, count=count)
+        whole = self._first_payload(state, payload, step, count)
+        return self.first.decode(nested_state(state, "first"), whole, spec, step=step, count=count)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """As the first codec does, with the floating tensors decoded."""
-        whole = self._of_first(state, payload, step=step, count=count)
-        accumulate(self.first, self._inner(state), whole, total, step=step, count=count, alpha=alpha)
+        """Adds as the first codec does, with the floating tensors decoded."""
+        whole, inner = self._first_payload(state, payload, step, count), nested_state(state, "first")
+        accumulate(self.first, inner, whole, total, step=step, count=count, alpha=alpha)
 
+    @override
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """The first codec's."""
-        return self._with(state, self.first.observe(self._inner(state), aggregate, step=step))
+        inner = self.first.observe(nested_state(state, "first"), aggregate, step=step)
+        return with_nested_state(state, "first", inner)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Those of what the second makes of each tensor of the first."""
+        """Returns those of what the second makes of each tensor of the first."""
         parts = [summed_specs(self.second, each) for each in summed_specs(self.first, spec)]
         return tuple(each for part in parts for each in part) if all(parts) else ()
 
+    @override
     def linear(self, state: CodecState) -> bool:
-        return self.first.linear(self._inner(state)) and self.second.linear(
-            self._second(state, TensorSpec((1,)), 0)
-        )
+        second = self._second_state(state, TensorSpec((1,)), 0)
+        return self.first.linear(nested_state(state, "first")) and self.second.linear(second)
 
-    def _of_first(self, state: CodecState, payload: Payload, *, step: int, count: int) -> Payload:
-        """The first codec's payload with its floating tensors."""
-        tree, *parts = payload.parts
+    def _first_payload(self, state: CodecState, payload: Payload, step: int, count: int) -> Payload:
+        """Returns the first codec's payload with its floating tensors."""
+        tree, *encoded = payload.parts
         assert isinstance(tree, Payload)
-        place = 0
+        places = enumerate(encoded)
 
-        def back(tensor: Tensor) -> Tensor:
-            nonlocal place
+        def decode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            encoded, dense = parts[place], TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
-            assert isinstance(encoded, Payload)
-            own = self._second(state, dense, place)
-            place += 1
-            return self.second.decode(own, encoded, dense, step=step, count=count)
+            place, part = next(places)
+            assert isinstance(part, Payload)
+            spec = TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
+            own = self._second_state(state, spec, place)
+            return self.second.decode(own, part, spec, step=step, count=count)
 
-        return rebuilt(tree, back)
+        return rebuilt(tree, decode_floating)
 
-    def _inner(self, state: CodecState) -> CodecState:
-        return state if self.stateless else CodecState(state.shared["first"], state.local["first"])
-
-    def _with(self, state: CodecState, inner: CodecState) -> CodecState:
-        if self.stateless:
-            return state
-        return CodecState({**state.shared, "first": inner.shared}, {**state.local, "first": inner.local})
-
-    def _second(self, state: CodecState, spec: TensorSpec, place: int) -> CodecState:
+    def _second_state(self, state: CodecState, spec: TensorSpec, place: int) -> CodecState:
         if self.second.stateless:
             return CodecState()
         shared, own = state.shared["seed"], state.local["seed"]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, add_dense, add_entries, density_option, indexable
-from farflung.codecs.bits import pack, pack_wide, unpack, unpack_wide
-from farflung.codecs.selection import kept
-from farflung.options import whole_option
-from farflung.types import CodecState, Payload, Seeds, TensorSpec
+from farflung.codecs.base import Sparse
+from farflung.codecs.bits import pack, pack_indices, unpack, unpack_indices
+from farflung.codecs.selection import count_kept
+from farflung.options import part_option, whole_option
+from farflung.types import CodecState, Payload
 
 __all__ = ["ChunkedTopK"]
 
@@ -51,26 +51,13 @@ class ChunkedTopK(Sparse):
     chunk: int = 4096
     bits: int | None = 2
 
-    unbiased: ClassVar[bool] = False
-    stateless: ClassVar[bool] = True
-    per_hop: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
-        density_option("chunked_topk", self.density)
+        part_option("chunked_topk", "density", self.density)
         whole_option("chunked_topk", "chunk", self.chunk, 1, 1 << 16)
         if self.bits is not None:
             whole_option("chunked_topk", "bits", self.bits, 1, 4)
 
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """No state.
-
-        Raises:
-          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
-        """
-        del seeds
-        indexable("chunked_topk", spec)
-        return CodecState()
-
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Indices in two tensors, then values, or codes and the means that they stand for."""
         flat = grad.reshape(-1)
@@ -80,50 +67,30 @@ class ChunkedTopK(Sparse):
         rows = F.pad(flat, (0, chunks * chunk - len(flat))).view(chunks, chunk)
         places = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
         values = rows.gather(1, places).reshape(-1)
-        indices = pack_wide(places.reshape(-1), _index_bits(chunk))
+        indices = pack_indices(places.reshape(-1), chunk)
         parts = (*indices, values) if self.bits is None else (*indices, *_coded(values, self.bits))
-        return self.or_dense(state, Payload(parts), flat, step=step, count=count), state
+        return self.replace_large(state, Payload(parts), flat), state
 
     @override
-    def accumulate(
-        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
-    ) -> None:
-        del state, step, count
-        parts = tuple(payload.tensors())
-        if add_dense(total, parts, alpha):
-            return
+    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
         chunk, chunks, keep = self._cut(total.numel())
-        places = unpack_wide(parts[0], parts[1], _index_bits(chunk), chunks * keep).view(chunks, keep)
-        places += torch.arange(0, chunks * chunk, chunk, device=places.device).view(-1, 1)
-        flat, values = places.view(-1), self._values(parts, chunks * keep)
-        values = torch.where(
-            flat < total.numel(), values, 0
-        )  # the rest is what the last chunk was filled up with
-        add_entries(total, values, flat.clamp_max(total.numel() - 1), alpha)
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica names entries of its own."""
-        del state
-        return False
+        places = unpack_indices(sent[0], sent[1], chunk, chunks * keep)
+        places += torch.arange(0, chunks * chunk, chunk, device=places.device).repeat_interleave(keep)
+        values = sent[2]
+        if self.bits is not None:
+            values = sent[3][unpack(sent[2], self.bits, len(places)).to(torch.int64)]
+        # What the last chunk was filled up with is behind the end.
+        values = torch.where(places < total.numel(), values, 0)
+        Sparse.add_entries(self, state, (values, places.clamp_max(total.numel() - 1)), total, alpha)
 
     def _cut(self, numel: int) -> tuple[int, int, int]:
         """Entries in a chunk of a tensor, chunks, and entries of each that are sent."""
         chunk = min(self.chunk, numel)
-        return chunk, math.ceil(numel / chunk), kept(chunk, self.density)
-
-    def _values(self, parts: tuple[Tensor, ...], numel: int) -> Tensor:
-        if self.bits is None:
-            return parts[2]
-        _, _, codes, means = parts
-        return means[unpack(codes, self.bits, numel)[:numel].to(torch.int64)]
+        return chunk, math.ceil(numel / chunk), count_kept(chunk, self.density)
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:
     return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def _index_bits(chunk: int) -> int:
-    return max(1, (chunk - 1).bit_length())
 
 
 def _coded(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:

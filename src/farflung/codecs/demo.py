@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from itertools import starmap
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Transformed, add_dense, floating
-from farflung.codecs.bits import pack_wide, unpack_wide
+from farflung.codecs.base import Transformed, check_floating
+from farflung.codecs.bits import pack_indices, unpack_indices
 from farflung.errors import ProtocolError
 from farflung.options import share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
@@ -58,80 +59,65 @@ class DeMo(Transformed):
     chunk: int = 64
     keep: int = 32
 
-    unbiased: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
-    per_hop: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         share_option("demo", "decay", self.decay)
         whole_option("demo", "chunk", self.chunk, 1, 256)
         whole_option("demo", "keep", self.keep, 1)
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """A momentum of zero, by components; where blocks are: start, rows and columns of a parameter, of its blocks.
 
         Raises:
           Unsupported: the tensor is not floating.
         """
-        del seeds
-        floating("demo", spec)
+        check_floating("demo", spec)
         parts = spec.parts or (Placed((spec.numel,), 0),)
         blocks = [self._blocks(part) for part in parts if part.numel]
         return CodecState({"blocks": blocks}, {"components": torch.zeros(spec.shape, dtype=spec.dtype)})
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Components and their indices, of all blocks in order."""
         momentum = state.local["components"].to(grad.device).mul(self.decay)
         values, places = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
-        for where in _each(state):
-            components = where.components(momentum.view(-1)).add_(where.transformed(grad.view(-1)))
+        for where in starmap(_Blocks, state.shared["blocks"]):
+            components = where.components(momentum.view(-1)).add_(where.transform(grad.view(-1)))
             largest = components.abs().nan_to_num(nan=math.inf, posinf=math.inf)
             found = largest.topk(min(self.keep, where.size), dim=1, sorted=False).indices.sort(dim=1).values
             values.append(components.gather(1, found).view(-1))
             places.append(found.view(-1))
             components.scatter_(1, found, 0.0)
-        payload = Payload((torch.cat(values), *pack_wide(torch.cat(places), self._index_bits)))
-        if payload.nbytes >= grad.nbytes:
-            dense = torch.zeros_like(grad)
-            self.add_components(state, payload, dense)
-            payload = Payload((dense.view(-1),))
+        payload = Payload((torch.cat(values), *pack_indices(torch.cat(places), self.chunk**2)))
+        payload = self.replace_large(state, payload, grad.view(-1))
         return payload, CodecState(state.shared, {"components": momentum.nan_to_num_(0.0, 0.0, 0.0)})
 
     @override
-    def add_components(self, state: CodecState, payload: Payload, total: Tensor) -> None:
-        parts = tuple(payload.tensors())
-        if add_dense(total, parts, 1.0):
-            return
-        values, low, high = parts
-        places = unpack_wide(low, high, self._index_bits, len(values))
+    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        values, low, high = sent
+        places = unpack_indices(low, high, self.chunk**2, len(values))
         start = 0
-        for where in _each(state):
+        for where in starmap(_Blocks, state.shared["blocks"]):
             keep = min(self.keep, where.size)
-            stop = start + where.count * keep
-            found = places[start:stop].view(where.count, keep)
+            stop = start + where.number * keep
+            found = places[start:stop].view(where.number, keep)
             if found.device.type == "cpu" and int(found.max()) >= where.size:
                 raise ProtocolError(
                     f"component {int(found.max())} of {where.size}: do all ranks run the same model and recipe?"
                 )
             components = where.components(total.view(-1))
-            components.scatter_add_(1, found, values[start:stop].view(where.count, keep).to(total.dtype))
+            share = values[start:stop].view(where.number, keep).to(total.dtype)
+            components.scatter_add_(1, found, share * alpha)
             start = stop
 
     @override
-    def restored(self, state: CodecState, components: Tensor) -> Tensor:
+    def restore(self, state: CodecState, components: Tensor) -> Tensor:
         restored = torch.zeros_like(components)
-        for where in _each(state):
+        for where in starmap(_Blocks, state.shared["blocks"]):
             where.restore(components.view(-1), restored.view(-1))
         return restored
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica sends components of its own."""
-        del state
-        return False
-
-    @property
-    def _index_bits(self) -> int:
-        return max(1, (self.chunk**2 - 1).bit_length())
 
     def _blocks(self, part: Placed) -> list[int]:
         rows = part.shape[0] if len(part.shape) > 1 else 1
@@ -139,9 +125,8 @@ class DeMo(Transformed):
         return [part.start, rows, columns, _divisor(rows, self.chunk), _divisor(columns, self.chunk)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Those of one parameter in a flat tensor."""
+class _Blocks(NamedTuple):
+    """The blocks of one parameter in a flat tensor."""
 
     start: int
     rows: int
@@ -154,25 +139,23 @@ class _Blocks:
         return self.height * self.width
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.rows * self.columns // self.size
 
     def components(self, flat: Tensor) -> Tensor:
-        """Those of each block, shape ``(count, size)``, of a tensor in which they are one block after another."""
-        return self._part(flat).view(self.count, self.size)
+        """Returns a view of the components in order of each block, shape ``(count, size)``."""
+        return self._part(flat).view(self.number, self.size)
 
-    def transformed(self, flat: Tensor) -> Tensor:
-        """Components of each block, shape ``(count, size)``."""
-        blocks = self._view(flat).transpose(1, 2)
+    def transform(self, flat: Tensor) -> Tensor:
+        """Returns the components of each block, shape ``(count, size)``."""
         down, across = self._transforms(flat)
-        return (down @ blocks @ across.T).reshape(self.count, self.size)
+        return (down @ self._blocks(flat) @ across.T).reshape(self.number, self.size)
 
     def restore(self, components: Tensor, flat: Tensor) -> None:
         """Writes what components stand for."""
-        high, wide = self.rows // self.height, self.columns // self.width
         down, across = self._transforms(flat)
-        blocks = down.T @ self._part(components).view(high, wide, self.height, self.width) @ across
-        self._view(flat).copy_(blocks.transpose(1, 2))
+        blocks = self._blocks(flat)
+        blocks.copy_(down.T @ self._part(components).view(blocks.shape) @ across)
 
     def _part(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.rows * self.columns]
@@ -180,14 +163,9 @@ class _Blocks:
     def _transforms(self, like: Tensor) -> tuple[Tensor, Tensor]:
         return _cosines(self.height, like.device, like.dtype), _cosines(self.width, like.device, like.dtype)
 
-    def _view(self, flat: Tensor) -> Tensor:
+    def _blocks(self, flat: Tensor) -> Tensor:
         high, wide = self.rows // self.height, self.columns // self.width
-        return self._part(flat).view(high, self.height, wide, self.width)
-
-
-def _each(state: CodecState) -> Iterator[_Blocks]:
-    for blocks in state.shared["blocks"]:
-        yield _Blocks(*blocks)
+        return self._part(flat).view(high, self.height, wide, self.width).transpose(1, 2)
 
 
 def _divisor(number: int, most: int) -> int:

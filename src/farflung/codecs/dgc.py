@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, add_dense, add_entries, density_option, indexable
+from farflung.codecs.base import Sparse
 from farflung.codecs.routed import take
-from farflung.codecs.selection import kept, largest
-from farflung.options import share_option, whole_option
+from farflung.codecs.selection import count_kept, find_largest
+from farflung.options import part_option, share_option, whole_option
 from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
 
 __all__ = ["DGC"]
@@ -57,23 +58,21 @@ class DGC(Sparse):
     nesterov: bool = False
     warmup_steps: int = 500
 
-    unbiased: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
-    per_hop: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        density_option("dgc", self.density)
+        part_option("dgc", "density", self.density)
         share_option("dgc", "momentum", self.momentum)
         whole_option("dgc", "warmup_steps", self.warmup_steps, 0)
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """No momentum yet.
 
         Raises:
           Unsupported: the tensor is not floating, or has more entries than an int32 can name.
         """
-        del seeds
-        indexable("dgc", spec)
+        Sparse.init(self, spec, seeds)
         parts = spec.parts or (Placed((spec.numel, 1), 0),)
         zeros = torch.zeros(spec.numel, dtype=spec.dtype)
         return CodecState(
@@ -90,21 +89,28 @@ class DGC(Sparse):
             return self.density
         return float(self.density ** ((step * STAGES // self.warmup_steps + 1) / (STAGES + 1)))
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Values and indices of the sparse parts, and the dense parts as they are."""
         flat = grad.reshape(-1)
-        velocity, accumulated = self._gathered(state, flat)
+        velocity, accumulated = (state.local[name].to(flat.device) for name in ("velocity", "accumulated"))
+        if self.nesterov:
+            velocity = (velocity + flat).mul_(self.momentum)
+            accumulated = (accumulated + velocity).add_(flat)
+        else:
+            velocity = (velocity * self.momentum).add_(flat)
+            accumulated = accumulated + velocity
         density = self.density_at(step)
         indices = torch.cat(
             [
-                largest(accumulated[start : start + numel], kept(numel, density)).add_(start)
+                find_largest(accumulated[start : start + numel], count_kept(numel, density)).add_(start)
                 for start, numel in state.shared["sparse"]
             ]
             or [torch.empty(0, dtype=torch.int64, device=flat.device)]
         )
         dense = take(accumulated, state.shared["dense"]).clone() if state.shared["dense"] else flat[:0]
         payload = Payload((accumulated[indices], indices.to(torch.int32), dense))
-        payload = self.or_dense(state, payload, flat, step=step, count=count)
+        payload = self.replace_large(state, payload, flat)
         velocity.index_fill_(0, indices, 0.0)
         accumulated.index_fill_(0, indices, 0.0)
         for start, numel in state.shared["dense"]:
@@ -113,30 +119,8 @@ class DGC(Sparse):
         return payload, CodecState(state.shared, {"velocity": velocity, "accumulated": accumulated})
 
     @override
-    def accumulate(
-        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
-    ) -> None:
-        del step, count
-        parts = tuple(payload.tensors())
-        if add_dense(total, parts, alpha):
-            return
-        values, indices, dense = parts
-        add_entries(total, values, indices, alpha)
+    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        Sparse.add_entries(self, state, sent[:2], total, alpha)
         runs = state.shared["dense"]
-        for (start, numel), part in zip(runs, dense.split([numel for _, numel in runs]), strict=True):
+        for (start, numel), part in zip(runs, sent[2].split([numel for _, numel in runs]), strict=True):
             total.view(-1)[start : start + numel].add_(part, alpha=alpha)
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica names entries of its own."""
-        del state
-        return False
-
-    def _gathered(self, state: CodecState, grad: Tensor) -> tuple[Tensor, Tensor]:
-        velocity, accumulated = (state.local[name].to(grad.device) for name in ("velocity", "accumulated"))
-        if self.nesterov:
-            velocity = (velocity + grad).mul_(self.momentum)
-            accumulated = (accumulated + velocity).add_(grad)
-        else:
-            velocity = (velocity * self.momentum).add_(grad)
-            accumulated = accumulated + velocity
-        return velocity, accumulated

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import accumulate, codec_option, floating, make_codec, summed_specs
+from farflung.codecs.base import (
+    BaseCodec,
+    accumulate,
+    check_codecs,
+    check_floating,
+    nested_state,
+    summed_specs,
+    with_nested_state,
+)
+from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
 from farflung.options import part_option
 from farflung.trees import shares_memory
@@ -19,7 +28,7 @@ __all__ = ["ErrorFeedback", "error_feedback"]
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorFeedback:
+class ErrorFeedback(BaseCodec):
     r"""Adds to each gradient what the codec left out of the ones before.
 
     .. math:: p_t = g_t + \beta e_t, \quad \text{send } C(p_t), \quad e_{t+1} = p_t - C(p_t)
@@ -41,15 +50,13 @@ class ErrorFeedback:
     References: Karimireddy et al. 2019, EF-SGD, Alg. 2; Sarfi et al. 2025 (SparseLoCo) for the decay.
     """
 
-    codec: Codec = field(default_factory=partial(make_codec, "topk"))
+    codec: Codec = field(default_factory=TopK)
     decay: float = 1.0
 
-    unbiased: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
-    per_hop: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        codec_option("error_feedback", self.codec)
+        check_codecs("error_feedback", self.codec)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError("error_feedback around error_feedback keeps the same residual twice: use one")
         part_option("error_feedback", "decay", self.decay)
@@ -58,74 +65,69 @@ class ErrorFeedback:
                 "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
             )
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The codec's, and a residual of zero.
+        """Returns the codec's state, and a residual of zero.
 
         Raises:
           Unsupported: the tensor is not floating.
         """
-        floating("error_feedback", spec)
-        inner = self.codec.init(spec, seeds)
-        residual = torch.zeros(spec.shape, dtype=spec.dtype)
-        return CodecState(inner.shared, {"residual": residual, "codec": inner.local})
+        check_floating("error_feedback", spec)
+        return _state_of(torch.zeros(spec.shape, dtype=spec.dtype), self.codec.init(spec, seeds))
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """What the codec makes of gradient and residual."""
+        """Encodes the sum of gradient and residual."""
         left = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
-        payload, inner = self.codec.encode(inner_state(state), left, step=step, count=count)
+        payload, inner = self.codec.encode(nested_state(state, "codec"), left, step=step, count=count)
         if any(shares_memory(tensor, left) for tensor in payload.tensors()):
             left = left.clone()
         accumulate(self.codec, inner, payload, left, step=step, count=count, alpha=-1.0)
-        residual = left.nan_to_num_(0.0, 0.0, 0.0)
-        return payload, CodecState(inner.shared, {"residual": residual, "codec": inner.local})
+        return payload, _state_of(left.nan_to_num_(0.0, 0.0, 0.0), inner)
 
     def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
-        """For a step that is sent as it is: gradient and residual, and a state that keeps nothing of them."""
+        """Returns gradient and residual, for a step that is sent as it is, and a state that keeps nothing of them."""
         residual = state.local["residual"]
         return grad.add(residual.to(grad.device), alpha=self.decay), with_residual(
             state, torch.zeros_like(residual, device=grad.device)
         )
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        return self.codec.decode(inner_state(state), payload, spec, step=step, count=count)
+        return self.codec.decode(nested_state(state, "codec"), payload, spec, step=step, count=count)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        accumulate(self.codec, inner_state(state), payload, total, step=step, count=count, alpha=alpha)
+        """Adds what the codec decodes."""
+        inner = nested_state(state, "codec")
+        accumulate(self.codec, inner, payload, total, step=step, count=count, alpha=alpha)
 
+    @override
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        inner = self.codec.observe(inner_state(state), aggregate, step=step)
-        return CodecState(inner.shared, {**state.local, "codec": inner.local})
+        inner = self.codec.observe(nested_state(state, "codec"), aggregate, step=step)
+        return with_nested_state(state, "codec", inner)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Those of the codec inside."""
+        """Returns those of the codec inside."""
         return summed_specs(self.codec, spec)
 
+    @override
     def linear(self, state: CodecState) -> bool:
-        return self.codec.linear(inner_state(state))
+        return self.codec.linear(nested_state(state, "codec"))
 
 
-def inner_state(state: CodecState) -> CodecState:
-    """The state of the codec inside."""
-    return CodecState(state.shared, state.local["codec"])
+def _state_of(residual: Tensor, inner: CodecState) -> CodecState:
+    return with_nested_state(CodecState({}, {"residual": residual}), "codec", inner)
 
 
 def with_residual(state: CodecState, residual: Tensor) -> CodecState:
-    """The same with another residual."""
+    """Returns the state with another residual."""
     return CodecState(state.shared, {**state.local, "residual": residual})
-
-
-def left_over(wanted: Tensor, sent: Tensor, *payloads: Payload) -> Tensor:
-    """What was not sent, and nothing where that is not finite; overwrites ``wanted`` if no payload needs it."""
-    needed = [sent, *(tensor for payload in payloads for tensor in payload.tensors())]
-    in_place = not any(shares_memory(tensor, wanted) for tensor in needed)
-    left = wanted.sub_(sent) if in_place else wanted - sent
-    return left.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def error_feedback(codec: Codec | None = None, decay: float = 1.0) -> ErrorFeedback:
     """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
-    return ErrorFeedback(make_codec("topk") if codec is None else codec, decay)
+    return ErrorFeedback(TopK() if codec is None else codec, decay)

@@ -6,36 +6,36 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import Fixed
+from farflung.codecs.base import BaseCodec
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Identity"]
 
 
 @dataclass(frozen=True, slots=True)
-class Identity(Fixed):
+class Identity(BaseCodec):
     """Sends the dense tensor.
 
     .. math:: C(g) = g
     """
 
     unbiased: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
     per_hop: ClassVar[bool] = True
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        del spec, seeds
         return CodecState()
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del step, count
         return Payload((grad,)), state
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        del state, spec, step, count
         (grad,) = payload.tensors()
         return grad
 
@@ -43,6 +43,6 @@ class Identity(Fixed):
         """The tensor's own."""
         return (spec,)
 
+    @override
     def linear(self, state: CodecState) -> bool:
-        del state
         return True

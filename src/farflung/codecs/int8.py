@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import Fixed, floating
+from farflung.codecs.base import BaseCodec, check_floating
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
-from farflung.errors import ConfigError
-from farflung.options import whole_option
+from farflung.options import choice_option, whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Int8"]
@@ -20,7 +20,7 @@ LEVELS = 127
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Fixed):
+class Int8(BaseCodec):
     r"""Scales each bucket by its largest magnitude and rounds to 8 bits: a quarter of the bytes.
 
     .. math::
@@ -49,33 +49,37 @@ class Int8(Fixed):
     bucket_size: int = 4096
 
     def __post_init__(self) -> None:
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ConfigError(f"int8: rounding {self.rounding!r} must be 'nearest' or 'stochastic'")
+        choice_option("int8", "rounding", self.rounding, ("nearest", "stochastic"))
         whole_option("int8", "bucket_size", self.bucket_size, 1)
 
     @property
+    @override
     def unbiased(self) -> bool:
         return self.rounding == "stochastic"
 
     @property
+    @override
     def stateless(self) -> bool:
         """With rounding to the nearest."""
         return self.rounding == "nearest"
 
     @property
+    @override
     def per_hop(self) -> bool:
         """With rounding to the nearest."""
         return self.stateless
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """A seed for stochastic rounding, else nothing.
 
         Raises:
           Unsupported: the tensor is not floating.
         """
-        floating("int8", spec)
+        check_floating("int8", spec)
         return CodecState() if self.stateless else CodecState(local={"seed": seeds.own})
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """A uint8 tensor of as many elements, and the scale of each bucket."""
         flat = grad.reshape(-1)
@@ -83,15 +87,10 @@ class Int8(Fixed):
         scales = bucket_norms(flat, self.bucket_size, "max")
         return Payload((to_levels(flat, scales, LEVELS, self.bucket_size, noise), scales)), state
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Multiples of a 127th of each bucket's scale."""
-        del state, step, count
         found, scales = payload.tensors()
         return from_levels(found, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica has scales of its own."""
-        del state
-        return False

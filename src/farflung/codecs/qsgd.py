@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import Fixed, floating
+from farflung.codecs.base import BaseCodec, check_floating
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
 from farflung.errors import ConfigError
-from farflung.options import whole_option
+from farflung.options import choice_option, whole_option
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["QSGD", "quantization"]
@@ -35,7 +36,7 @@ def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, 
 
 
 @dataclass(frozen=True, slots=True)
-class QSGD(Fixed):
+class QSGD(BaseCodec):
     r"""Rounds each number at random to one of ``2 s + 1`` levels of its bucket's norm, without bias.
 
     .. math::
@@ -70,23 +71,23 @@ class QSGD(Fixed):
 
     unbiased: ClassVar[bool] = True
     stateless: ClassVar[bool] = False
-    per_hop: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         quantization("qsgd", self.bits, self.levels)
         whole_option("qsgd", "bucket_size", self.bucket_size, 1)
-        if self.norm not in ("max", "l2"):
-            raise ConfigError(f"qsgd: norm {self.norm!r} must be 'max' or 'l2'")
+        choice_option("qsgd", "norm", self.norm, ("max", "l2"))
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The seed of this replica's rounding.
 
         Raises:
           Unsupported: the tensor is not floating.
         """
-        floating("qsgd", spec)
+        check_floating("qsgd", spec)
         return CodecState(local={"seed": seeds.own})
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Packed levels, and one norm for each bucket."""
         bits, levels = quantization("qsgd", self.bits, self.levels)
@@ -95,17 +96,12 @@ class QSGD(Fixed):
         noise = generator_on(flat.device, state.local["seed"], step, count)
         return Payload((pack(to_levels(flat, norms, levels, self.bucket_size, noise), bits), norms)), state
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Multiples of each bucket's norm over s."""
-        del state, step, count
         bits, levels = quantization("qsgd", self.bits, self.levels)
         packed, norms = payload.tensors()
         found = unpack(packed, bits, spec.numel)
         return from_levels(found, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica has norms of its own."""
-        del state
-        return False

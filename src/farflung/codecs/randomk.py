@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, density_option, indexable
-from farflung.codecs.selection import kept
+from farflung.codecs.base import Sparse
+from farflung.codecs.selection import count_kept
+from farflung.options import part_option
 from farflung.seeding import derive
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -48,27 +49,27 @@ class RandomK(Sparse):
     unbiased: bool = True
 
     stateless: ClassVar[bool] = False
-    per_hop: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        density_option("randomk", self.density)
+        part_option("randomk", "density", self.density)
 
     @property
     def expands(self) -> bool:
         """Whether entries are sent larger than they are, so that with error feedback errors would grow by n/k."""
         return self.unbiased and self.density < 1
 
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """The shared seed.
 
         Raises:
           Unsupported: the tensor is not floating, or has more entries than an int32 can name.
         """
-        indexable("randomk", spec)
+        Sparse.init(self, spec, seeds)
         return CodecState(shared={"seed": seeds.shared})
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del count
         flat = grad.reshape(-1)
         indices = self._indices(state, flat.numel(), step, flat.device)
         values = flat[indices]
@@ -80,17 +81,16 @@ class RandomK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        del count
         (values,) = payload.tensors()
         indices = self._indices(state, total.numel(), step, values.device)
         total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """That of the values."""
-        return (TensorSpec((kept(spec.numel, self.density),), spec.dtype),)
+        return (TensorSpec((count_kept(spec.numel, self.density),), spec.dtype),)
 
+    @override
     def linear(self, state: CodecState) -> bool:
-        del state
         return True
 
     def _indices(self, state: CodecState, numel: int, step: int, device: torch.device) -> Tensor:
@@ -101,5 +101,5 @@ class RandomK(Sparse):
             stride = rng.randrange(1, numel)
             if math.gcd(stride, numel) == 1:
                 break
-        places = torch.arange(kept(numel, self.density), device=device)
+        places = torch.arange(count_kept(numel, self.density), device=device)
         return places.mul_(stride).add_(first).remainder_(max(numel, 1))

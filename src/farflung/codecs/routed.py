@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import codec_option, make_codec, summed_specs
+from farflung.codecs.base import (
+    BaseCodec,
+    check_codecs,
+    nested_state,
+    summed_specs,
+    with_nested_state,
+)
 from farflung.codecs.identity import Identity
+from farflung.codecs.int8 import Int8
 from farflung.options import whole_option
 from farflung.seeding import derive
-from farflung.types import Codec, CodecState, Payload, Placed, Seeds, State, TensorSpec
+from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
 
 __all__ = ["ByRole", "BySize", "Route", "Routed", "by_role", "by_size", "join", "take"]
 
@@ -30,50 +36,44 @@ class Route(NamedTuple):
     """First element and length of each run of elements that go this way."""
 
 
-class Routed:
+class Routed(BaseCodec):
     """What :class:`BySize` and :class:`ByRole` share: codecs by name, and a state with the codec of each part.
 
     A codec reducer carries each route by itself, so that what is sent dense is summed on its way although the rest
-    is gathered. Inside another codec the payload holds one payload for each route.
+    is gathered. Inside another codec the payload holds one payload for each route. The state says which elements go
+    which way, and a segment of a collective does not say what it is a part of.
     """
 
     __slots__ = ()
+
+    stateless: ClassVar[bool] = False
 
     @property
     def codecs(self) -> Mapping[str, Codec]:
         """The codecs there may be routes to."""
         raise NotImplementedError
 
-    def parts_of(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
+    def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
         """Returns the flat tensor of each route that has something to send, and its runs of elements."""
         raise NotImplementedError
 
     @property
+    @override
     def unbiased(self) -> bool:
         return all(codec.unbiased for codec in self.codecs.values())
 
-    @property
-    def stateless(self) -> bool:
-        """Never: the state says which codec sends which part."""
-        return False
-
-    @property
-    def per_hop(self) -> bool:
-        """Never: a segment of a collective does not say what it is a part of."""
-        return False
-
+    @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Which elements go which way, and the state of each codec."""
-        parts = self.parts_of(spec)
-        states = {
-            name: self.codecs[name].init(part, Seeds(derive(seeds.shared, name), derive(seeds.own, name)))
-            for name, (part, _) in parts.items()
-        }
-        shared: State = {name: {"runs": parts[name][1], "codec": own.shared} for name, own in states.items()}
-        return CodecState(shared, {name: states[name].local for name in shared})
+        """Returns which elements go which way, and the state of each codec."""
+        parts = self.split_spec(spec)
+        state = CodecState({"runs": {name: runs for name, (_, runs) in parts.items()}})
+        own = {name: Seeds(derive(seeds.shared, name), derive(seeds.own, name)) for name in parts}
+        states = {name: self.codecs[name].init(part, own[name]) for name, (part, _) in parts.items()}
+        return self.with_states(state, states)
 
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """One payload for each route."""
+        """Encodes each route by itself."""
         payloads, states = [], {}
         for route in self.routes(state):
             part = take(grad.reshape(-1), route.runs)
@@ -81,24 +81,24 @@ class Routed:
             payloads.append(payload)
         return Payload(tuple(payloads)), self.with_states(state, states)
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Each route's part in its place."""
-        flat: Tensor | None = None
+        """Decodes each route's part into its place."""
+        flat = torch.empty(spec.numel, dtype=spec.dtype, device=next(payload.tensors()).device)
         for route, part in zip(self.routes(state), payload.parts, strict=True):
             assert isinstance(part, Payload)
-            numel = sum(length for _, length in route.runs)
-            dense = TensorSpec((numel,), spec.dtype)
+            dense = TensorSpec((sum(length for _, length in route.runs),), spec.dtype)
             decoded = route.codec.decode(route.state, part, dense, step=step, count=count)
-            if numel == spec.numel:
+            if dense.numel == spec.numel:
                 return decoded.view(spec.shape)
-            flat = decoded.new_empty(spec.numel) if flat is None else flat
             join(flat, route.runs, decoded)
-        return torch.zeros(spec.shape, dtype=spec.dtype) if flat is None else flat.view(spec.shape)
+        return flat.view(spec.shape)
 
+    @override
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Each codec learns from its own part."""
+        """Has each codec learn from its own part."""
         flat = aggregate.reshape(-1)
         states = {
             route.name: route.codec.observe(route.state, take(flat, route.runs), step=step)
@@ -107,27 +107,27 @@ class Routed:
         return self.with_states(state, states)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Those of all routes, if all codecs have some."""
-        found = [summed_specs(self.codecs[name], part) for name, (part, _) in self.parts_of(spec).items()]
-        return tuple(each for specs in found for each in specs) if all(found) else ()
+        """Returns those of all routes, if all codecs have some."""
+        parts = [summed_specs(self.codecs[name], part) for name, (part, _) in self.split_spec(spec).items()]
+        return tuple(each for part in parts for each in part) if all(parts) else ()
 
+    @override
     def linear(self, state: CodecState) -> bool:
-        """If those that have something to send are."""
+        """Returns True if those that have something to send are."""
         return all(route.codec.linear(route.state) for route in self.routes(state))
 
     def routes(self, state: CodecState) -> list[Route]:
-        """The codecs that have something to send, in the order of their payloads."""
+        """Returns the codecs that have something to send, in the order of their payloads."""
         return [
-            Route(name, self.codecs[name], CodecState(kept["codec"], state.local[name]), kept["runs"])
-            for name, kept in sorted(state.shared.items())
+            Route(name, self.codecs[name], nested_state(state, name), runs)
+            for name, runs in sorted(state.shared["runs"].items())
         ]
 
     def with_states(self, state: CodecState, states: Mapping[str, CodecState]) -> CodecState:
-        """The same routes with new states of their codecs."""
-        shared: State = {
-            name: {"runs": kept["runs"], "codec": states[name].shared} for name, kept in state.shared.items()
-        }
-        return CodecState(shared, {name: states[name].local for name in shared})
+        """Returns the same routes with new states of their codecs."""
+        for name, inner in states.items():
+            state = with_nested_state(state, name, inner)
+        return state
 
 
 def take(flat: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
@@ -163,12 +163,11 @@ class BySize(Routed):
     """
 
     small: Codec = field(default_factory=Identity)
-    large: Codec = field(default_factory=partial(make_codec, "int8"))
+    large: Codec = field(default_factory=Int8)
     numel: int = 10_000
 
     def __post_init__(self) -> None:
-        codec_option("by_size", self.small)
-        codec_option("by_size", self.large)
+        check_codecs("by_size", self.small, self.large)
         whole_option("by_size", "numel", self.numel, 0)
 
     @property
@@ -177,16 +176,14 @@ class BySize(Routed):
         return {"small": self.small, "large": self.large}
 
     @override
-    def parts_of(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
+    def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
         size = "large" if spec.numel >= self.numel else "small"
         return {size: (spec, [[0, spec.numel]])}
 
 
 def by_size(small: Codec | None = None, large: Codec | None = None, numel: int = 10_000) -> BySize:
     """:class:`BySize`; small tensors dense and large ones in 8 bits where nothing else is said."""
-    return BySize(
-        Identity() if small is None else small, make_codec("int8") if large is None else large, numel
-    )
+    return BySize(Identity() if small is None else small, Int8() if large is None else large, numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +205,11 @@ class ByRole(Routed):
     vectors dense.
     """
 
-    convolution: Codec = field(default_factory=partial(make_codec, "int8"))
+    convolution: Codec = field(default_factory=Int8)
     other: Codec = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
-        codec_option("by_role", self.convolution)
-        codec_option("by_role", self.other)
+        check_codecs("by_role", self.convolution, self.other)
 
     @property
     @override
@@ -221,39 +217,26 @@ class ByRole(Routed):
         return {"convolution": self.convolution, "dense": Identity(), "other": self.other}
 
     @override
-    def parts_of(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
+    def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
         parts: dict[str, list[Placed]] = {}
         runs: dict[str, list[list[int]]] = {}
         for part in spec.parts or (Placed(spec.shape, 0),):
-            role = self._role(part)
-            parts.setdefault(role, []).append(part)
-            mine = runs.setdefault(role, [])
-            if mine and sum(mine[-1]) == part.start:
-                mine[-1][1] += part.numel
+            role = ("dense", "dense", "other", "convolution")[min(len(part.shape), 3)]
+            if isinstance(self.codecs[role], Identity):  # whatever is sent as it is goes together
+                role = "dense"
+            own = runs.setdefault(role, [])
+            start = sum(length for _, length in own)
+            parts.setdefault(role, []).append(Placed(part.shape, start))
+            if own and sum(own[-1]) == part.start:
+                own[-1][1] += part.numel
             else:
-                mine.append([part.start, part.numel])
-        return {role: (_together(placed, spec), runs[role]) for role, placed in parts.items()}
-
-    def _role(self, part: Placed) -> str:
-        if len(part.shape) >= 3:
-            role = "convolution"
-        else:
-            role = "other" if len(part.shape) == 2 else "dense"
-        # Whatever is sent as it is goes together.
-        return "dense" if isinstance(self.codecs[role], Identity) else role
-
-
-def _together(parts: list[Placed], whole: TensorSpec) -> TensorSpec:
-    """The flat tensor that parts of one role make."""
-    placed, start = [], 0
-    for part in parts:
-        placed.append(Placed(part.shape, start))
-        start += part.numel
-    return TensorSpec((start,), whole.dtype, tuple(placed))
+                own.append([part.start, part.numel])
+        return {
+            role: (TensorSpec((sum(part.numel for part in placed),), spec.dtype, tuple(placed)), runs[role])
+            for role, placed in parts.items()
+        }
 
 
 def by_role(convolution: Codec | None = None, other: Codec | None = None) -> ByRole:
     """:class:`ByRole`; convolution weights in 8 bits and matrices dense where nothing else is said."""
-    return ByRole(
-        make_codec("int8") if convolution is None else convolution, Identity() if other is None else other
-    )
+    return ByRole(Int8() if convolution is None else convolution, Identity() if other is None else other)

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import blocks
+from farflung.codecs.blocks import blocks, scratch_for
 
-__all__ = ["kept", "largest"]
+__all__ = ["count_kept", "find_largest"]
 
-SAMPLED = 16
-"""One entry in so many is in the sample."""
+SAMPLED = 17
+"""One entry in so many is in the sample; odd, so as not to keep step with rows whose length is a power of two."""
 SAMPLE_NUMEL = 1 << 16
 """At most. Our choice: enough that at a density of 1 % the sample's own threshold is off by a few percent."""
 WHOLE_NUMEL = 1 << 14
@@ -23,12 +23,12 @@ nothing to send.
 """
 
 
-def kept(numel: int, density: float) -> int:
+def count_kept(numel: int, density: float) -> int:
     """How many of ``numel`` entries a density keeps: the nearest whole number, but at least one."""
     return min(numel, max(1, round(density * numel)))
 
 
-def largest(tensor: Tensor, k: int) -> Tensor:
+def find_largest(tensor: Tensor, k: int) -> Tensor:
     """Where the ``k`` entries of largest magnitude are.
 
     Of equal magnitudes the first ones are taken, so the choice is a function of the numbers alone. A NaN counts as
@@ -65,7 +65,7 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
     """Where the k largest are, ascending, the first of equal ones."""
     numel = magnitudes.numel()
     if magnitudes.device.type == "cpu":
-        smallest = magnitudes.kthvalue(numel - k + 1).values if numel > k else magnitudes.amin()
+        smallest = magnitudes.kthvalue(numel - k + 1).values
         chosen = magnitudes > smallest
         level = (magnitudes == smallest).nonzero().view(-1)
         chosen[level[: k - int(chosen.count_nonzero())]] = True
@@ -82,8 +82,7 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
 
 def _guess(tensor: Tensor, k: int) -> Tensor:
     """A threshold that a few more than k entries reach, from entries at even distances."""
-    # An odd distance does not keep step with rows whose length is a power of two.
-    sample = _magnitudes(tensor[:: max(SAMPLED, tensor.numel() // SAMPLE_NUMEL) | 1])
+    sample = _magnitudes(tensor[:: max(SAMPLED, tensor.numel() // SAMPLE_NUMEL | 1)])
     expected = k * len(sample) / tensor.numel()
     rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
     guess = sample.kthvalue(len(sample) - rank + 1).values
@@ -96,9 +95,8 @@ def _reaching(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
         return _not_below(tensor.abs(), threshold)
     even = tensor.numel() // ROW * ROW
     highest = tensor.new_empty(even // ROW)
-    scratch = tensor.new_empty(0)
+    scratch = scratch_for(tensor[:even], ROW, tensor.dtype)
     for start, stop in blocks(tensor[:even], ROW):
-        scratch = scratch if scratch.numel() >= stop - start else tensor.new_empty(stop - start)
         piece = torch.abs(tensor[start:stop], out=scratch[: stop - start])
         torch.amax(piece.view(-1, ROW), 1, out=highest[start // ROW : stop // ROW])
     rows = _not_below(highest, threshold)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import Fixed, floating
+from farflung.codecs.base import BaseCodec
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.stochastic import from_levels
 from farflung.options import whole_option
-from farflung.types import CodecState, Payload, Seeds, TensorSpec
+from farflung.types import CodecState, Payload, TensorSpec
 
 __all__ = ["Sign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sign(Fixed):
+class Sign(BaseCodec):
     r"""Sends the sign of each number, and the mean magnitude.
 
     .. math:: C(g) = \frac{\|g\|_1}{n} \operatorname{sign}(g)
@@ -40,43 +40,24 @@ class Sign(Fixed):
 
     bucket_size: int | None = None
 
-    unbiased: ClassVar[bool] = False
-    stateless: ClassVar[bool] = True
-    per_hop: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         if self.bucket_size is not None:
             whole_option("sign", "bucket_size", self.bucket_size, 1)
 
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """No state.
-
-        Raises:
-          Unsupported: the tensor is not floating.
-        """
-        del seeds
-        floating("sign", spec)
-        return CodecState()
-
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Eight signs in a byte, and the mean magnitude of each bucket."""
-        del step, count
         flat = grad.reshape(-1)
         size = self.bucket_size or max(flat.numel(), 1)
         means = bucket_norms(flat, size, "mean")
         return Payload((pack((flat >= 0).view(torch.uint8), 1), means)), state
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Plus or minus the mean magnitude."""
-        del state, step, count
         packed, means = payload.tensors()
         signs = unpack(packed, 1, spec.numel).mul_(2)
         size = self.bucket_size or max(spec.numel, 1)
         return from_levels(signs, means, 1, size, spec.dtype).view(spec.shape)
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica has a mean magnitude of its own."""
-        del state
-        return False

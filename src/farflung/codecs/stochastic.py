@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import blocks, working_dtype
+from farflung.codecs.blocks import blocks, scratch_for, working_dtype
 from farflung.seeding import derive
 
 __all__ = ["from_levels", "generator_on", "to_levels"]
@@ -42,11 +42,9 @@ def to_levels(
     dtype = working_dtype(tensor.dtype)
     # Of an infinite bucket the infinities alone reach the outer levels; a bucket of zeros stays zero.
     divisors = torch.where(norms > 0, norms.clamp_max(torch.finfo(dtype).max), 1.0)
-    noise = scratch = tensor.new_empty(0, dtype=dtype)
+    scratch = scratch_for(tensor, bucket_size, dtype)
+    noise = torch.empty_like(scratch)
     for start, stop in blocks(tensor, bucket_size):
-        if scratch.numel() < stop - start:
-            scratch = torch.empty(stop - start, dtype=dtype, device=tensor.device)
-            noise = scratch if generator is None else torch.empty_like(scratch)
         x = scratch[: stop - start].copy_(tensor[start:stop])
         _by_bucket(x, divisors[start // bucket_size :], bucket_size, torch.Tensor.div_)
         x.mul_(levels)
@@ -75,17 +73,12 @@ def from_levels(
     """
     out = torch.empty(found.numel(), dtype=dtype, device=found.device)
     steps = norms / levels
-    scratch = norms.new_empty(0)
+    scratch = out if dtype == steps.dtype else scratch_for(found, bucket_size, steps.dtype)
     for start, stop in blocks(found, bucket_size):
-        if dtype == steps.dtype:
-            x = out[start:stop]
-        else:
-            if scratch.numel() < stop - start:
-                scratch = torch.empty(stop - start, dtype=steps.dtype, device=found.device)
-            x = scratch[: stop - start]
+        x = out[start:stop] if scratch is out else scratch[: stop - start]
         x.copy_(found[start:stop]).sub_(levels * count)
         _by_bucket(x, steps[start // bucket_size :], bucket_size, torch.Tensor.mul_)
-        if dtype != steps.dtype:
+        if scratch is not out:
             out[start:stop].copy_(x)
     return out
 

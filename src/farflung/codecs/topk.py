@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse, add_dense, add_entries, density_option, indexable
-from farflung.codecs.selection import kept, largest
-from farflung.types import CodecState, Payload, Seeds, TensorSpec
+from farflung.codecs.base import Sparse
+from farflung.codecs.selection import count_kept, find_largest
+from farflung.options import part_option
+from farflung.types import CodecState, Payload
 
 __all__ = ["TopK"]
 
@@ -40,42 +40,13 @@ class TopK(Sparse):
 
     density: float = 0.01
 
-    unbiased: ClassVar[bool] = False
-    stateless: ClassVar[bool] = True
-    per_hop: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
-        density_option("topk", self.density)
+        part_option("topk", "density", self.density)
 
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """No state.
-
-        Raises:
-          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
-        """
-        del seeds
-        indexable("topk", spec)
-        return CodecState()
-
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Values, and their int32 indices in ascending order."""
         flat = grad.reshape(-1)
-        indices = largest(flat, kept(flat.numel(), self.density))
+        indices = find_largest(flat, count_kept(flat.numel(), self.density))
         payload = Payload((flat[indices], indices.to(torch.int32)))
-        return self.or_dense(state, payload, flat, step=step, count=count), state
-
-    @override
-    def accumulate(
-        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
-    ) -> None:
-        del state, step, count
-        parts = tuple(payload.tensors())
-        if add_dense(total, parts, alpha):
-            return
-        values, indices = parts
-        add_entries(total, values, indices, alpha)
-
-    def linear(self, state: CodecState) -> bool:
-        """Never: each replica names entries of its own."""
-        del state
-        return False
+        return self.replace_large(state, payload, flat), state

@@ -7,15 +7,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from farflung.codecs.base import Fixed, floating
-from farflung.types import CodecState, Payload, Seeds, TensorSpec
+from farflung.codecs.base import BaseCodec
+from farflung.types import CodecState, Payload, TensorSpec
 
 __all__ = ["Truncate16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate16(Fixed):
+class Truncate16(BaseCodec):
     r"""Keeps sign, exponent and the first 7 bits of the mantissa: half the bytes.
 
     .. math:: C(g)_i = \operatorname{sign}(g_i)\, 2^{e_i} \lfloor 2^7 m_i \rfloor / 2^7
@@ -30,23 +31,11 @@ class Truncate16(Fixed):
     References: Li et al. 2018 (Pipe-SGD), "truncation"; the bit width, and types other than float32, are our reading.
     """
 
-    unbiased: ClassVar[bool] = False
-    stateless: ClassVar[bool] = True
     per_hop: ClassVar[bool] = True
 
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """No state.
-
-        Raises:
-          Unsupported: the tensor is not of floating-point numbers.
-        """
-        del seeds
-        floating("truncate16", spec)
-        return CodecState()
-
+    @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """An int16 tensor of as many elements."""
-        del step, count
         flat = grad.reshape(-1)
         if _is_narrow(flat.dtype):
             return Payload((flat.view(torch.int16).clone(memory_format=torch.contiguous_format),)), state
@@ -59,18 +48,14 @@ class Truncate16(Fixed):
             high = torch.where(flat.isnan(), high | 0x40, high)
         return Payload((high,)), state
 
+    @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Zeros in the low 16 bits of a float32."""
-        del state, step, count
         (high,) = payload.tensors()
         sent = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # which is just these bits
-        return high.view(sent).to(spec.dtype, copy=True).view(spec.shape)
-
-    def linear(self, state: CodecState) -> bool:
-        del state
-        return False
+        return high.view(sent).to(spec.dtype).view(spec.shape)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

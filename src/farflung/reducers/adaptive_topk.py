@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs import ErrorFeedback, TopK
-from farflung.codecs.base import Sparse, add_entries, density_option, floating
-from farflung.codecs.selection import kept, largest
+from farflung.codecs.base import Sparse, check_floating, nested_state, with_nested_state
+from farflung.codecs.selection import count_kept, find_largest
 from farflung.errors import ConfigError
-from farflung.options import number_option, part_option, whole_option
-from farflung.reducers.aggregation import AggregationPath, Exchange, Gathered, Parcel, Summed
+from farflung.options import choice_option, number_option, part_option, whole_option
+from farflung.reducers.aggregation import Exchange, start_gathered
 from farflung.reducers.base import (
     carried_spec,
     check_rounds,
@@ -43,9 +43,6 @@ from farflung.types import (
 )
 
 __all__ = ["AdaptiveTopK"]
-
-_NUMBERS = 2
-"""That a replica says of its tensor: squared norms of all of it, and of its largest entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +97,14 @@ class AdaptiveTopK(Reducer):
     collective: str = "direct"
     rule: Literal["paper", "released"] = "paper"
     epoch_steps: int | None = None
-    method: str = field(init=False, repr=False, compare=False)
-    """Names the costs of the arithmetic."""
-    _codec: ErrorFeedback = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = "adaptive_topk"
-        density_option(name, self.density)
+        part_option(name, "density", self.density)
         number_option(name, "threshold", self.threshold, 0)
         part_option(name, "smoothing", self.smoothing)
-        if self.decide not in ("last", "bucket", "exact"):
-            raise ConfigError(f"{name}: decide {self.decide!r} must be 'last', 'bucket' or 'exact'")
-        if self.rule not in ("paper", "released"):
-            raise ConfigError(f"{name}: rule {self.rule!r} must be 'paper' or 'released'")
+        choice_option(name, "decide", self.decide, ("last", "bucket", "exact"))
+        choice_option(name, "rule", self.rule, ("paper", "released"))
         if self.rule == "released" and (self.smoothing, self.decide) != (0.1, "last"):
             raise ConfigError(f"{name}: smoothing and decide are not of rule='released'")
         if self.rule == "paper" and self.epoch_steps is not None:
@@ -120,10 +112,20 @@ class AdaptiveTopK(Reducer):
         if self.epoch_steps is not None:
             whole_option(name, "epoch_steps", self.epoch_steps, 1)
         check_rounds(name, self.collective)
-        codec = ErrorFeedback(TopK(self.density))
-        object.__setattr__(self, "_codec", codec)
-        method = method_of(codec) if self.rule == "paper" else method_of_rounds(name, self)
-        object.__setattr__(self, "method", method)
+
+    @property
+    def method(self) -> str:
+        """Names the costs of the arithmetic."""
+        return method_of(self._codec) if self.rule == "paper" else method_of_rounds(self)
+
+    @property
+    def _codec(self) -> ErrorFeedback:
+        return ErrorFeedback(TopK(self.density))
+
+    @property
+    def _votes_first(self) -> bool:
+        """Whether numbers of the whole gradient travel before it."""
+        return self.rule == "released" or self.decide == "exact"
 
     @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
@@ -132,8 +134,7 @@ class AdaptiveTopK(Reducer):
         Raises:
           ConfigError: there are several.
         """
-        del steps
-        if len(specs) > 1 and (self.rule == "released" or self.decide == "exact"):
+        if len(specs) > 1 and self._votes_first:
             what = "rule='released'" if self.rule == "released" else "decide='exact'"
             raise ConfigError(
                 f"adaptive_topk: {what} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
@@ -148,19 +149,18 @@ class AdaptiveTopK(Reducer):
           Unsupported: the tensor is not floating.
         """
         spec = carried_spec(spec)
+        check_floating("adaptive_topk", spec)
         if self.rule == "released":
-            floating("adaptive_topk", spec)
             runs = [[part.start, part.numel] for part in spec.parts] or [[0, spec.numel]]
             local = {"residual": torch.zeros(spec.numel, dtype=spec.dtype), "left_out": 0.0, "averaged": 0}
             return CodecState({"runs": runs, "steps": 0, "compressed": 0}, local)
-        inner = self._codec.init(spec, seeds)
-        known = {"left_out": None, "compress": False, "seen": [0.0] * _NUMBERS, "compressed": 0, "steps": 0}
-        return CodecState({**known, "codec": inner.shared}, inner.local)
+        known = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
+        return with_nested_state(CodecState(known), "codec", self._codec.init(spec, seeds))
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Those of a dense step; numbers that travel before it are summed beside an empty tensor."""
-        return (0, spec.nbytes) if self.rule == "released" or self.decide == "exact" else (spec.nbytes,)
+        return (0, spec.nbytes) if self._votes_first else (spec.nbytes,)
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
@@ -175,65 +175,55 @@ class AdaptiveTopK(Reducer):
         return {"cnc": sum(state["compressed"] for state in states) / steps if steps else 0.0}
 
     async def _paper(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
-        tensor = numerator(channel, own)
-        cost = CodingCost("norms", self.method, tensor.numel())
-        said = channel.compute(cost, partial(self._norms, slot.state, tensor))
-        shared = slot.state.shared
+        tensor, method, state = numerator(channel, own), self.method, slot.state
+        cost = CodingCost("norms", method, tensor.numel())
+        norms = channel.compute(cost, partial(self._norms, state, tensor))
+        shared = state.shared
         if self.decide == "exact":
-            first = Exchange(channel, self.collective, said, step)
-            _, sums = await first.sum(tensor.new_empty(0))
-            shared = self._with(shared, sums.tolist())
-        side = torch.cat((side_of(own), said))
+            _, sums = await Exchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
+            shared = self._with_share(shared, sums.tolist())
+        side, inner = torch.cat((side_of(own), norms)), nested_state(slot.state, "codec")
         exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
-        path = self._started(exchange, slot, tensor, shared["compress"])
-        total, side = await path.finish()
-        result = reduced(channel, total, side, own.tensor.dtype)
-        rider, sums = result.rider.split([len(own.rider), _NUMBERS])
+        if shared["compress"]:
+            path = start_gathered(exchange, self._codec, method, inner, tensor)
+            summed, inner = path.finish(), path.state
+        else:
+            cost = CodingCost("add", "", tensor.numel())
+            tensor, inner = channel.compute(cost, partial(self._codec.flush, inner, tensor))
+            summed = exchange.sum_dense(tensor)
+        slot.state = with_nested_state(slot.state, "codec", inner)
+        result = reduced(channel, *await summed, own.tensor.dtype)
+        rider, sums = result.rider.split([len(own.rider), len(norms)])
         return replace(
             result,
             rider=rider,
-            learn=partial(self._learned, compressed=shared["compress"], sums=sums.tolist()),
-            learn_together=self._decided if self.decide == "last" else None,
+            learn=partial(self._learn, compressed=shared["compress"], sums=sums.tolist()),
+            learn_together=self._decide_together if self.decide == "last" else None,
         )
 
-    def _started(
-        self, exchange: Exchange, slot: StateSlot, tensor: Tensor, compress: bool
-    ) -> AggregationPath:
-        state = CodecState(slot.state.shared["codec"], slot.state.local)
-        if compress:
-            path: AggregationPath = Gathered(
-                exchange, Parcel(self._codec, self.method, state, tensor, Seeds(0, 0))
-            )
-            state = path.state
-        else:
-            cost = CodingCost("add", "", tensor.numel())
-            tensor, state = exchange.channel.compute(cost, partial(self._codec.flush, state, tensor))
-            path = Summed(exchange, state, tensor)
-        slot.state = CodecState({**slot.state.shared, "codec": state.shared}, state.local)
-        return path
-
     def _norms(self, state: CodecState, tensor: Tensor) -> Tensor:
-        """Squared norms of the tensor with its residual, and of the largest entries of that; float64."""
-        whole = tensor + state.local["residual"].to(tensor.device)
-        entries = whole[largest(whole, kept(whole.numel(), self.density))]
+        """Returns the squared norms of the tensor with its residual, and of the largest entries of that; float64."""
+        whole = tensor + state.local["codec"]["residual"].to(tensor.device)
+        entries = whole[find_largest(whole, count_kept(whole.numel(), self.density))]
         return torch.stack([whole.double().square().sum(), entries.double().square().sum()]).cpu()
 
-    def _learned(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
-        shared = {**_counted(now.shared, compressed), "seen": sums}
-        return CodecState(shared if self.decide == "last" else self._with(shared, sums), now.local)
+    def _learn(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
+        shared = {**_counted(now, compressed).shared, "seen": sums}
+        return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), now.local)
 
-    def _decided(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
-        """All buckets, by the sums of all."""
+    def _decide_together(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
+        """Decides for all buckets, by the sums of all."""
         sums = [
             math.fsum(numbers)
             for numbers in zip(*(each.shared["seen"] for each in states.values()), strict=True)
         ]
         return {
-            number: CodecState(self._with(each.shared, sums), each.local) for number, each in states.items()
+            number: CodecState(self._with_share(each.shared, sums), each.local)
+            for number, each in states.items()
         }
 
-    def _with(self, shared: State, sums: Sequence[float]) -> State:
-        """With one more share in the average; what is not finite, or zero, teaches nothing."""
+    def _with_share(self, shared: State, sums: Sequence[float]) -> State:
+        """Returns a state with one more share in the average; what is not finite, or zero, teaches nothing."""
         whole, of_largest = sums
         if not (math.isfinite(whole) and whole > 0):
             return shared
@@ -242,42 +232,44 @@ class AdaptiveTopK(Reducer):
         return {**shared, "left_out": left_out, "compress": left_out <= self.threshold}
 
     async def _released(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
-        tensor, shared, local = numerator(channel, own), slot.state.shared, slot.state.local
-        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
+        tensor, shared, local, method = (
+            numerator(channel, own),
+            slot.state.shared,
+            slot.state.local,
+            self.method,
+        )
+        cost = partial(CodingCost, method=method, numel=tensor.numel())
         fed, chosen, left_out = channel.compute(
-            cost("select"), partial(self._selected, shared["runs"], tensor, local["residual"])
+            cost("select"), partial(self._select, shared["runs"], tensor, local["residual"])
         )
         averaged = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
         mean = (averaged * local["left_out"] + left_out) / (averaged + 1) if averaged else left_out
-        entries = _Entries(chosen)
-        residual = channel.compute(cost("residual"), partial(entries.without, fed))
-        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
 
+        def leave_out() -> Tensor:
+            return fed.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+
+        residual = channel.compute(cost("residual"), leave_out)
+        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
         _, in_favour = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
         compress = float(in_favour) >= channel.size // 2
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         if compress:
-            parcel = Parcel(entries, self.method, CodecState(), fed, Seeds(0, 0))
-            path: AggregationPath = Gathered(exchange, parcel)
+            summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), fed).finish()
         else:
-            path = Summed(exchange, CodecState(), tensor)
-        result = reduced(channel, *await path.finish(), own.tensor.dtype)
+            summed = exchange.sum_dense(tensor)
+        result = reduced(channel, *await summed, own.tensor.dtype)
+        return replace(result, learn=partial(_counted, compressed=compress))
 
-        def learn(now: CodecState) -> CodecState:
-            return CodecState(_counted(now.shared, compress), now.local)
-
-        return Reduced(result.mean, result.weight, result.rider, learn)
-
-    def _selected(
+    def _select(
         self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor, float]:
-        """Gradient and residual, which of their entries are the largest, and what these leave out."""
+        """Returns gradient and residual, which of their entries are the largest, and the share that these leave out."""
         fed = tensor + residual.to(tensor.device)
         chosen, whole, of_largest = [], 0.0, 0.0
         for start, length in runs:
             piece = fed[start : start + length]
-            places = largest(piece, min(length, max(1, int(self.density * length))))
+            places = find_largest(piece, min(length, max(1, int(self.density * length))))
             whole += float(tensor[start : start + length].norm())
             of_largest += float(piece[places].norm())
             chosen.append(places + start)
@@ -285,9 +277,11 @@ class AdaptiveTopK(Reducer):
         return fed, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
 
 
-def _counted(state: State, compressed: bool) -> State:
-    """The state with one exchange more in the CNC ratio."""
-    return {**state, "steps": state["steps"] + 1, "compressed": state["compressed"] + compressed}
+def _counted(now: CodecState, compressed: bool) -> CodecState:
+    """Returns the state with one exchange more in the CNC ratio."""
+    shared = now.shared
+    counts = {"steps": shared["steps"] + 1, "compressed": shared["compressed"] + compressed}
+    return CodecState({**shared, **counts}, now.local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,32 +294,6 @@ class _Entries(Sparse):
 
     places: Tensor
 
-    unbiased: ClassVar[bool] = False
-    stateless: ClassVar[bool] = True
-    per_hop: ClassVar[bool] = False
-
-    def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        del spec, seeds
-        return CodecState()
-
-    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        del step, count
-        return Payload((grad[self.places], self.places.to(torch.int32))), state
-
     @override
-    def accumulate(
-        self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
-    ) -> None:
-        del state, step, count
-        values, places = payload.tensors()
-        add_entries(total, values, places, alpha)
-
-    def linear(self, state: CodecState) -> bool:
-        del state
-        return False
-
-    def without(self, tensor: Tensor) -> Tensor:
-        """The other entries; 0 where one is not finite."""
-        rest = tensor.clone()
-        rest[self.places] = 0.0
-        return rest.nan_to_num_(0.0, 0.0, 0.0)
+    def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
+        return Payload((grad[self.places], self.places.to(torch.int32))), state

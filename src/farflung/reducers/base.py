@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import CODECS, ErrorFeedback
-from farflung.codecs.routed import Routed
+from farflung.codecs import CODECS
 from farflung.comm import collective_named
 from farflung.errors import Unsupported
 from farflung.spec import Registry, text_of
 from farflung.types import Channel, Codec, CodingCost, Contribution, Reduced, Reducer, TensorSpec
 
 __all__ = [
-    "Methods",
-    "Named",
     "carried_spec",
     "check_rounds",
     "divisor",
@@ -27,7 +24,6 @@ __all__ = [
     "mean_of",
     "method_of",
     "method_of_rounds",
-    "methods_of",
     "numerator",
     "reduced",
     "rounded",
@@ -129,34 +125,8 @@ def check_rounds(name: str, collective: str) -> None:
         )
 
 
-_MADE: Registry[Codec] = Registry(
-    "farflung.codecs",
-    {"by_role": "ByRole", "by_size": "BySize", "chain": "Chain", "error_feedback": "ErrorFeedback"},
-)
-"""What the members of ``CODECS`` make that are functions."""
-
-_USUAL = "direct"
-"""The collective where none is named."""
-
-
-class Named(NamedTuple):
-    """A codec's names.
-
-    Args:
-      whole: as it is.
-      inside: without error feedback, as segments are encoded.
-    """
-
-    whole: str
-    inside: str
-
-
-Methods: TypeAlias = Mapping[tuple[str, ...], Named]
-"""Of a codec and of those that it sends parts by, by the names of the routes to them."""
-
-
 def method_of(codec: Codec) -> str:
-    """A codec as recipes write it; takes some microseconds.
+    """Returns a codec as recipes write it; takes some microseconds.
 
     >>> from farflung.codecs import QSGD, error_feedback
     >>> method_of(error_feedback(QSGD(bits=4)))
@@ -165,26 +135,20 @@ def method_of(codec: Codec) -> str:
     return text_of(codec, CODECS | _MADE)
 
 
-def methods_of(codec: Codec) -> Methods:
-    """Of a codec, and of all that parts may go by."""
-    return dict(_walk(codec, ()))
-
-
-def _walk(codec: Codec, route: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Named]]:
-    inside = codec.codec if isinstance(codec, ErrorFeedback) else codec
-    yield route, Named(method_of(codec), method_of(inside))
-    if isinstance(codec, Routed):
-        for name, inner in codec.codecs.items():
-            yield from _walk(inner, (*route, name))
-
-
-def method_of_rounds(name: str, reducer: Any) -> str:
-    """A reducer of several rounds as recipes write it, whose collective is a setting of theirs.
+def method_of_rounds(reducer: Any, **settled: object) -> str:
+    """Returns a reducer of several rounds as recipes write it, but for its collective.
 
     Args:
-      name: in :data:`farflung.reducers.REDUCERS`.
-      reducer: a frozen dataclass with a field ``collective``, and with the text in ``method`` once it is made.
+      reducer: in :data:`farflung.reducers.REDUCERS`, a frozen dataclass with a field ``collective``.
+      settled: values of other fields, whatever they are.
     """
-    if reducer.collective != _USUAL:
-        return str(replace(reducer, collective=_USUAL).method)
-    return text_of(reducer, {name: type(reducer)})
+    from farflung.reducers import REDUCERS
+
+    return text_of(replace(reducer, collective="direct", **settled), REDUCERS)
+
+
+_MADE: Registry[Codec] = Registry(
+    "farflung.codecs",
+    {"by_role": "ByRole", "by_size": "BySize", "chain": "Chain", "error_feedback": "ErrorFeedback"},
+)
+"""What the members of ``CODECS`` make that are functions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -13,27 +13,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs import Identity, Route, Routed
-from farflung.codecs.base import codec_option, summed_specs
+from farflung.codecs.base import check_codecs, nested_state, summed_specs, with_nested_state
 from farflung.codecs.routed import join, take
 from farflung.comm import collective_named
-from farflung.errors import ConfigError, Unsupported
+from farflung.errors import Unsupported
+from farflung.options import choice_option
 from farflung.reducers.aggregation import (
     AggregationPath,
     Exchange,
-    Gathered,
-    Hops,
-    Linear,
-    Parcel,
-    Summed,
-    TwoPhases,
+    Sums,
     check_cut,
+    start_gathered,
+    start_hops,
+    start_linear,
+    start_two_phases,
+    without_feedback,
 )
 from farflung.reducers.base import (
-    Methods,
     carried_spec,
     divisor,
     mean_of,
-    methods_of,
+    method_of,
     numerator,
     rounded,
     side_of,
@@ -98,18 +98,11 @@ class CodecReducer(Reducer):
     codec: Codec = field(default_factory=Identity)
     collective: str = "direct"
     phases: Literal["auto", "gather", "two", "hops"] = "auto"
-    _methods: Methods = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_backend = collective_named(self.collective).by_backend
-        if self.phases not in ("auto", "gather", "two", "hops"):
-            raise ConfigError(f"phases {self.phases!r} must be 'auto', 'gather', 'two' or 'hops'")
-        codec_option("reducer codec", self.codec)
-        object.__setattr__(self, "_methods", methods_of(self.codec))
-        if by_backend and self.codec.per_hop and not isinstance(self.codec, Identity):
-            raise Unsupported(
-                f"collective {self.collective!r} cannot carry a codec inside it: use ring or direct"
-            )
+        collective_named(self.collective)
+        choice_option("codec", "phases", self.phases, ("auto", "gather", "two", "hops"))
+        check_codecs("reducer codec", self.codec)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -122,9 +115,7 @@ class CodecReducer(Reducer):
         self._check(self.codec, state)
         if not self._cuts:
             return state
-        return CodecState(
-            {"codec": state.shared, "seed": seeds.shared}, {"codec": state.local, "seed": seeds.own}
-        )
+        return with_nested_state(CodecState({"seed": seeds.shared}, {"seed": seeds.own}), "codec", state)
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
@@ -135,7 +126,7 @@ class CodecReducer(Reducer):
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         state, seeds = self._opened(slot.state)
-        path = self._start(exchange, self.codec, (), state, numerator(channel, own), seeds)
+        path = self._start(exchange, self.codec, state, numerator(channel, own), seeds)
         slot.state = self._closed(slot.state, path.state)
         total, side = await path.finish()
         mean = mean_of(channel, total, side)
@@ -148,29 +139,55 @@ class CodecReducer(Reducer):
             average = mean if of_mean == 1.0 else mean * of_mean
             return self._closed(now, path.learn(self._opened(now)[0], average))
 
-        cost = CodingCost("learn", self._methods[()].whole, total.numel())
+        cost = CodingCost("learn", method_of(self.codec), total.numel())
         return replace(result, learn=lambda now: channel.compute(cost, partial(learn, now)))
 
     def _start(
-        self,
-        exchange: Exchange,
-        codec: Codec,
-        route: tuple[str, ...],
-        state: CodecState,
-        tensor: Tensor,
-        seeds: Seeds,
+        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
     ) -> AggregationPath:
         if isinstance(codec, Routed):
-            return _Split(self, exchange, codec, route, state, tensor, seeds)
+            return self._start_routes(exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):
-            return Summed(exchange, state, tensor)
-        way, method = self._way(codec, state), self._methods[route]
+            return AggregationPath(state, partial(exchange.sum_dense, tensor))
+        way = self._way(codec, state)
         if way == "two" and exchange.channel.size > 1:
-            return TwoPhases(exchange, Parcel(codec, method.inside, state, tensor, seeds))
-        own = Parcel(codec, method.whole, state, tensor, seeds)
-        if way == "linear":
-            return Linear(exchange, own)
-        return Hops(exchange, own) if way == "hops" else Gathered(exchange, own)
+            method = method_of(without_feedback(codec))
+            return start_two_phases(exchange, codec, method, state, tensor, seeds)
+        method = method_of(codec)
+        if way == "hops":
+            return start_hops(exchange, codec, method, state, tensor, seeds)
+        start = start_linear if way == "linear" else start_gathered
+        return start(exchange, codec, method, state, tensor)
+
+    def _start_routes(
+        self, exchange: Exchange, codec: Routed, state: CodecState, tensor: Tensor, seeds: Seeds
+    ) -> AggregationPath:
+        """Starts the paths of a bucket's parts."""
+        paths: list[tuple[Route, AggregationPath]] = []
+        for route in codec.routes(state):
+            own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
+            part = take(tensor, route.runs)
+            paths.append((route, self._start(exchange, route.codec, route.state, part, own)))
+
+        async def finish() -> Sums:
+            """All parts; what is on its way already comes last."""
+            sides = []
+            for route, path in sorted(paths, key=lambda pair: pair[1].is_posted):
+                total, side = await path.finish()
+                join(tensor, route.runs, total)
+                sides.append(side)
+            return tensor, sides[0]
+
+        def learn(now: CodecState, average: Tensor) -> CodecState:
+            """What each codec learns of its own part."""
+            states = {
+                route.name: path.learn(route.state, take(average, route.runs))
+                for route, (_, path) in zip(codec.routes(now), paths, strict=True)
+            }
+            return codec.with_states(now, states)
+
+        states = {route.name: path.state for route, path in paths}
+        return AggregationPath(codec.with_states(state, states), finish, learn)
 
     def _way(self, codec: Codec, state: CodecState) -> str:
         if codec.linear(state):
@@ -196,7 +213,7 @@ class CodecReducer(Reducer):
             return
         if by_backend:
             raise Unsupported(
-                f"collective {self.collective!r} cannot carry codec {codec!r}: use ring or direct"
+                f"collective {self.collective!r} cannot carry a codec such as {codec!r}: use ring or direct"
             )
         if way != "gather":
             check_cut(codec, state)
@@ -207,76 +224,22 @@ class CodecReducer(Reducer):
         return self.phases in ("two", "hops")
 
     def _opened(self, state: CodecState) -> tuple[CodecState, Seeds]:
-        """The codec's own state, and the seeds for segments."""
+        """Returns the codec's own state, and the seeds for segments."""
         if not self._cuts:
             return state, Seeds(0, 0)
-        return (
-            CodecState(state.shared["codec"], state.local["codec"]),
-            Seeds(state.shared["seed"], state.local["seed"]),
-        )
+        return nested_state(state, "codec"), Seeds(state.shared["seed"], state.local["seed"])
 
     def _closed(self, state: CodecState, inner: CodecState) -> CodecState:
-        if not self._cuts:
-            return inner
-        return CodecState({**state.shared, "codec": inner.shared}, {**state.local, "codec": inner.local})
+        return with_nested_state(state, "codec", inner) if self._cuts else inner
 
 
 def _summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
     """Yields the bytes of each all-reduce of a tensor's parts."""
     if isinstance(codec, Routed):
-        for name, (part, _) in codec.parts_of(spec).items():
+        for name, (part, _) in codec.split_spec(spec).items():
             yield from _summed_nbytes(codec.codecs[name], part)
-    elif isinstance(codec, Identity):
-        yield spec.nbytes
     else:
         by_dtype: Counter[torch.dtype] = Counter()
-        for each in summed_specs(codec, carried_spec(spec)):
+        for each in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
             by_dtype[each.dtype] += each.nbytes
         yield from by_dtype.values()
-
-
-class _Split:
-    """The paths of a bucket's parts."""
-
-    posted = False
-
-    def __init__(
-        self,
-        reducer: CodecReducer,
-        exchange: Exchange,
-        codec: Routed,
-        name: tuple[str, ...],
-        state: CodecState,
-        tensor: Tensor,
-        seeds: Seeds,
-    ) -> None:
-        self._codec, self._tensor = codec, tensor
-        self._paths: dict[str, tuple[Route, AggregationPath]] = {}
-        for route in codec.routes(state):
-            own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
-            part = take(tensor, route.runs)
-            path = reducer._start(exchange, route.codec, (*name, route.name), route.state, part, own)
-            self._paths[route.name] = route, path
-        self.state = self._with({name: path.state for name, (_, path) in self._paths.items()}, state)
-
-    async def finish(self) -> tuple[Tensor, Tensor]:
-        """All parts; what is on its way already comes last."""
-        sides = []
-        for route, path in sorted(self._paths.values(), key=lambda pair: pair[1].posted):
-            total, side = await path.finish()
-            join(self._tensor, route.runs, total)
-            sides.append(side)
-        return self._tensor, sides[0]
-
-    def learn(self, state: CodecState, average: Tensor) -> CodecState:
-        """What each codec learns of its own part."""
-        return self._with(
-            {
-                route.name: self._paths[route.name][1].learn(route.state, take(average, route.runs))
-                for route in self._codec.routes(state)
-            },
-            state,
-        )
-
-    def _with(self, states: Mapping[str, CodecState], state: CodecState) -> CodecState:
-        return self._codec.with_states(state, states)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import floating
+from farflung.codecs.base import check_floating
 from farflung.codecs.blocks import working_dtype
 from farflung.codecs.stochastic import generator_on
 from farflung.options import number_option, whole_option
@@ -93,8 +93,6 @@ class PowerSGD(Reducer):
     error_feedback: bool = True
     dense_steps: int | None = None
     collective: str = "direct"
-    method: str = field(init=False, repr=False, compare=False)
-    """What the costs of its arithmetic are called by."""
 
     def __post_init__(self) -> None:
         if self.rank is not None:
@@ -103,8 +101,11 @@ class PowerSGD(Reducer):
             whole_option("powersgd", "dense_steps", self.dense_steps, 0)
         number_option("powersgd", "min_ratio", self.min_ratio, 1)
         check_rounds("powersgd", self.collective)
-        settled = self if self.dense_steps is None else replace(self, dense_steps=None)
-        object.__setattr__(self, "method", method_of_rounds("powersgd", settled))
+
+    @property
+    def method(self) -> str:
+        """Names the costs of the arithmetic."""
+        return method_of_rounds(self, dense_steps=None)
 
     @override
     def for_run(self, steps: int, warmup: int) -> PowerSGD:
@@ -117,7 +118,7 @@ class PowerSGD(Reducer):
         Raises:
           Unsupported: the tensor is not floating.
         """
-        floating("powersgd", spec)
+        check_floating("powersgd", spec)
         dense, groups = self._layout(spec)
         dtype = working_dtype(spec.dtype)
         q = {
@@ -133,9 +134,9 @@ class PowerSGD(Reducer):
         dense, groups = self._layout(spec)
         first, second = sum(numel for _, numel in dense), 0
         for shape, starts in groups.items():
-            rows, columns = _sides(shape)
-            first += len(starts) * rows * self._rank(rows, columns)
-            second += len(starts) * columns * self._rank(rows, columns)
+            rows, columns, rank = self._sides(shape)
+            first += len(starts) * rows * rank
+            second += len(starts) * columns * rank
         itemsize = working_dtype(spec.dtype).itemsize
         return first * itemsize, second * itemsize
 
@@ -147,86 +148,106 @@ class PowerSGD(Reducer):
         if step < (self.dense_steps or 0):
             return reduced(channel, *await exchange.sum_dense(tensor), own.tensor.dtype)
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
-        state = slot.state
-        dense, matrices, p = channel.compute(cost("encode"), partial(self._projected, state, tensor, step))
-        slot.state = CodecState(state.shared, {"residual": {}})
-        flat, side = await exchange.sum(_flat([*dense, *p], tensor))
-        by = divisor(side)
-        p, q = channel.compute(cost("orthonormalize"), partial(_turned, dense, matrices, p, flat, by))
-        flat, _ = await exchange.sum(_flat(q, tensor))
-        new_q, left_over = channel.compute(
-            cost("decode"), partial(_restored, state, tensor, matrices, p, q, flat, by, own.weight)
-        )
+        state, groups = slot.state, slot.state.shared["layout"]["groups"]
 
+        def project() -> tuple[dict[str, Tensor], list[Tensor]]:
+            """The matrices, and what is dense with P of each shape."""
+            matrices = self._matrices(state, tensor)
+            q = {
+                shape: self._usable(state, shape, q, tensor.device, step)
+                for shape, q in state.shared["q"].items()
+            }
+            dense = [tensor[start : start + numel] for start, numel in state.shared["layout"]["dense"]]
+            return matrices, [*dense, *(matrices[shape] @ q[shape] for shape in matrices)]
+
+        matrices, sent = channel.compute(cost("encode"), project)
+        slot.state = CodecState(state.shared, {"residual": {}})
+        first, side = await exchange.sum(_flat(sent, tensor))
+        by = divisor(side)
+
+        def orthonormalize() -> tuple[list[Tensor], list[Tensor]]:
+            """P and the own Q of each shape; what is dense is there then."""
+            sums = _split_like(sent, first)
+            for part, total in zip(sent[: len(sent) - len(matrices)], sums, strict=False):
+                part.copy_(total).div_(by)
+            p = [_orthonormal(total) for total in sums[len(sent) - len(matrices) :]]
+            return p, [m.mT @ left for m, left in zip(matrices.values(), p, strict=True)]
+
+        p, q = channel.compute(cost("orthonormalize"), orthonormalize)
+        second, _ = await exchange.sum(_flat(q, tensor))
+
+        def restore() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            """Writes the means of the matrices in their places: the mean Q of each shape, and what was left out."""
+            means = {shape: total / by for shape, total in zip(matrices, _split_like(q, second), strict=True)}
+            left_out = {}
+            for (shape, right), left in zip(means.items(), p, strict=True):
+                mean = left @ right.mT
+                for row, start in zip(mean, groups[shape], strict=True):
+                    tensor[start : start + row.numel()] = row.view(-1)
+                left_out[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
+            return means, left_out
+
+        new_q, left_out = channel.compute(cost("decode"), restore)
         taught: State = {"q": new_q} if self.warm_start else {}
 
         def learn(now: CodecState) -> CodecState:
-            shared = {**now.shared, **taught}
-            if not self.error_feedback:
-                return CodecState(shared, now.local)
-            before = now.local["residual"]
-            residual = {
-                shape: before[shape] + kept if shape in before else kept for shape, kept in left_over.items()
-            }
-            return CodecState(shared, {"residual": residual})
-
-        def learned(now: CodecState) -> CodecState:
-            return channel.compute(cost("learn"), partial(learn, now))
+            residual = now.local["residual"]
+            if self.error_feedback:
+                residual = {
+                    shape: residual[shape] + kept if shape in residual else kept
+                    for shape, kept in left_out.items()
+                }
+            return CodecState({**now.shared, **taught}, {"residual": residual})
 
         mean = rounded(channel, tensor, own.tensor.dtype)
-        return Reduced(mean, float(side[0]), side[1:], learned, taught=taught)
-
-    def _projected(
-        self, state: CodecState, tensor: Tensor, step: int
-    ) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
-        """What is dense, the matrices, and P of each shape."""
-        layout, matrices = state.shared["layout"], self._matrices(state, tensor)
-        q = {
-            shape: self._usable(state, shape, q, tensor.device, step)
-            for shape, q in state.shared["q"].items()
-        }
-        dense = [tensor[start : start + numel] for start, numel in layout["dense"]]
-        return dense, matrices, [matrices[shape] @ q[shape] for shape in matrices]
+        return Reduced(
+            mean,
+            float(side[0]),
+            side[1:],
+            lambda now: channel.compute(cost("learn"), partial(learn, now)),
+            taught=taught,
+        )
 
     def _layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
-        """Start and length of what stays dense; starts of the matrices of each shape."""
+        """Returns start and length of what stays dense, and starts of the matrices of each shape."""
         dense: list[list[int]] = []
         groups: dict[str, list[int]] = {}
         for part in spec.parts or (Placed(spec.shape, 0),):
             rows, columns = (part.shape[0], part.numel // max(part.shape[0], 1)) if part.shape else (1, 1)
-            if self._pays(part, rows, columns):
+            sent = self._rank(rows, columns) * (rows + columns)
+            if len(part.shape) > 1 and 0 < sent * self.min_ratio <= rows * columns:
                 groups.setdefault(f"{rows}x{columns}", []).append(part.start)
             else:
                 dense.append([part.start, part.numel])
         return dense, groups
 
-    def _pays(self, part: Placed, rows: int, columns: int) -> bool:
-        sent = self._rank(rows, columns) * (rows + columns)
-        return len(part.shape) > 1 and 0 < sent * self.min_ratio <= rows * columns
-
     def _rank(self, rows: int, columns: int) -> int:
         shorter = min(rows, columns)
         return min(shorter, max(2, math.isqrt(shorter // 2)) if self.rank is None else self.rank)
 
+    def _sides(self, shape: str) -> tuple[int, int, int]:
+        """Returns rows and columns of a matrix, and the rank that it is sent with."""
+        rows, columns = map(int, shape.split("x"))
+        return rows, columns, self._rank(rows, columns)
+
     def _random(self, shape: str, count: int, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
-        rows, columns = _sides(shape)
-        size = (count, columns, self._rank(rows, columns))
-        return torch.randn(size, generator=noise, dtype=dtype, device=noise.device)
+        _, columns, rank = self._sides(shape)
+        return torch.randn((count, columns, rank), generator=noise, dtype=dtype, device=noise.device)
 
     def _matrices(self, state: CodecState, tensor: Tensor) -> dict[str, Tensor]:
-        """Gradients and residuals, shape ``(matrices, rows, columns)`` for each shape there is."""
+        """Returns gradients and residuals, shape ``(matrices, rows, columns)`` for each shape there is."""
         residual: State = state.local["residual"]
-        found = {}
+        matrices = {}
         for shape, starts in sorted(state.shared["layout"]["groups"].items()):
-            rows, columns = _sides(shape)
-            numel = rows * columns
-            stacked = torch.stack([tensor[start : start + numel].view(rows, columns) for start in starts])
-            stacked = stacked.to(working_dtype(tensor.dtype))
-            found[shape] = stacked.add_(residual[shape].to(tensor.device)) if shape in residual else stacked
-        return found
+            rows, columns, _ = self._sides(shape)
+            stacked = torch.stack([tensor[at : at + rows * columns].view(rows, columns) for at in starts])
+            matrices[shape] = stacked.to(working_dtype(tensor.dtype))
+            if shape in residual:
+                matrices[shape] += residual[shape].to(tensor.device)
+        return matrices
 
     def _usable(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
-        """Q on the device, with random columns where it has none."""
+        """Returns Q on the device, with random columns where it has none."""
         noise = generator_on(device, state.shared["seed"], shape, step)
         fresh = self._random(shape, len(q), q.dtype, noise)
         if not self.warm_start:
@@ -239,55 +260,16 @@ class PowerSGD(Reducer):
 _CPU = torch.device("cpu")
 
 
-def _sides(shape: str) -> tuple[int, int]:
-    rows, _, columns = shape.partition("x")
-    return int(rows), int(columns)
+def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Returns one flat tensor of all, in the dtype to compute in."""
+    dtype = working_dtype(like.dtype)
+    return torch.cat([like.new_empty(0, dtype=dtype), *(tensor.reshape(-1).to(dtype) for tensor in tensors)])
 
 
-def _flat(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
-    """One flat tensor of all, in the dtype to compute in."""
-    parts = [tensor.reshape(-1).to(working_dtype(like.dtype)) for tensor in tensors]
-    return torch.cat(parts) if parts else like.new_empty(0, dtype=working_dtype(like.dtype))
-
-
-def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """``flat`` cut into tensors of these shapes."""
+def _split_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """Returns ``flat`` cut into tensors of these shapes."""
     pieces = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-
-
-def _turned(
-    dense: Sequence[Tensor], matrices: Mapping[str, Tensor], p: Sequence[Tensor], flat: Tensor, by: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """P made orthonormal and the own Q of each shape, from the sums of the first round; what is dense is there then."""
-    sums = _like([*dense, *p], flat)
-    for part, total in zip(dense, sums, strict=False):
-        part.copy_(total).div_(by)
-    left = [_orthonormal(total) for total in sums[len(dense) :]]
-    return left, [m.mT @ one for m, one in zip(matrices.values(), left, strict=True)]
-
-
-def _restored(
-    state: CodecState,
-    tensor: Tensor,
-    matrices: Mapping[str, Tensor],
-    p: Sequence[Tensor],
-    q: Sequence[Tensor],
-    flat: Tensor,
-    by: float,
-    weight: float,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Writes the means of the matrices into ``tensor``; the mean Q of each shape, and what was left out."""
-    groups = state.shared["layout"]["groups"]
-    q_mean = {shape: total / by for shape, total in zip(matrices, _like(q, flat), strict=True)}
-    left_over: dict[str, Tensor] = {}
-    for (shape, right), left in zip(q_mean.items(), p, strict=True):
-        mean = left @ right.mT
-        for row, start in zip(mean, groups[shape], strict=True):
-            tensor[start : start + row.numel()] = row.view(-1)
-        kept = matrices[shape].sub_(mean, alpha=weight)
-        left_over[shape] = kept.nan_to_num_(0.0, 0.0, 0.0)
-    return q_mean, left_over
 
 
 def _orthonormal(matrices: Tensor) -> Tensor:

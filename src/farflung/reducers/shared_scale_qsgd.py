@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import floating
-from farflung.codecs.bits import fields, from_fields
+from farflung.codecs.base import check_floating
+from farflung.codecs.bits import pack_fields, unpack_fields
 from farflung.codecs.blocks import bucket_norms
 from farflung.codecs.qsgd import quantization
 from farflung.codecs.stochastic import from_levels, generator_on, to_levels
@@ -75,14 +75,16 @@ class SharedScaleQSGD(Reducer):
     levels: int | None = None
     bucket_size: int = 512
     collective: str = "direct"
-    method: str = field(init=False, repr=False, compare=False)
-    """What the costs of its arithmetic are called by."""
 
     def __post_init__(self) -> None:
         quantization("shared_scale_qsgd", self.bits, self.levels)
         whole_option("shared_scale_qsgd", "bucket_size", self.bucket_size, 1)
         check_rounds("shared_scale_qsgd", self.collective)
-        object.__setattr__(self, "method", method_of_rounds("shared_scale_qsgd", self))
+
+    @property
+    def method(self) -> str:
+        """Names the costs of the arithmetic."""
+        return method_of_rounds(self)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -91,7 +93,7 @@ class SharedScaleQSGD(Reducer):
         Raises:
           Unsupported: the tensor is not floating.
         """
-        floating("shared_scale_qsgd", spec)
+        check_floating("shared_scale_qsgd", spec)
         return CodecState(local={"seed": seeds.own})
 
     @override
@@ -107,36 +109,29 @@ class SharedScaleQSGD(Reducer):
         tensor, seed = numerator(channel, own), slot.state.local["seed"]
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
         norms = channel.compute(cost("scales"), lambda: bucket_norms(tensor, self.bucket_size, "max"))
-        scales = await _maxima(exchange, norms)
+        hop, scales = channel.hops(1), norms
+        for peer in others(channel):
+            channel.send(Payload((norms,)), peer, hop)
+        for peer in others(channel):  # NaN where any has one
+            received = await channel.recv(peer, hop, (TensorSpec.of(norms),))
+            (theirs,) = on_device(received, norms.device).tensors()
+            scales = channel.compute(
+                CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, theirs)
+            )
 
         def encode() -> Tensor:
             noise = generator_on(tensor.device, seed, step)
-            return fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
+            return pack_fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
 
         words, side = await exchange.sum(channel.compute(cost("encode"), encode))
 
         def decode() -> Tensor:
-            sums = from_fields(words, width, tensor.numel())
+            sums = unpack_fields(words, width, tensor.numel())
             return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
         return reduced(channel, channel.compute(cost("decode"), decode), side, own.tensor.dtype)
 
     def _width(self, size: int) -> int:
-        """Bits of a field that holds the sum of so many replicas' levels."""
+        """Returns the bits of a field that holds the sum of so many replicas' levels."""
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
         return (2 * levels * size).bit_length()
-
-
-async def _maxima(exchange: Exchange, own: Tensor) -> Tensor:
-    """The largest of all ranks, number by number; NaN where any has one."""
-    channel = exchange.channel
-    hop = channel.hops(1)
-    for peer in others(channel):
-        channel.send(Payload((own,)), peer, hop)
-    largest = own
-    for peer in others(channel):
-        received = await channel.recv(peer, hop, (TensorSpec.of(own),))
-        (theirs,) = on_device(received, own.device).tensors()
-        cost = CodingCost("add", "", own.numel())
-        largest = channel.compute(cost, partial(torch.maximum, largest, theirs))
-    return largest

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs import QSGD
-from farflung.codecs.base import floating
+from farflung.codecs.base import check_floating
 from farflung.codecs.qsgd import quantization
 from farflung.comm import Coding
 from farflung.errors import ConfigError, Unsupported
-from farflung.options import number_option, share_option, whole_option
+from farflung.options import choice_option, number_option, share_option, whole_option
 from farflung.reducers.aggregation import Exchange
 from farflung.reducers.base import (
     check_rounds,
@@ -114,8 +114,6 @@ class GradiVeQ(Reducer):
     sample_bits: int | None = 4
     drift: float = 1.25
     collective: str = "direct"
-    method: str = field(init=False, repr=False, compare=False)
-    """What the costs of its arithmetic are called by."""
 
     def __post_init__(self) -> None:
         name = "gradiveq"
@@ -129,8 +127,7 @@ class GradiVeQ(Reducer):
         whole_option(name, "warm_up", self.warm_up, 0)
         whole_option(name, "sample_steps", self.sample_steps, 2)
         whole_option(name, "compress_steps", self.compress_steps, 2)
-        if self.windows not in ("spread", "paper"):
-            raise ConfigError(f"{name}: windows {self.windows!r} must be 'spread' or 'paper'")
+        choice_option(name, "windows", self.windows, ("spread", "paper"))
         if self._spread and self.compress_steps < self.sample_steps:
             raise ConfigError(
                 f"{name}: spread windows need compress_steps of at least sample_steps, and {self.compress_steps} is "
@@ -140,7 +137,11 @@ class GradiVeQ(Reducer):
             quantization(name, self.sample_bits, None)
         number_option(name, "drift", self.drift, 1)
         check_rounds(name, self.collective)
-        object.__setattr__(self, "method", method_of_rounds(name, self))
+
+    @property
+    def method(self) -> str:
+        """Names the costs of the arithmetic."""
+        return method_of_rounds(self)
 
     @property
     def _spread(self) -> bool:
@@ -192,8 +193,8 @@ class GradiVeQ(Reducer):
         Raises:
           Unsupported: the tensor is not floating.
         """
-        floating("gradiveq", spec)
-        shared = window.begun(seeds.shared, self._layout(spec))
+        check_floating("gradiveq", spec)
+        shared = window.begin(seeds.shared, self._layout(spec))
         return CodecState(shared, {"seed": seeds.own, **_NO_VOTE, **_NOTHING_LEFT})
 
     @override
@@ -209,8 +210,12 @@ class GradiVeQ(Reducer):
         if step < self.warm_up or not state["layout"]["layers"]:
             exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
             return reduced(channel, *await exchange.sum_dense(numerator(channel, own)), own.tensor.dtype)
-        said = self._said(channel, slot.state, own.tensor.numel())
-        side = torch.cat((side_of(own), torch.tensor(said, dtype=torch.float64)))
+        phase, method = state["phase"], self.method
+        cost = partial(CodingCost, method=method, numel=own.tensor.numel())
+        numbers = [local["vote"]] if phase == "compress" else []
+        if phase == "confirm":
+            numbers = channel.compute(cost("hash"), partial(window.fingerprint, window.list_bases(state)))
+        side = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
         exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
         tensor, residual = numerator(channel, own), local["residual"].get("all")
         slot.state = CodecState(state, {**local, **_NOTHING_LEFT})
@@ -218,102 +223,82 @@ class GradiVeQ(Reducer):
         if residual is not None:
             residual = residual.to(tensor.device)
             channel.compute(CodingCost("add", "", tensor.numel()), partial(tensor.add_, residual))
-        phase, received, loss, waited = state["phase"], [], None, int(state["phase"] == "sample")
+        received, loss, waited = [], None, int(phase == "sample")
         if self._spread and phase == "compress" and state["count"] % self._every == 0:
             waited = self._every
         if phase == "compress" and not waited:
             coder = Coder(
                 Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, left
             )
-            mean, side = tensor, await self._encoded(exchange, coder, tensor)
+            mean = tensor
+            if self.collective == "ring":
+                side = await ring(exchange, coder, method, tensor.device)
+            else:
+                (whole,) = coder.cut(1)
+                encoded = channel.compute(cost("encode"), partial(coder.encode, whole))
+                total, side = await exchange.sum(encoded)
+                channel.compute(cost("decode"), partial(coder.decode, total, whole, float(side[0])))
             if not self._spread or state["count"] % self._every == 1:
                 loss = coder.loss
         else:
-            coding = self._coding(slot.state, step, left)
-            summed = exchange.sum_dense(tensor) if coding is None else exchange.sum(tensor, coding)
-            total, side = await summed
+            if self.sample_bits is None:
+                total, side = await exchange.sum_dense(tensor)
+            else:
+                codec, seeds = QSGD(bits=self.sample_bits), Seeds(state["seed"], local["seed"])
+                coding = Coding(codec, seeds, step, left, method_of(codec))
+                total, side = await exchange.sum(tensor, coding)
             mean = mean_of(channel, total, side)
             if phase == "share":
-                received = await window.of_rank_0(channel, window.bases_of(state), tensor.numel())
-        weight, rider, all_said = side.split([1, len(own.rider), len(said)])
+                received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
+        weight, rider, sums = side.split([1, len(own.rider), len(numbers)])
 
         def learn(now: CodecState) -> CodecState:
             """What the exchange teaches as long as its window's phase lasts, and what it has left out."""
             teaches = bool(weight and mean.isfinite().all())
-            now = _with_left(now, left if teaches else residual)
+            now = _with_residual(now, left if teaches else residual)
             if not teaches or any(now.shared[key] != state[key] for key in ("phase", "window")):
                 return now
             shared, local = now.shared, now.local
             if phase == "confirm":
-                shared, local = (
-                    window.confirmed(shared, all_said.tolist(), channel.size),
-                    {**local, **_NO_VOTE},
-                )
+                is_alike = window.is_alike(sums.tolist(), channel.size)
+                shared = {**shared, "phase": "compress" if is_alike else "share", "count": 1}
+                local = {**local, **_NO_VOTE}
             elif phase == "share":
-                shared = window.shared_by(shared, received)
+                shared = window.adopt_bases(shared, received)
             elif phase == "compress":
                 steps = math.inf if self._spread else self.compress_steps
-                shared = window.compressed(shared, float(all_said), steps=steps, size=channel.size)
-                local = self._voted(local, loss)
+                shared = window.count_exchange(shared, float(sums), steps=steps, size=channel.size)
+                if loss is not None:
+                    start = loss if local["start"] is None else local["start"]
+                    local = {**local, "vote": float(not loss <= self.drift * start), "start": start}
             if shared["window"] == state["window"]:
                 shared = self._learned(channel, shared, mean, waited)
             return CodecState(shared, local)
 
         return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), rider, learn)
 
-    async def _encoded(self, exchange: Exchange, coder: Coder, tensor: Tensor) -> Tensor:
-        """Writes the mean in the tensor's place; the sum of the sides."""
-        channel = exchange.channel
-        if self.collective == "ring":
-            return await ring(exchange, coder, self.method, tensor.device)
-        (whole,) = coder.cut(1)
-        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
-        encoded = channel.compute(cost("encode"), partial(coder.encode, whole))
-        summed, side = await exchange.sum(encoded)
-        channel.compute(cost("decode"), partial(coder.decode, summed, whole, float(side[0])))
-        return side
-
     def _learned(self, channel: Channel, now: State, mean: Tensor, waited: int) -> State:
         if not waited and not self._spread:
             return now
         cost = CodingCost("learn" if waited else "total", self.method, mean.numel())
-        now = channel.compute(cost, partial(window.added, now, mean, waited))
+        now = channel.compute(cost, partial(window.add_mean, now, mean, waited))
         if now["samples"] < self.sample_steps:
             return now
 
-        def solve(numel: int, fn: Callable[[], Tensor]) -> Tensor:
-            return channel.compute(CodingCost("pca", self.method, numel), fn)
-
         ratio = _RATIO if self.ratio is None and self.variance_left is None else self.ratio
-        return window.solved(now, ratio, self.variance_left or 0.0, solve)
-
-    def _said(self, channel: Channel, state: CodecState, numel: int) -> list[float]:
-        """What this replica says beside its tensor in a phase; as many numbers on all."""
-        if state.shared["phase"] == "confirm":
-            cost = CodingCost("hash", self.method, numel)
-            return channel.compute(cost, partial(window.fingerprint, window.bases_of(state.shared)))
-        return [state.local["vote"]] if state.shared["phase"] == "compress" else []
-
-    def _voted(self, local: State, loss: float | None) -> State:
-        """With the vote after a loss, and the first one with these bases."""
-        if loss is None:
-            return local
-        start = loss if local["start"] is None else local["start"]
-        return {**local, "vote": float(not loss <= self.drift * start), "start": start}
+        return window.solve_bases(
+            now,
+            ratio,
+            self.variance_left or 0.0,
+            lambda numel, find: channel.compute(CodingCost("pca", self.method, numel), find),
+        )
 
     def _layout(self, spec: TensorSpec) -> Layout:
         return Layout.of(spec, self.slice_size, matrices=self.matrices)
 
-    def _coding(self, state: CodecState, step: int, left: Tensor | None) -> Coding | None:
-        if self.sample_bits is None:
-            return None
-        codec = QSGD(bits=self.sample_bits)
-        seeds = Seeds(state.shared["seed"], state.local["seed"])
-        return Coding(codec, seeds, step, left, method_of(codec))
 
-
-def _with_left(now: CodecState, left: Tensor | None) -> CodecState:
-    """With one more residual, or none."""
+def _with_residual(now: CodecState, left: Tensor | None) -> CodecState:
+    """Returns a state with one more residual, or none."""
     if left is None:
         return now
     before = now.local["residual"].get("all")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,14 +139,6 @@ class Layout:
         """The layers by what their bases and means are kept by."""
         return {f"{number:04}": layer for number, layer in enumerate(self.layers)}
 
-    @property
-    def sliced_numel(self) -> int:
-        return sum(layer.numel for layer in self.layers)
-
-    @property
-    def dense_numel(self) -> int:
-        return sum(numel for _, numel in self.dense)
-
 
 class Stretch(NamedTuple):
     """A segment of the encoded tensor, with its borders on slice borders.
@@ -206,14 +198,15 @@ class Coder:
     def cut(self, count: int) -> list[Stretch]:
         """``count`` stretches of about as many bytes each, in order; they cover the tensor."""
         coded = self._borders[-1]
-        total = coded + self._layout.dense_numel
+        total = coded + sum(numel for _, numel in self._layout.dense)
         ends = [(0, 0)]
         for number in range(1, count + 1):
             wished = total * number // count
             if wished >= coded:
                 ends.append((len(self._sizes), wished - coded))
             else:
-                ends.append((_nearest(self._borders, wished), 0))
+                nearest = np.abs(np.array(self._borders) - wished).argmin()  # the first one of two
+                ends.append((int(nearest), 0))
         return [Stretch(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
 
     def sent_numel(self, where: Stretch) -> int:
@@ -293,14 +286,6 @@ class Coder:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor where torch's own memory could be: elsewhere products may round in another way."""
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
-
-
-def _nearest(borders: Sequence[int], wished: int) -> int:
-    """The number of the border closest to a place, the lower one of two."""
-    after = bisect_left(borders, wished)
-    if after and wished - borders[after - 1] <= borders[after] - wished:
-        return after - 1
-    return after
 
 
 def _square(rows: Tensor) -> Tensor:

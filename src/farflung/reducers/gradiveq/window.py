@@ -20,18 +20,17 @@ from farflung.types import Channel, Payload, State, TensorSpec
 
 __all__ = [
     "Solve",
-    "added",
-    "alike",
-    "bases_of",
-    "begun",
-    "compressed",
-    "confirmed",
-    "dimensions",
+    "add_mean",
+    "adopt_bases",
+    "begin",
+    "count_dimensions",
+    "count_exchange",
+    "find_directions",
     "fingerprint",
-    "of_rank_0",
-    "principal",
-    "shared_by",
-    "solved",
+    "is_alike",
+    "list_bases",
+    "receive_bases",
+    "solve_bases",
 ]
 
 
@@ -42,17 +41,17 @@ _DIGITS, _DIGIT_BYTES = 3, 2
 """Of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
 
 
-def begun(seed: int, layout: Layout) -> State:
+def begin(seed: int, layout: Layout) -> State:
     """The state at the start."""
     return _sampling({"seed": seed, "layout": layout.state, "window": 0})
 
 
-def bases_of(state: State) -> list[Tensor]:
+def list_bases(state: State) -> list[Tensor]:
     """The bases and, behind them, the means, in the order of the layers."""
     return [state[kind][name] for kind in ("bases", "means") for name in sorted(state["bases"])]
 
 
-def added(state: State, mean: Tensor, waited: int) -> State:
+def add_mean(state: State, mean: Tensor, waited: int) -> State:
     r"""Adds the mean of one more exchange to what the next bases and means are found from.
 
     The next :math:`\mu` is the mean of all that has come out since the bases before were found. Residuals are sent in
@@ -81,7 +80,7 @@ def added(state: State, mean: Tensor, waited: int) -> State:
     return {**state, **counts, "seen": {**before, **sums}}
 
 
-def solved(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
+def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
     """All samples are there: finds bases and means.
 
     Args:
@@ -96,20 +95,20 @@ def solved(state: State, ratio: float | None, left_out: float, solve: Solve) -> 
     for name, layer in Layout.of_state(state["layout"]).named.items():
         means[name] = layer.rows(total, 0, layer.slices)
         sums = (seen[f"{name}.sum"], seen[f"{name}.gram"])
-        bases[name] = solve(layer.slice_numel**2, partial(principal, *sums, count, ratio, left_out))
+        bases[name] = solve(layer.slice_numel**2, partial(find_directions, *sums, count, ratio, left_out))
     found = {"means": means, "bases": bases, "window": state["window"] + 1}
     return {**state, **_NOTHING_SEEN, **found, "phase": "confirm", "count": 0}
 
 
-def principal(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
+def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
     """Finds the directions in which slices vary most about their own means.
 
     Args:
       sums: of the samples of each slice, shape ``(slices, K)``.
       gram: sum of the outer products of all samples of all slices, shape ``(K, K)``.
       count: samples of each slice.
-      ratio: K over d; ``None``: see :func:`dimensions`.
-      left_out: for :func:`dimensions`.
+      ratio: K over d; ``None``: see :func:`count_dimensions`.
+      left_out: for :func:`count_dimensions`.
 
     Returns:
       U, shape ``(K, d)``, its columns orthonormal; d is 1 at least, and at most the rank that the samples can have.
@@ -117,7 +116,7 @@ def principal(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_
     covariance = (gram - sums.T @ sums / count).nan_to_num_(0.0, 0.0, 0.0)
     variances, directions = torch.linalg.eigh(covariance)
     found = (
-        dimensions(variances.flip(0).clamp_(min=0.0), left_out)
+        count_dimensions(variances.flip(0).clamp_(min=0.0), left_out)
         if ratio is None
         else max(1, round(len(gram) / ratio))
     )
@@ -126,20 +125,15 @@ def principal(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_
     return basis
 
 
-def confirmed(state: State, said: list[float], size: int) -> State:
-    """The hashes are known; the exchange that carried them is the first of those to be compressed."""
-    return {**state, "phase": "compress" if alike(said, size) else "share", "count": 1}
-
-
-def shared_by(state: State, received: list[Tensor]) -> State:
-    """Rank 0's bases are here, in the order of :func:`bases_of`."""
+def adopt_bases(state: State, received: list[Tensor]) -> State:
+    """Rank 0's bases are here, in the order of :func:`list_bases`."""
     names = sorted(state["bases"])
     bases = dict(zip(names, received[: len(names)], strict=True))
     means = dict(zip(names, received[len(names) :], strict=True))
     return {**state, "phase": "compress", "means": means, "bases": bases}
 
 
-def compressed(state: State, in_favour: float, *, steps: float, size: int) -> State:
+def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -> State:
     """Counts an exchange; begins another window after ``steps``, or when ``in_favour`` is a majority of ``size``."""
     count = state["count"] + 1
     if count >= steps or 2 * in_favour > size:
@@ -152,7 +146,7 @@ def _sampling(state: State) -> State:
     return {**state, **_NOTHING_SEEN, **found, "phase": "sample", "count": 0}
 
 
-def dimensions(variances: Tensor, left_out: float) -> int:
+def count_dimensions(variances: Tensor, left_out: float) -> int:
     r"""The smallest d that explains all variance but a share.
 
     .. math:: \sum_{k \le d} s_k \ge (1 - \lambda) \sum_k s_k
@@ -183,7 +177,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
     return [*digits, *(digit * digit for digit in digits)]
 
 
-def alike(summed: Sequence[float], size: int) -> bool:
+def is_alike(summed: Sequence[float], size: int) -> bool:
     """Whether fingerprints that sum to this over ``size`` replicas were equal.
 
     The inequality of Cauchy and Schwarz is an equality for equal numbers alone.
@@ -192,14 +186,14 @@ def alike(summed: Sequence[float], size: int) -> bool:
     return all(size * square == digit * digit for digit, square in zip(digits, squares, strict=True))
 
 
-async def of_rank_0(channel: Channel, own: Sequence[Tensor], piece_numel: int) -> list[Tensor]:
+async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: int) -> list[Tensor]:
     """Rank 0's bases and means, on all ranks.
 
     Bases may be larger than the tensor that they are for, and no message may be; so they go in pieces as long as that.
 
     Args:
       channel: the exchange's.
-      own: this rank's, in the order of :func:`bases_of`; all ranks have equal K, and may have unlike d.
+      own: this rank's, in the order of :func:`list_bases`; all ranks have equal K, and may have unlike d.
       piece_numel: the most numbers in a message.
 
     Raises:
