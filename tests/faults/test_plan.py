@@ -16,6 +16,7 @@ from farflung.faults import (
     Fault,
     FaultInjector,
     FaultPlan,
+    Stage,
     Standing,
     load_faults,
 )
@@ -180,10 +181,11 @@ def test_one_line_names_file_and_key(tmp_path: Path, text: str, says: str) -> No
 # --- when -------------------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Stage):
     """A stage that only notes what happens."""
 
     def __init__(self) -> None:
+        super().__init__(4)
         self.struck: list[str] = []
         self.timed: dict[float, Callable[[], None]] = {}
         self.over = False

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -74,7 +75,6 @@ class Lab:
     Args:
       profile: the network.
       nodes: how many nodes.
-      fair: how a capacity is shared; see :class:`farflung.lab.queues.Queues`.
       congestion_control: of the nodes' TCP, as the kernel names it; ``None``: the profile's, or this machine's where
         that names none.
       seed: of jitter and loss.
@@ -90,7 +90,6 @@ class Lab:
         profile: NetworkProfile,
         nodes: int,
         *,
-        fair: bool = True,
         congestion_control: str | None = None,
         seed: int = 0,
     ) -> None:
@@ -99,7 +98,7 @@ class Lab:
         self.nodes = nodes
         self.workers: list[Child | None] = [None] * nodes
         """What runs at each node."""
-        self._queues = Queues(self.profile, seed, fair=fair)
+        self._queues = Queues(self.profile, seed)
         self._largest_packet = _largest_packet(self.profile)
         self.congestion_control = congestion_control or self.profile.congestion or ""
         """Of the nodes' TCP, once they are there."""
@@ -202,10 +201,10 @@ class Lab:
                     {(one.src, one.dst): wanted[one.src, one.dst] for one in off(found)}
                 ):
                     of = again.src, again.dst
-                    found[of] = min(found[of], again, key=_off)
+                    found[of] = min(found[of], again, key=attrgetter("off"))
             if not (wrong := off(found)):
                 return list(found.values())
-        worst = max(wrong, key=_off)
+        worst = max(wrong, key=attrgetter("off"))
         raise LabError(
             f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); from "
             f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
@@ -220,7 +219,6 @@ class Lab:
 
     def change(self, src: int, dst: int, condition: Condition) -> None:
         """What happens to the way from one node to another from here on."""
-        self._queues.change(src, dst, condition)
         self._tell({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
 
     def reset(self, src: int, dst: int) -> None:
@@ -234,10 +232,6 @@ class Lab:
                 subprocess.run(["ss", "-K", "dst", address_of(dst)], capture_output=True, check=False)
             except OSError as error:
                 raise LabError(f"connections cannot be reset: ss of iproute2 is missing ({error})") from None
-
-    def condition(self, src: int, dst: int) -> Condition:
-        """What has happened to a way."""
-        return self._queues.condition(src, dst)
 
     def counters(self, node: int) -> Counters:
         """What the kernel has counted at a node's interface."""
@@ -333,10 +327,6 @@ class Lab:
             said += piece
         answer: Mapping[str, Json] = json.loads(said)
         return answer
-
-
-def _off(pair: Measured) -> float:
-    return pair.off
 
 
 def _largest_packet(profile: NetworkProfile) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from farflung.faults import Condition
-from farflung.network import Connection, Link, NetworkProfile, Trace, Wiring
+from farflung.network import NetworkProfile, Trace, Wiring
 from farflung.network.link import Capacity, both_lose
 from farflung.noise import uniform
 
-__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s", "without_loss"]
+__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
 """A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
@@ -70,14 +70,14 @@ class _Queue:
 
     __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
 
-    def __init__(self, capacity: Capacity, *, fair: bool) -> None:
+    def __init__(self, capacity: Capacity) -> None:
         self.serving: _Packet | None = None
         self.free_s = -math.inf
         """When the packet in service is through."""
         self.set_capacity(capacity)
         self._waiting: list[tuple[float, int, _Packet]] = []
         self._held: dict[tuple[int, int], float] = {}
-        self._ends: dict[tuple[int, int], float] | None = {} if fair else None
+        self._ends: dict[tuple[int, int], float] = {}
         self._tag = 0.0
         self._sequence = 0
 
@@ -94,10 +94,8 @@ class _Queue:
         if held > self._limit:
             return False
         self._held[key] = held
-        tag = 0.0
-        if self._ends is not None:
-            tag = max(self._tag, self._ends.get(key, 0.0))
-            self._ends[key] = tag + bits
+        tag = max(self._tag, self._ends.get(key, 0.0))
+        self._ends[key] = tag + bits
         self._sequence += 1
         heapq.heappush(self._waiting, (tag, self._sequence, packet))
         return True
@@ -124,13 +122,11 @@ class Queues:
     Args:
       profile: with its number of nodes.
       seed: of jitter and loss.
-      fair: whether ways that share a capacity get equal shares of it; otherwise first come, first served.
     """
 
-    def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
+    def __init__(self, profile: NetworkProfile, seed: int = 0) -> None:
         assert profile.nodes is not None
-        wiring, self.nodes, self._seed = Wiring(without_loss(profile)), profile.nodes, seed
-        self._fair = fair
+        wiring, self.nodes, self._seed = Wiring(profile, loses=False), profile.nodes, seed
         self._ways: dict[tuple[int, int], _Way] = {}
         for src in range(self.nodes):
             for dst in range(self.nodes):
@@ -139,7 +135,7 @@ class Queues:
                     uses = tuple((use.resource, use.times) for use in path.uses)
                     loss = profile.link(src, dst).loss
                     self._ways[src, dst] = _Way(src, dst, uses, path.latency_s, path.jitter_s, loss)
-        self._queues = [_Queue(capacity, fair=fair) for capacity in wiring.capacities]
+        self._queues = [_Queue(capacity) for capacity in wiring.capacities]
         self._events: list[tuple[float, int, int, _Packet | None]] = []
         self._sequence = 0
         self.begin_s = math.inf
@@ -160,11 +156,7 @@ class Queues:
         elif condition.bandwidth_bps < math.inf:
             way.ceiling = len(self._queues)
             way.uses = (*way.uses, (way.ceiling, 1))
-            self._queues.append(_Queue(condition.bandwidth_bps, fair=self._fair))
-
-    def condition(self, src: int, dst: int) -> Condition:
-        """What has happened to a way."""
-        return self._ways[src, dst].condition
+            self._queues.append(_Queue(condition.bandwidth_bps))
 
     def arrive(self, now: float, src: int, dst: int, wire_nbytes: int, data: bytes) -> None:
         """A packet sets out.
@@ -266,16 +258,3 @@ def finish_s(trace: Trace, begin_s: float, bits: float) -> float:
             return t + bits / bps if bits else t
         bits -= bps * (until - t)
         t = until
-
-
-def without_loss(profile: NetworkProfile) -> NetworkProfile:
-    """Its bandwidths whole: packets are lost here, so nothing is taken off for it."""
-
-    def whole(link: Link | None) -> Link | None:
-        return None if link is None else replace(link, loss=0.0)
-
-    ways: Sequence[Connection] = [
-        replace(way, link=replace(way.link, loss=0.0)) for way in profile.connections
-    ]
-    sites = tuple(replace(site, inside=whole(site.inside)) for site in profile.sites)
-    return replace(profile, sites=sites, connections=tuple(ways), default=whole(profile.default))

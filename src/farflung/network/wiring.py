@@ -61,11 +61,12 @@ class Wiring:
 
     Args:
       profile: with its number of nodes.
+      loses: whether loss takes its share of a link's bandwidth; otherwise links have the whole.
     """
 
-    def __init__(self, profile: NetworkProfile) -> None:
+    def __init__(self, profile: NetworkProfile, *, loses: bool = True) -> None:
         assert profile.nodes is not None
-        self.profile = profile
+        self.profile, self._loses = profile, loses
         self.capacities: list[Capacity] = []
         """Of each resource; grows as paths are asked for."""
         self._numbers: dict[Resource, int] = {}
@@ -83,7 +84,7 @@ class Wiring:
         a, b = profile.site_index(src), profile.site_index(dst)
         there = profile.connection(a, b)
         uses = []
-        for key, capacity, times in limits(profile, a, b, src, dst):
+        for key, capacity, times in limits(profile, a, b, src, dst, loses=self._loses):
             if key not in self._numbers:
                 self._numbers[key] = len(self.capacities)
                 self.capacities.append(capacity)
@@ -104,14 +105,15 @@ Resource: TypeAlias = tuple[str, int, int]
 
 
 def limits(
-    profile: NetworkProfile, src_site: int, dst_site: int, src: int, dst: int
+    profile: NetworkProfile, src_site: int, dst_site: int, src: int, dst: int, *, loses: bool = True
 ) -> Iterator[tuple[Resource, Capacity, int]]:
     """Yields what limits a flow from one node, or any node of a group, to another, and how often it is crossed."""
-    is_shared = profile.connection(src_site, dst_site).shared
-    link = ("link", src_site, dst_site) if is_shared else ("pair", src, dst)
+    way = profile.connection(src_site, dst_site)
+    link = ("link", src_site, dst_site) if way.shared else ("pair", src, dst)
+    speed = profile.goodput_bps(src_site, dst_site) if loses else way.link.bandwidth_bps
     ends = {"up": src, "down": dst}
     every = [
-        (link, profile.goodput_bps(src_site, dst_site), 1),
+        (link, speed, 1),
         *(
             ((kind, ends.get(kind, place), 0), capacity, times)
             for (kind, place), capacity, times in profile.limits(src_site, dst_site)
