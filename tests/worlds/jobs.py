@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farflung.config import Training
@@ -26,7 +27,7 @@ from farflung.streams import RateLimited
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Decision, PoolView, Runtime, Stream, Workload
 from farflung.wall import WallRuntime
-from farflung.workloads import Quadratic, workload
+from farflung.workloads import Classification, Quadratic, workload
 from tests.carrying import Carrying
 from tests.fed import Fed
 from tests.pool import digest, leave_group
@@ -36,8 +37,27 @@ WORKLOAD = "fashion-mnist/cnn"
 
 @cache  # the runs of one process share the samples
 def trained() -> Workload:
-    """What is trained: on the packaged data, with dropout and augmentation."""
-    return workload(WORKLOAD, data="packaged")
+    """What is trained: a narrow network on the packaged data, with dropout and augmentation."""
+    work = workload(WORKLOAD, data="packaged")
+    assert isinstance(work, Classification)
+    return replace(work, network=narrow)
+
+
+def narrow() -> nn.Module:
+    """The workload's layers, of fewer channels: what is compared depends on kinds of layers, not on their width."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(8 * 7 * 7, 16),
+        nn.ReLU(),
+        nn.Linear(16, 10),
+    )
 
 
 def replica(

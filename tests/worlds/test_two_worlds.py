@@ -63,9 +63,13 @@ def _possible(parts: dict[str, str]) -> bool:
 
 
 def _alone() -> list[tuple[str | int, ...]]:
-    """Each member once, beside identities."""
-    found = [{**IDENTITY, family: member} for family, members in FAMILIES.items() for member in members]
-    return [(*(parts[family] for family in FAMILIES), 4) for parts in found]
+    """Each member once, beside identities: collectives among four, the others among three."""
+    found = {
+        (*{**IDENTITY, family: member}.values(), 4 if family == "collective" else 3): None
+        for family, members in FAMILIES.items()
+        for member in members
+    }
+    return [*found]
 
 
 @functools.cache
@@ -77,7 +81,7 @@ def _pairs() -> list[tuple[str | int, ...]]:
         if _possible(dict(zip(FAMILIES, members, strict=True)))
         for size in (2, 4)
     ]
-    return covering(possible, first=_alone())
+    return [row for row in covering(possible, first=_alone()) if row not in _alone()]
 
 
 def _late() -> list[tuple[str | int, ...]]:
@@ -100,7 +104,7 @@ def test_real_equals_virtual(
     assert_alike(real)
 
 
-@pytest.mark.parametrize((*FAMILIES, "size"), _pairs())
+@pytest.mark.parametrize((*FAMILIES, "size"), [row for row in _pairs() if row not in _late()])
 def test_pairs_end_alike_in_virtual_time(
     codec: str, reducer: str, collective: str, schedule: str, size: int
 ) -> None:
@@ -183,17 +187,9 @@ def test_dropout_and_augmentation_differ_between_replicas_and_seeds(pool: Pool) 
     assert one[0]["bytes"] == 0
 
 
-def test_equals_ddp_bit_for_bit_at_two_ranks(pool: Pool) -> None:
-    theirs = pool.run(2, "tests.worlds.jobs.ddp", steps=50, batch_size=12)
-    ours = pool.run(2, "tests.worlds.jobs.farflung_parameters", parts=IDENTITY, steps=50, batch_size=12)
-    for name, value in theirs[0].items():
-        assert torch.equal(value, ours[0][name]), name
-        assert torch.equal(value, ours[1][name]), name
-
-
-@pytest.mark.parametrize("optimizer", sorted(set(jobs.OPTIMIZERS) - {"sgd"}))
-def test_every_optimizer_equals_torchs_under_ddp(pool: Pool, optimizer: str) -> None:
-    run = {"steps": 6, "batch_size": 12}
+@pytest.mark.parametrize("optimizer", sorted(jobs.OPTIMIZERS))
+def test_equals_ddp_bit_for_bit_at_two_ranks(pool: Pool, optimizer: str) -> None:
+    run = {"steps": 30 if optimizer == "sgd" else 6, "batch_size": 12}
     theirs = pool.run(2, "tests.worlds.jobs.ddp", optimizer=optimizer, **run)
     settings = {"optimizer": optimizer}
     ours = pool.run(2, "tests.worlds.jobs.farflung_parameters", parts=IDENTITY, settings=settings, **run)
@@ -221,35 +217,34 @@ def test_buckets_of_any_size_in_both_worlds(pool: Pool, schedule: str) -> None:
     assert len(sent) == 3, "each exchange has a rider, so the size of buckets shows"
 
 
-@pytest.mark.parametrize("collective", ["direct", "ring", "native"])
-def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool, collective: str) -> None:
+def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool) -> None:
     theirs = pool.run(4, "tests.worlds.jobs.ddp", steps=5, batch_size=8)[0]
-    parts = {**IDENTITY, "collective": collective}
-    ours = pool.run(4, "tests.worlds.jobs.farflung_parameters", parts=parts, steps=5, batch_size=8)[0]
-    for name, value in theirs.items():
-        distance = (value - ours[name]).norm() / value.norm().clamp_min(1e-12)
-        assert distance <= 1e-6, (name, float(distance))
+    for collective in ("direct", "ring", "native"):
+        parts = {**IDENTITY, "collective": collective}
+        ours = pool.run(4, "tests.worlds.jobs.farflung_parameters", parts=parts, steps=5, batch_size=8)[0]
+        for name, value in theirs.items():
+            distance = (value - ours[name]).norm() / value.norm().clamp_min(1e-12)
+            assert distance <= 1e-6, (collective, name, float(distance))
 
 
 SCADLES = {"reducer": "adaptive_topk(threshold=0.9)", "sharing": "injection", "scaling": "linear"}
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("stream", "parts"),
     [
-        {"schedule": "synchronous"},
-        {"schedule": "delayed(delay=2)"},
-        {"schedule": "delayed(delay=2, pull='swap')"},
-        {"schedule": "pipelined(width=2)"},
-        SCADLES,
-        {**SCADLES, "schedule": "pipelined(width=2)"},
-        {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"},
-        {"sampler": "grouped_importance(rule='paper', groups='bacc', chunk=2, every=2)"},
-        {"sampler": "grouped_importance(rule='pool', groups='bacc', chunk=2, every=2)"},
+        *((stream, {"schedule": "synchronous"}) for stream in sorted(jobs.STREAMS)),
+        ("fed", {"schedule": "delayed(delay=2)"}),
+        ("rate limited", {"schedule": "delayed(delay=2, pull='swap')"}),
+        ("truncated", {"schedule": "pipelined(width=2)"}),
+        ("fed", SCADLES),
+        ("rate limited", {**SCADLES, "schedule": "pipelined(width=2)"}),
+        ("truncated", {**SCADLES, "schedule": "delayed(delay=2)", "scaling": "none"}),
+        ("fed", {"sampler": "grouped_importance(rule='paper', groups='bacc', chunk=2, every=2)"}),
+        ("truncated", {"sampler": "grouped_importance(rule='pool', groups='bacc', chunk=2, every=2)"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stream", sorted(jobs.STREAMS))
 def test_what_a_real_run_made_of_its_arrivals_is_made_again(
     pool: Pool, stream: str, parts: dict[str, str]
 ) -> None:
@@ -261,21 +256,18 @@ def test_what_a_real_run_made_of_its_arrivals_is_made_again(
     assert jobs.virtual_streamed(2, replay=decided, **run) == first
 
 
-BACC = "grouped_importance(rule='paper', groups='bacc', chunk=8, every=2"
+BACC = "grouped_importance(groups='bacc', chunk=8, every=2, rule="
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        {"sampler": f"{BACC})"},
-        {"sampler": f"{BACC}, scored_by='gradient_bound')"},
-        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='pool')", "codec": "int8"},
-        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='two')"},
-        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='fill')"},
-        {"sampler": "grouped_importance(groups='bacc', chunk=8, every=2, rule='half')", "codec": "int8"},
-        {"sampler": f"{BACC})", "schedule": "pipelined(width=2)", "codec": "int8"},
-        {"sampler": f"{BACC})", "schedule": "delayed(delay=2)", "codec": "error_feedback(topk(0.1))"},
-        {"sampler": f"{BACC})", "schedule": "local_sgd(sync_every=2)"},
+        {"sampler": f"{BACC}'paper', scored_by='gradient_bound')"},
+        {"sampler": f"{BACC}'pool')", "schedule": "pipelined(width=2)", "codec": "int8"},
+        {"sampler": f"{BACC}'two')", "schedule": "delayed(delay=2)", "codec": "error_feedback(topk(0.1))"},
+        {"sampler": f"{BACC}'fill')"},
+        {"sampler": f"{BACC}'half')", "codec": "int8"},
+        {"sampler": f"{BACC}'paper')", "schedule": "local_sgd(sync_every=2)"},
     ],
     ids=str,
 )
