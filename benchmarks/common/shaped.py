@@ -22,6 +22,7 @@ def in_lab(
     nodes: int,
     module: str,
     *args: str,
+    fair: bool = True,
     congestion_control: str | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Runs a module at every node; what each printed as JSON objects, one a line, in rank order.
@@ -32,7 +33,7 @@ def in_lab(
     """
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(nodes)]
-        lab = stack.enter_context(Lab(network, nodes, congestion_control=congestion_control))
+        lab = stack.enter_context(Lab(network, nodes, congestion_control=congestion_control, fair=fair))
         lab.check()
         command = [sys.executable, "-m", module, *args]
         result = run_job(lab, command, environment(), [output.fileno() for output in outputs])

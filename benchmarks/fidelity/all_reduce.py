@@ -36,6 +36,8 @@ class Options:
     """Of the tensors."""
     only: str = ""
     """Only this algorithm."""
+    fifo: bool = False
+    """First come, first served, in the place of equal shares."""
     congestion_control: str | None = None
     """Of the nodes' TCP; this machine's when not given."""
 
@@ -79,6 +81,7 @@ def run(profile: NetworkProfile, options: Options, runs: list[Any]) -> list[dict
         options.nodes,
         "benchmarks.fidelity.all_reduce_worker",
         json.dumps(runs),
+        fair=not options.fifo,
         congestion_control=options.congestion_control,
     )
     answers = []

@@ -75,6 +75,7 @@ class Lab:
     Args:
       profile: the network.
       nodes: how many nodes.
+      fair: how a capacity is shared; see :class:`farflung.lab.queues.Queues`.
       congestion_control: of the nodes' TCP, as the kernel names it; ``None``: the profile's, or this machine's where
         that names none.
       seed: of jitter and loss.
@@ -90,6 +91,7 @@ class Lab:
         profile: NetworkProfile,
         nodes: int,
         *,
+        fair: bool = True,
         congestion_control: str | None = None,
         seed: int = 0,
     ) -> None:
@@ -98,7 +100,7 @@ class Lab:
         self.nodes = nodes
         self.workers: list[Child | None] = [None] * nodes
         """What runs at each node."""
-        self._queues = Queues(self.profile, seed)
+        self._queues = Queues(self.profile, seed, fair=fair)
         self._largest_packet = _largest_packet(self.profile)
         self.congestion_control = congestion_control or self.profile.congestion or ""
         """Of the nodes' TCP, once they are there."""
@@ -331,7 +333,7 @@ class Lab:
 
 def _largest_packet(profile: NetworkProfile) -> int:
     """The most bytes in one packet, so that the slowest of the fastest links is not held up for long by one."""
-    wiring, nodes = Wiring(profile), range(profile.nodes or 0)
+    wiring, nodes = Wiring(profile), range(profile.node_count)
     if any(link.loss for link in profile.all_links()):
         return SMALLEST  # what is lost is to be one segment
     for src in nodes:

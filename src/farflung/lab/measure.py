@@ -128,7 +128,7 @@ class Measured:
 
 def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
     """Delay of a small packet and bits per second of the links, of every ordered pair; loss takes nothing off them."""
-    wiring, nodes = Wiring(profile, loses=False), range(profile.nodes or 0)
+    wiring, nodes = Wiring(profile, loses=False), range(profile.node_count)
 
     def of(path: Path) -> tuple[float, float]:
         speeds = [capacity_at(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]

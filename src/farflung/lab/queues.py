@@ -70,14 +70,14 @@ class _Queue:
 
     __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, *, fair: bool) -> None:
         self.serving: _Packet | None = None
         self.free_s = -math.inf
         """When the packet in service is through."""
         self.set_capacity(capacity)
         self._waiting: list[tuple[float, int, _Packet]] = []
         self._held: dict[tuple[int, int], float] = {}
-        self._ends: dict[tuple[int, int], float] = {}
+        self._ends: dict[tuple[int, int], float] | None = {} if fair else None
         self._tag = 0.0
         self._sequence = 0
 
@@ -94,8 +94,10 @@ class _Queue:
         if held > self._limit:
             return False
         self._held[key] = held
-        tag = max(self._tag, self._ends.get(key, 0.0))
-        self._ends[key] = tag + bits
+        tag = 0.0
+        if self._ends is not None:
+            tag = max(self._tag, self._ends.get(key, 0.0))
+            self._ends[key] = tag + bits
         self._sequence += 1
         heapq.heappush(self._waiting, (tag, self._sequence, packet))
         return True
@@ -122,11 +124,12 @@ class Queues:
     Args:
       profile: with its number of nodes.
       seed: of jitter and loss.
+      fair: whether ways that share a capacity get equal shares of it; otherwise first come, first served.
     """
 
-    def __init__(self, profile: NetworkProfile, seed: int = 0) -> None:
-        assert profile.nodes is not None
-        wiring, self.nodes, self._seed = Wiring(profile, loses=False), profile.nodes, seed
+    def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
+        self._fair = fair
+        wiring, self.nodes, self._seed = Wiring(profile, loses=False), profile.node_count, seed
         self._ways: dict[tuple[int, int], _Way] = {}
         for src in range(self.nodes):
             for dst in range(self.nodes):
@@ -135,7 +138,7 @@ class Queues:
                     uses = tuple((use.resource, use.times) for use in path.uses)
                     loss = profile.link(src, dst).loss
                     self._ways[src, dst] = _Way(src, dst, uses, path.latency_s, path.jitter_s, loss)
-        self._queues = [_Queue(capacity) for capacity in wiring.capacities]
+        self._queues = [_Queue(capacity, fair=fair) for capacity in wiring.capacities]
         self._events: list[tuple[float, int, int, _Packet | None]] = []
         self._sequence = 0
         self.begin_s = math.inf
@@ -156,7 +159,7 @@ class Queues:
         elif condition.bandwidth_bps < math.inf:
             way.ceiling = len(self._queues)
             way.uses = (*way.uses, (way.ceiling, 1))
-            self._queues.append(_Queue(condition.bandwidth_bps))
+            self._queues.append(_Queue(condition.bandwidth_bps, fair=self._fair))
 
     def arrive(self, now: float, src: int, dst: int, wire_nbytes: int, data: bytes) -> None:
         """A packet sets out.

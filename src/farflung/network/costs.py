@@ -42,7 +42,7 @@ def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     A segment adds up the delays of the links it passes, and a slow link makes all segments wait in line. On links
     that are alike this is :math:`2 (N-1)\, d`.
     """
-    size = _size(profile)
+    size = profile.node_count
     alpha, seconds_per_bit = _ring_links(profile)
     each = seconds_per_bit * 8 * (nbytes / size)
     delays = alpha + each
@@ -57,7 +57,7 @@ def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
     from farflung.network.link import mean_capacity
     from farflung.network.wiring import Wiring
 
-    wiring, size = Wiring(profile), _size(profile)
+    wiring, size = Wiring(profile), profile.node_count
     paths = [wiring.path(rank, (rank + 1) % size) for rank in range(size)]
     loads = Counter[int]()
     for path in paths:
@@ -78,7 +78,7 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
     """
     from farflung.network.wiring import groups_of, loads_s, mesh
 
-    size = _size(profile)
+    size = profile.node_count
     owners = owning(size)
     groups = groups_of(profile, owners)
     shard = nbytes / owners
@@ -118,7 +118,7 @@ def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     """Models an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
     from farflung.network.wiring import groups_of, loads_s, mesh
 
-    groups = groups_of(profile, _size(profile))
+    groups = groups_of(profile, profile.node_count)
     bundles = mesh(groups)
     longest, _ = _delays(profile, groups, bundles, bundles)
     return longest + max(loads_s(profile, groups, bundles, nbytes + side_nbytes).values(), default=0.0)
@@ -149,8 +149,3 @@ def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nby
     each = 8 * nbytes / len(trees)
     busiest = (each * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
     return max(delays) + max(busiest, default=0.0)
-
-
-def _size(profile: NetworkProfile) -> int:
-    assert profile.nodes is not None
-    return profile.nodes

@@ -195,6 +195,12 @@ class NetworkProfile:
         """How many; ``None`` where that is left to :meth:`for_nodes`."""
         return None if any(site.nodes is None for site in self.sites) else self._starts[-1]
 
+    @property
+    def node_count(self) -> int:
+        """The number of nodes of a profile that has one."""
+        assert self.nodes is not None
+        return self.nodes
+
     def for_nodes(self, count: int) -> NetworkProfile:
         """With ``count`` nodes: sites without a number share out the rest evenly, the first ones take what is over.
 

@@ -65,7 +65,6 @@ class Wiring:
     """
 
     def __init__(self, profile: NetworkProfile, *, loses: bool = True) -> None:
-        assert profile.nodes is not None
         self.profile, self._loses = profile, loses
         self.capacities: list[Capacity] = []
         """Of each resource; grows as paths are asked for."""
@@ -164,7 +163,7 @@ def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
       owners: how many own a shard.
     """
     starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
-    bounds = [*sorted(start for start in starts if 0 <= start < _nodes(profile)), _nodes(profile)]
+    bounds = [*sorted(start for start in starts if 0 <= start < profile.node_count), profile.node_count]
     return [
         Group(profile.site_index(first), first, end - first, first < owners)
         for first, end in pairwise(bounds)
@@ -206,8 +205,3 @@ def loads_s(
             seconds = 8 * nbytes * count / mean_capacity(capacity)
             loads[resource] = loads.get(resource, 0.0) + seconds
     return loads
-
-
-def _nodes(profile: NetworkProfile) -> int:
-    assert profile.nodes is not None
-    return profile.nodes
