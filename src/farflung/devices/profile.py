@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -154,10 +154,6 @@ class DeviceProfile:
             "1 or more",
         )
         require(0 < self.cores < math.inf, "cores", self.cores, "above 0")
-
-    def slowed(self, factor: float) -> DeviceProfile:
-        """The same device, slower."""
-        return replace(self, slowdown=self.slowdown * factor)
 
     @property
     def codes_beside(self) -> bool:
