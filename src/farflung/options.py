@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from farflung.errors import ConfigError
 
 __all__ = [
+    "check_factor",
+    "check_seconds",
     "choice_option",
     "flag_option",
     "number_option",
     "part_option",
+    "require",
     "share_option",
     "text_option",
     "whole_option",
@@ -89,3 +92,31 @@ def whole_option(name: str, option: str, value: int, low: int, high: int | None 
     if value < low or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"{low} to {high}"
         raise ConfigError(f"{name}: {option} {value} must be {span}")
+
+
+def require(is_valid: bool, name: str, value: object, what: str) -> None:
+    """A value of a field.
+
+    Raises:
+      ConfigError: it is not valid; says what it must be.
+    """
+    if not is_valid:
+        raise ConfigError(f"{name} = {value}: must be {what}")
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """A duration.
+
+    Raises:
+      ConfigError: below 0, or infinite.
+    """
+    require(0 <= seconds < math.inf, name, seconds, "a number of seconds, 0 or more")
+
+
+def check_factor(name: str, factor: float) -> None:
+    """A factor by which computations take longer.
+
+    Raises:
+      ConfigError: not above 0, or infinite.
+    """
+    require(0 < factor < math.inf, name, factor, "above 0; 2 takes twice as long")

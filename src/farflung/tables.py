@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from farflung.errors import ConfigError
 from farflung.files import toml_of
 
-__all__ = ["Table", "open_toml"]
+__all__ = ["Readers", "Table", "open_toml"]
 
 T = TypeVar("T")
 
@@ -51,11 +53,8 @@ class Table:
             raise self.error(key, value, "must be a list of numbers")
         return tuple(self._as_number(key, one) for one in value)
 
-    def whole(self, key: str) -> int | None:
-        """A whole number, if it is there."""
-        if key not in self:
-            return None
-        value = self._content[key]
+    def whole(self, key: str) -> int:
+        value = self._get(key, None)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, value, "must be a whole number")
         return value
@@ -85,11 +84,9 @@ class Table:
         value = self._get(key, default)
         return value if isinstance(value, str) else self._as_number(key, value)
 
-    def table(self, key: str) -> Table | None:
-        """A table in this one, if it is there."""
-        if key not in self:
-            return None
-        value = self._content[key]
+    def table(self, key: str) -> Table:
+        """A table in this one."""
+        value = self._get(key, None)
         if not isinstance(value, Mapping):
             raise self.error(key, value, "must be a table")
         return Table(f"{self.where}: {key}", value)
@@ -103,6 +100,27 @@ class Table:
             Table(f"{self.where}: {key} {one.get('name', number)}", one)
             for number, one in enumerate(value, start=1)
         ]
+
+    def values(self, kind: type, readers: Readers | None = None, **given: Any) -> dict[str, Any]:
+        """Reads the fields of a dataclass, each by its declared type; a default stands for an absent key.
+
+        Args:
+          kind: the dataclass.
+          readers: what reads a key, by the name of its type, besides numbers, text, flags and lists of numbers; fields
+            of other types are no keys.
+          given: the values of fields that are no keys either.
+        """
+        for field in fields(kind):
+            read = {**_READERS, **(readers or {})}.get(str(field.type).removesuffix(" | None"))
+            if read is None or field.name in given or not field.init:
+                continue
+            if field.name in self or (field.default is MISSING and field.default_factory is MISSING):
+                given[field.name] = read(self, field.name)
+        return given
+
+    def build(self, kind: type[T], readers: Readers | None = None, **given: Any) -> T:
+        """Makes a dataclass of this table; see :meth:`values` and :meth:`make`."""
+        return self.make(partial(kind, **self.values(kind, readers, **given)))
 
     def make(self, build: Callable[[], T]) -> T:
         """What ``build`` makes of this table; an error of its own gets file and table in front.
@@ -138,3 +156,15 @@ class Table:
         except OverflowError:
             raise ConfigError(f"{self.where}: {key}: is too large a number") from None
         raise self.error(key, value, "must be a number")
+
+
+Readers: TypeAlias = "Mapping[str, Callable[[Table, str], Any]]"
+"""By the name of a type, what reads a key's value."""
+_READERS: Readers = {
+    "bool": Table.flag,
+    "float": Table.number,
+    "int": Table.whole,
+    "str": Table.text,
+    "tuple[float, ...]": Table.numbers,
+    "tuple[int, ...]": Table.wholes,
+}

@@ -119,9 +119,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("fashion-mnist/mlp", {}),
         ("fashion-mnist/mlp", {"batch_size": 256, "momentum": 0.0}),
-        ("fashion-mnist/cnn", {}),
         ("fashion-mnist/cnn", {"batch_size": 8, "optimizer": "adam"}),
     ],
 )

@@ -77,7 +77,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 def test_networks_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     rows, table = listed(capsys, "networks")
     assert list(rows) == list(NETWORKS)
-    assert rows["10gbe-4"] == {"name": "10gbe-4", "nodes": 4, "source": NETWORKS["10gbe-4"]().source}
+    assert rows["10gbe-4"] == {"name": "10gbe-4", "nodes": 4, "source": NETWORKS["10gbe-4"].source}
     assert "wifi-10mbps any 10 Mbit/s wifi-50mbps" in table
     devices, table = listed(capsys, "devices")
     assert list(devices) == list(DEVICES)

@@ -34,7 +34,6 @@ def test_seconds_by_kind() -> None:
     assert device.seconds(Cost("optimizer", 0), NOW) == 0.5
     assert device.seconds(Cost("other", 5), NOW) == 0.0
     assert DeviceProfile(forward_s=0.5, backward_s=0.75).seconds(Cost("backward", 2), NOW) == 1.5
-    assert device.slowed(1.5).seconds(Cost("forward", 1), NOW) == 1.875
 
 
 def test_layers_add_up() -> None:
@@ -125,23 +124,6 @@ def test_a_name_is_not_enough() -> None:
         device_profile("v100")
     with pytest.raises(UnknownName, match="unknown device 'phone'"):
         device_profile("phone")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"forward_s": -1.0},
-        {"backward_s": math.nan},
-        {"optimizer_s": math.inf},
-        {"slowdown": 0.0},
-        {"memory_nbytes": 0},
-    ],
-)
-def test_no_such_device(arguments: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"^{next(iter(arguments))} = "):
-        DeviceProfile(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^numel = -1"):
-        Layer(-1, 0.0, 0.0)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from farflung.faults import (
     Fault,
     FaultInjector,
     FaultPlan,
+    Stage,
     Standing,
     load_faults,
 )
@@ -64,7 +65,8 @@ def test_methods_make_the_faults_of_their_names() -> None:
         ({"kind": "lose", "loss": 1.0}, "loss = 1.0: must be a fraction of packets"),
         ({"peer": 2}, "peer = 2: only cut, reset, throttle, lose, restore have one"),
         ({"kind": "cut", "peer": 1}, "peer = 1: must be another rank"),
-        ({"group": (2,)}, "group, one_way: only cut, reset, throttle, lose, restore have them"),
+        ({"group": (2,)}, "group = (2,): only cut, reset, throttle, lose, restore have one"),
+        ({"one_way": True}, "one_way = True: only cut, reset, throttle, lose, restore have one"),
         ({"kind": "cut", "group": (1,)}, "group = [1]: must be other ranks than rank and peer"),
         ({"kind": "reset", "one_way": True}, "one_way: a connection is closed at both ends"),
     ],
@@ -179,10 +181,11 @@ def test_one_line_names_file_and_key(tmp_path: Path, text: str, says: str) -> No
 # --- when -------------------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Stage):
     """A stage that only notes what happens."""
 
     def __init__(self) -> None:
+        super().__init__(4)
         self.struck: list[str] = []
         self.timed: dict[float, Callable[[], None]] = {}
         self.over = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -16,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from farflung.lab._kernel import enter_network, inside
 from tests.forks import Fork, command
 
 T = TypeVar("T")
 
-_CLONE_NEWNET = 0x40000000
 _EVERY_PROTOCOL = 3
 _SO_RCVBUFFORCE = 33
 END_S = 10.0
@@ -48,23 +47,9 @@ class Machine:
         return started
 
     def inside(self, fn: Callable[[], T]) -> T:
-        """Calls ``fn`` there; sockets made by it stay there."""
-        results: list[T | BaseException] = []
-
-        def call() -> None:
-            try:
-                enter(self.name)
-                results.append(fn())
-            except BaseException as error:
-                results.append(error)
-
-        thread = threading.Thread(target=call)  # a thread has a namespace of its own; it ends with the thread
-        thread.start()
-        thread.join()
-        (result,) = results
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        """Calls ``fn`` there; sockets made by it, and threads, stay there."""
+        with Path("/run/netns", self.name).open() as namespace, inside(namespace.fileno()):
+            return fn()
 
     @contextlib.contextmanager
     def eavesdropper(self) -> Iterator[bytearray]:
@@ -109,28 +94,39 @@ class Machine:
 
 
 @contextlib.contextmanager
-def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines that reach each other and nothing else."""
-    stem = f"ff{os.getpid()}"
-    machines = tuple(
-        Machine(f"{stem}{end}", f"10.77.0.{number}", f"{stem}{end}") for number, end in ((1, "a"), (2, "b"))
-    )
-    first, second = machines
+def _made(*machines: Machine) -> Iterator[None]:
+    """Makes the machines' namespaces, which go at the end with all that runs there, and cables with either end."""
     try:
         for machine in machines:
             ip("netns", "add", machine.name)
-        cable = ("type", "veth", "peer", "name", second.cable, "netns", second.name)
-        ip("link", "add", first.cable, "netns", first.name, *cable)
-        for machine in machines:
-            ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.cable)
-            for link in ("lo", machine.cable):
-                ip("-n", machine.name, "link", "set", link, "up")
-        yield first, second
+            ip("-n", machine.name, "link", "set", "lo", "up")
+        yield
     finally:
         for machine in machines:
             machine.end()
-            # The cable goes with either of its ends.
             subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
+
+
+def _lay(*ends: tuple[str, str, str]) -> None:
+    """A cable between two namespaces: for each end the namespace, the interface and its address, where it has one."""
+    (one, first, _), (other, second, _) = ends
+    ip("link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", other)
+    for name, cable, address in ends:
+        if address:
+            ip("-n", name, "address", "add", address, "dev", cable)
+        ip("-n", name, "link", "set", cable, "up")
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Two machines that reach each other and nothing else."""
+    stem = f"ff{os.getpid()}"
+    first, second = (
+        Machine(f"{stem}{end}", f"10.77.0.{number}", f"{stem}{end}") for number, end in ((1, "a"), (2, "b"))
+    )
+    with _made(first, second):
+        _lay(*((machine.name, machine.cable, f"{machine.address}/24") for machine in (first, second)))
+        yield first, second
 
 
 @contextlib.contextmanager
@@ -142,25 +138,15 @@ def around_a_switch(number: int) -> Iterator[tuple[Machine, list[Machine]]]:
     stem = f"ff{os.getpid()}"
     switch = Machine(f"{stem}s", "10.78.0.1", "switch")
     machines = [Machine(f"{stem}-{one}", f"10.78.0.{2 + one}", f"to-{one}") for one in range(number)]
-    try:
-        for machine in (switch, *machines):
-            ip("netns", "add", machine.name)
-            ip("-n", machine.name, "link", "set", "lo", "up")
+    with _made(switch, *machines):
         ip("-n", switch.name, "link", "add", switch.cable, "type", "bridge")
         ip("-n", switch.name, "address", "add", f"{switch.address}/24", "dev", switch.cable)
         ip("-n", switch.name, "link", "set", switch.cable, "up")
         for machine in machines:
-            here = ("link", "add", machine.cable, "netns", switch.name, "type", "veth")
-            ip(*here, "peer", "name", machine.cable, "netns", machine.name)
-            ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.cable)
+            own = machine.name, machine.cable, f"{machine.address}/24"
+            _lay((switch.name, machine.cable, ""), own)
             ip("-n", switch.name, "link", "set", machine.cable, "master", switch.cable)
-            for name in (switch.name, machine.name):
-                ip("-n", name, "link", "set", machine.cable, "up")
         yield switch, machines
-    finally:
-        for machine in (switch, *machines):
-            machine.end()
-            subprocess.run(["ip", "netns", "delete", machine.name], check=False, capture_output=True)
 
 
 HOME, ROUTER = "192.168.1.2", "192.168.1.1"
@@ -201,12 +187,10 @@ def public_and_homes() -> Iterator[tuple[Machine, Home, Home]]:
         Home(f"{stem}{end}", HOME, "wire", router=f"203.0.113.{outside}")
         for end, outside in (("a", 2), ("b", 6))
     ]
-    routers = [f"{home.name}-router" for home in homes]
-    try:
-        for name in (public.name, *routers, *(home.name for home in homes)):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        for number, (home, router) in enumerate(zip(homes, routers, strict=True)):
+    routers = [Machine(f"{home.name}-router", home.router, "out") for home in homes]
+    with _made(public, *routers, *homes):
+        for number, (home, machine) in enumerate(zip(homes, routers, strict=True)):
+            router = machine.name
             provider = f"203.0.113.{1 + 4 * number}"
             _lay((public.name, f"to-{'ab'[number]}", f"{provider}/30"), (router, "out", f"{home.router}/30"))
             _lay((router, "in", f"{ROUTER}/24"), (home.name, home.cable, f"{HOME}/24"))
@@ -215,28 +199,12 @@ def public_and_homes() -> Iterator[tuple[Machine, Home, Home]]:
             ip("netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
             _run("nft", "-f", "-", within=router, said=_RULES)
         yield public, homes[0], homes[1]
-    finally:
-        for machine in (public, *homes):
-            machine.end()
-        for name in (public.name, *routers, *(home.name for home in homes)):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def _lay(*ends: tuple[str, str, str]) -> None:
-    """A cable between two namespaces: for each end the namespace, the interface and its address."""
-    (one, first, _), (other, second, _) = ends
-    ip("link", "add", first, "netns", one, "type", "veth", "peer", "name", second, "netns", other)
-    for name, cable, address in ends:
-        ip("-n", name, "address", "add", address, "dev", cable)
-        ip("-n", name, "link", "set", cable, "up")
 
 
 def enter(name: str) -> None:
     """From here on the calling thread is in the namespace of this name."""
     with Path("/run/netns", name).open() as namespace:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
+        enter_network(namespace.fileno())
 
 
 def _there(name: str, *arguments: str) -> int:

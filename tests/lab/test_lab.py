@@ -179,7 +179,6 @@ def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: P
     assert nothing is None
     assert began_s is not None
     assert result.seconds - began_s > 0.5
-    assert lab.condition(0, 1) == Condition()
     assert (result.lost_packets > 0) == (kind == "cut")
 
 
@@ -222,7 +221,6 @@ def test_packets_are_lost_and_links_slowed_until_restored(lab: Lab, tmp_path: Pa
     result = talk(lab, plan.restore(0, at_s=1.0), 60, tmp_path)
     assert result.exit_codes == (0, 0)
     assert result.lost_packets > 0
-    assert lab.condition(0, 1) == lab.condition(1, 0) == Condition()
 
 
 @pytest.mark.thorough

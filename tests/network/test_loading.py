@@ -145,6 +145,7 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
         ('"cubic"', '"vegas"', "congestion = 'vegas': must be one of bbr, cubic, reno"),
         ('"cubic"', "1", "congestion = 1: must be a string"),
         ('"auto"', "0", "connections = 0.0: must be 1 or more, or auto"),
+        ('"auto"', "inf", "connections = inf: must be 1 or more, or auto"),
         ('"auto"', "true", "connections = True: must be a number"),
         ("loss = 0.001", "loss = 1.5", "link from office to field: loss = 1.5: must be"),
         ("shared = true", "shared = 1", "link from office to field: shared = 1: must be true or false"),

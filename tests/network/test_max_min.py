@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.network import max_min_rates
@@ -28,29 +28,11 @@ def shares(flows: list[Flow], capacities: dict[str, float]) -> list[float]:
 # --- by hand ----------------------------------------------------------------------------------------------------
 
 
-def test_two_flows_halve_a_link() -> None:
-    assert shares([over("a"), over("a")], {"a": 10.0}) == [5.0, 5.0]
-
-
-def test_who_is_held_back_elsewhere_leaves_the_rest() -> None:
-    flows = [over("a"), over("a", "b"), over("a", "b"), over("b")]
-    # b is full at 2 each; a's first flow gets what its other two leave.
-    assert shares(flows, {"a": 10.0, "b": 6.0}) == [6.0, 2.0, 2.0, 2.0]
-
-
 def test_the_parking_lot() -> None:
     """One flow over all links and one on each, Bertsekas & Gallager's example."""
     links = {f"l{k}": 1.0 for k in range(4)} | {"l2": 0.5}
     flows = [over(*links), *(over(link) for link in links)]
     assert shares(flows, links) == [0.25, 0.75, 0.75, 0.25, 0.75]
-
-
-def test_what_crosses_twice_counts_twice() -> None:
-    assert shares([Flow((("air", 2),)), over("air")], {"air": 9.0}) == [3.0, 3.0]
-
-
-def test_an_outage_stops_what_crosses_it_and_nothing_else() -> None:
-    assert shares([over("a"), over("a", "b")], {"a": 2.0, "b": 0.0}) == [2.0, 0.0]
 
 
 def test_one_for_many_gets_the_share_of_each() -> None:
@@ -81,20 +63,14 @@ def used(flows: list[Flow], rates: list[float], resource: str) -> float:
 
 
 @given(networks())
-def test_capacities_are_never_exceeded(network: tuple[list[Flow], dict[str, float]]) -> None:
-    flows, capacities = network
-    rates = shares(flows, capacities)
-    for resource, capacity in capacities.items():
-        assert used(flows, rates, resource) <= capacity * (1 + 1e-12)
-
-
-@given(networks())
 def test_every_flow_has_a_full_resource_where_no_other_gets_more(
     network: tuple[list[Flow], dict[str, float]],
 ) -> None:
     """What defines max-min fairness: a bottleneck for each; work conserving follows."""
     flows, capacities = network
     rates = shares(flows, capacities)
+    for resource, capacity in capacities.items():
+        assert used(flows, rates, resource) <= capacity * (1 + 1e-12)
     for flow, rate in zip(flows, rates, strict=True):
 
         def is_bottleneck(resource: str, rate: float = rate) -> bool:
@@ -114,14 +90,6 @@ def test_the_order_of_the_flows_changes_no_bit(
     random.Random(seed).shuffle(order)
     rates = shares(flows, capacities)
     assert shares([flows[k] for k in order], capacities) == [rates[k] for k in order]
-
-
-@settings(max_examples=20)
-@given(st.integers(2, 8), st.sampled_from([0.3, 1.0, 7.7]), st.sampled_from([0.3, 1.0, 7.7]))
-def test_everybody_to_everybody_shares_evenly(size: int, up: float, down: float) -> None:
-    flows = [over(f"up{a}", f"down{b}") for a in range(size) for b in range(size) if a != b]
-    capacities = {f"up{k}": up for k in range(size)} | {f"down{k}": down for k in range(size)}
-    assert set(shares(flows, capacities)) == {min(up, down) / (size - 1)}
 
 
 def test_no_flows() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from farflung.errors import ConfigError
 from farflung.network import Trace
+from farflung.network.link import scale_capacity
 
 
 def test_steps() -> None:
@@ -86,6 +87,4 @@ def test_what_is_no_trace(arguments: tuple[object, ...], what: str) -> None:
 
 def test_stretched_and_mapped() -> None:
     trace = Trace((0.0, 1.0), (5.0, 2.0), 4.0, "repeat", "cell")
-    assert trace.stretched(2.0).map(lambda bps: 3 * bps) == Trace(
-        (0.0, 2.0), (15.0, 6.0), 8.0, "repeat", "cell"
-    )
+    assert scale_capacity(trace, 3.0, 2.0) == Trace((0.0, 2.0), (15.0, 6.0), 8.0, "repeat", "cell")

@@ -290,11 +290,9 @@ def test_direct_on_a_switch_by_hand() -> None:
     assert collective_s(UP, 4, "ring", 4000) == 6 * (1.0 + 0.5)
 
 
-def test_a_profile_and_a_link_are_one_too_many() -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        VirtualWorld(2, Link(), network=UP)
+def test_a_profile_of_another_number_of_nodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="describes 3 nodes, and 2 are to run"):
-        VirtualWorld(2, network=UP.for_nodes(3))
+        VirtualWorld(2, UP.for_nodes(3))
 
 
 def test_a_run_is_the_same_again_to_the_last_bit() -> None:

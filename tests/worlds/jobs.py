@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farflung.config import Training
@@ -24,10 +25,11 @@ from farflung.reducers import summed_nbytes
 from farflung.seeding import RandomState, derive, generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited
+from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Decision, PoolView, Runtime, Stream, Workload
 from farflung.wall import WallRuntime
-from farflung.workloads import Quadratic, workload
+from farflung.workloads import Classification, Quadratic, workload
 from tests.carrying import Carrying
 from tests.fed import Fed
 from tests.pool import digest, leave_group
@@ -36,9 +38,34 @@ WORKLOAD = "fashion-mnist/cnn"
 
 
 @cache  # the runs of one process share the samples
+def packaged() -> Classification:
+    """A small network on the packaged data, with dropout and augmentation."""
+    work = workload(WORKLOAD, data="packaged")
+    assert isinstance(work, Classification)
+    return work
+
+
+@cache
 def trained() -> Workload:
-    """What is trained: on the packaged data, with dropout and augmentation."""
-    return workload(WORKLOAD, data="packaged")
+    """What is trained: a narrow network on the packaged data, with dropout and augmentation."""
+    return replace(packaged(), network=narrow)
+
+
+def narrow() -> nn.Module:
+    """The workload's layers, of fewer channels: what is compared depends on kinds of layers, not on their width."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(8 * 7 * 7, 16),
+        nn.ReLU(),
+        nn.Linear(16, 10),
+    )
 
 
 def replica(
@@ -79,61 +106,14 @@ async def steps(replica: Replica) -> dict[str, Any]:
     }
 
 
-def wall(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, Any]:
-    """A real replica."""
-    runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
-    try:
-        trained = replica(runtime, **arguments)
-        nbytes = summed_nbytes(trained.parts.reducer, trained.bucket_specs, size)
-        runtime.settle_collective(arguments["parts"].get("collective", "auto"), nbytes)
-        return runtime.run(steps(trained))
-    finally:
-        runtime.close()
-
-
-def wall_whole(
-    rank: int, size: int, store: dist.Store, *, folder: str, **arguments: Any
-) -> tuple[dict[str, Any], list[Decision]]:
-    """A real replica from the beginning to the end: its last event, and what it has decided."""
-    log = DecisionLog()
-    runtime = WallRuntime(rank, size, store, decisions=log)
-    try:
-        return runtime.run(to_the_end(replica(runtime, **arguments), folder)), log.entries
-    finally:
-        runtime.close()
-
-
-def virtual_whole(
-    size: int, *, folder: str, count_evaluation: bool, replay: list[Decision], **arguments: Any
-) -> list[dict[str, Any]]:
-    """All of them in virtual time, by the decisions of the real ones: their last events."""
-    world = VirtualWorld(
-        size,
-        LinkModel(0.003, 5e7),
-        seconds_per_sample=1e-4,
-        count_evaluation=count_evaluation,
-        decisions=DecisionLog(replay=replay),
-    )
-    return world.run([to_the_end(replica(runtime, **arguments), folder) for runtime in world.runtimes])
-
-
 async def to_the_end(replica: Replica, folder: str) -> dict[str, Any]:
-    """A whole run, whose checkpoints go to a folder."""
+    """A whole run, whose checkpoints go to a folder: its last event."""
     told: list[Event] = []
     comm = replica.runtime.comm
     replica.telemetry = Telemetry(comm.rank, told.append)
     replica.checkpoints = Checkpoints(Path(folder), comm.rank, comm.size, leader=comm.rank == 0)
     await replica.run()
     return told[-1]
-
-
-def virtual(size: int, **arguments: Any) -> list[dict[str, Any]]:
-    """All replicas in virtual time, on links slow enough that exchanges overlap backward."""
-    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4)
-    replicas = [replica(runtime, **arguments) for runtime in world.runtimes]
-    nbytes = summed_nbytes(replicas[0].parts.reducer, replicas[0].bucket_specs, size)
-    world.settle_collective(arguments["parts"].get("collective", "auto"), nbytes)
-    return world.run([steps(one) for one in replicas])
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -174,15 +154,10 @@ def _by_ddp(rank: int, size: int, steps: int, batch_size: int, named: str) -> di
     return {name: value.clone() for name, value in model.module.state_dict().items()}
 
 
-def farflung_parameters(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, torch.Tensor]:
-    """The parameters that a real replica ends with."""
-    runtime = WallRuntime(rank, size, store, native=arguments["parts"].get("collective") == "native")
-    try:
-        one = replica(runtime, **arguments)
-        runtime.run(steps(one))
-        return {name: value.cpu().clone() for name, value in one.model.state_dict().items()}
-    finally:
-        runtime.close()
+async def parameters(replica: Replica) -> dict[str, torch.Tensor]:
+    """Trains; the parameters at the end."""
+    await steps(replica)
+    return {name: value.cpu().clone() for name, value in replica.model.state_dict().items()}
 
 
 AT_ONCE = {"STEPS": 5, "ON": 0.0, "OFF": 0.0}
@@ -190,8 +165,11 @@ AT_ONCE = {"STEPS": 5, "ON": 0.0, "OFF": 0.0}
 
 
 def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
-    """A replica that scores samples of its own in its waits, on the packaged data."""
-    work, rank, size = trained(), runtime.comm.rank, runtime.comm.size
+    """A replica that scores samples of its own in its waits, on the packaged data.
+
+    With the whole network: a narrow one scores so fast that a wait on a busy machine has thousands of scores.
+    """
+    work, rank, size = packaged(), runtime.comm.rank, runtime.comm.size
     training = Training.resolve(work.defaults, {"steps": steps, "batch_size": 8, "seed": 3})
     made = recipe("synchronous").but(**parts).parts(training.seed, rank)
     # Shares of unlike size.
@@ -200,43 +178,20 @@ def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
     return Replica(runtime, work, training, made, Telemetry(rank), share=share)
 
 
-def wall_scored(
-    rank: int,
-    size: int,
-    store: dist.Store,
-    *,
-    replay: list[Decision] | None = None,
-    choosing: dict[str, float] | None = None,
-    **arguments: Any,
-) -> tuple[dict[str, Any], list[Decision]]:
-    """A real replica that scores, and what it has decided."""
-    log = DecisionLog(replay=replay)
-    runtime = WallRuntime(rank, size, store, decisions=log)
-    try:
-        with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
-            return runtime.run(steps(scored(runtime, **arguments))), log.entries
-    finally:
-        runtime.close()
-
-
-def virtual_scored(
-    size: int, *, replay: list[Decision], choosing: dict[str, float] | None = None, **arguments: Any
-) -> list[tuple[dict[str, Any], list[Decision]]]:
-    """All of them in virtual time, by the decisions of the real ones."""
-    log = DecisionLog(replay=replay)
-    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
-    with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
-        found = world.run([steps(scored(runtime, **arguments)) for runtime in world.runtimes])
-    mine = [[d for d in log.entries if rank == (d.rank or 0)] for rank in range(size)]
-    return list(zip(found, mine, strict=True))
-
-
-def streamed(runtime: Runtime, stream: Stream, parts: dict[str, str], steps: int) -> Replica:
+def streamed(runtime: Runtime, stream: str, parts: dict[str, str], steps: int) -> Replica:
     """A replica whose samples arrive, on a small quadratic."""
     work = Quadratic(dim=6, samples=64)
     training = Training(steps=steps, batch_size=4, learning_rate=0.05, seed=3)
     made = recipe("synchronous").but(**parts).parts(training.seed)
-    return Replica(runtime, work, training, replace(made, stream=stream), Telemetry(runtime.comm.rank))
+    made = replace(made, stream=STREAMS[stream](runtime.comm.rank))
+    return Replica(runtime, work, training, made, Telemetry(runtime.comm.rank))
+
+
+async def closed(replica: Replica) -> dict[str, Any]:
+    """Trains, and closes the stream."""
+    found = await steps(replica)
+    replica.parts.stream.close()
+    return found
 
 
 def rate_limited(rank: int) -> Stream:
@@ -260,40 +215,6 @@ def fed(rank: int) -> Stream:
 
 
 STREAMS = {"rate limited": rate_limited, "truncated": truncated, "fed": fed}
-
-
-def wall_streamed(
-    rank: int,
-    size: int,
-    store: dist.Store,
-    *,
-    stream: str,
-    replay: list[Decision] | None = None,
-    **arguments: Any,
-) -> tuple[dict[str, Any], list[Decision]]:
-    """A real replica whose samples arrive, and what it has decided."""
-    log = DecisionLog(replay=replay)
-    runtime = WallRuntime(rank, size, store, decisions=log)
-    try:
-        one = streamed(runtime, STREAMS[stream](rank), **arguments)
-        found = runtime.run(steps(one))
-        one.parts.stream.close()
-        return found, log.entries
-    finally:
-        runtime.close()
-
-
-def virtual_streamed(
-    size: int, *, stream: str, replay: list[Decision], **arguments: Any
-) -> list[tuple[dict[str, Any], list[Decision]]]:
-    """All of them in virtual time, by the decisions of the real ones."""
-    log = DecisionLog(replay=replay)
-    world = VirtualWorld(size, LinkModel(0.003, 5e7), seconds_per_sample=1e-4, decisions=log)
-    replicas = [streamed(r, STREAMS[stream](r.comm.rank), **arguments) for r in world.runtimes]
-    found = world.run([steps(each) for each in replicas])
-    for each in replicas:
-        each.parts.stream.close()
-    return [(result, [d for d in log.entries if d.rank == rank]) for rank, result in enumerate(found)]
 
 
 def resharded(runtime: Runtime, parts: dict[str, Any], count: int) -> Replica:
@@ -320,16 +241,66 @@ async def moved(replica: Replica) -> dict[str, Any]:
     return {**found, "held": held, "known": known, "sent": replica.sent_nbytes}
 
 
-def wall_resharded(rank: int, size: int, store: dist.Store, **arguments: Any) -> dict[str, Any]:
-    """A real replica whose samples change owner."""
-    runtime = WallRuntime(rank, size, store)
+KINDS: dict[str, tuple[Callable[..., Replica], Callable[[Replica], Coroutine[Pending[Any], None, Any]]]] = {
+    "plain": (replica, steps),
+    "parameters": (replica, parameters),
+    "scored": (scored, steps),
+    "streamed": (streamed, closed),
+    "resharded": (resharded, moved),
+}
+"""By name, what makes a replica and what drives it."""
+End = tuple[dict[str, Any], list[Decision]]
+
+
+def wall(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    kind: str = "plain",
+    folder: str = "",
+    replay: list[Decision] | None = None,
+    choosing: dict[str, float] | None = None,
+    **arguments: Any,
+) -> End:
+    """A real replica, and what it has decided; a whole run where it has a folder."""
+    log, collective = DecisionLog(replay=replay), arguments["parts"].get("collective")
+    runtime = WallRuntime(rank, size, store, native=collective == "native", decisions=log)
+    make, drive = KINDS[kind]
     try:
-        return runtime.run(moved(resharded(runtime, **arguments)))
+        one = make(runtime, **arguments)
+        if collective == "auto":
+            runtime.settle_collective(collective, summed_nbytes(one.parts.reducer, one.bucket_specs, size))
+        with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
+            return runtime.run(to_the_end(one, folder) if folder else drive(one)), log.entries
     finally:
         runtime.close()
 
 
-def virtual_resharded(size: int, **arguments: Any) -> list[dict[str, Any]]:
-    """All of them in virtual time."""
-    world = VirtualWorld(size, LinkModel(0.003, 5e5), seconds_per_sample=1e-4)
-    return world.run([moved(resharded(runtime, **arguments)) for runtime in world.runtimes])
+def virtual(
+    size: int,
+    *,
+    kind: str = "plain",
+    folder: str = "",
+    replay: list[Decision] | None = None,
+    choosing: dict[str, float] | None = None,
+    count_evaluation: bool = False,
+    **arguments: Any,
+) -> list[End]:
+    """All replicas in virtual time, by the decisions of real ones, on links so slow that exchanges overlap backward."""
+    log, collective = DecisionLog(replay=replay), arguments["parts"].get("collective")
+    world = VirtualWorld(
+        size,
+        LinkModel(0.003, 5e7),
+        seconds_per_sample=1e-4,
+        count_evaluation=count_evaluation,
+        decisions=log,
+    )
+    make, drive = KINDS[kind]
+    made = [make(runtime, **arguments) for runtime in world.runtimes]
+    if collective == "auto":
+        world.settle_collective(collective, summed_nbytes(made[0].parts.reducer, made[0].bucket_specs, size))
+    with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
+        found = world.run([to_the_end(one, folder) if folder else drive(one) for one in made])
+    mine = [[d for d in log.entries if rank == (d.rank or 0)] for rank in range(size)]
+    return list(zip(found, mine, strict=True))

@@ -144,18 +144,6 @@ def test_on_the_wall(expected: list[tuple[list[Any], int]], tmp_path: Path) -> N
     assert on_the_wall(tmp_path) == expected
 
 
-def test_a_view_that_is_whole_ends_with_its_first_loss() -> None:
-    async def body(runtime: Runtime) -> Payload:
-        if runtime.comm.rank == VICTIM:
-            await runtime.sleep_until(9.0)
-        return await runtime.comm.recv((runtime.comm.rank + 1) % SIZE, tag(SUMS))
-
-    plan = FaultPlan().crash(VICTIM, at_s=1.0)
-    world = VirtualWorld(SIZE, LinkModel(0.01), faults=plan)
-    with pytest.raises(PeerLost, match=f"lost rank {VICTIM}"):
-        world.run([body(runtime) for runtime in world.runtimes])
-
-
 def test_who_has_ended_is_gone_for_the_others_in_virtual_time() -> None:
     async def body(runtime: Runtime) -> tuple[int, str]:
         comm = runtime.comm

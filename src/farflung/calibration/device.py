@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farflung.calibration.coding import CodingTask, coding_points, tensors_like
 from farflung.calibration.probes import message_costs, peak_nbytes, whole_steps_s
@@ -123,20 +123,21 @@ def calibrate(
                 watched = [step.run() for _ in range(rounds)]
             whole_s = whole_steps_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
             rates = _rates(coding, step.specs, max(1, rounds // ROUNDS_EACH), clock, sharing, begins)
-        predicted = step.predicted_nbytes()
+        predicted, layers_of = step.predicted_nbytes(), step.layers
         del step
         measured = peak_nbytes(lambda: _two_steps(work, train, training, clock))
     size = training.batch_size
     forward = Spread.of([one.forward_s / size for one in taken])
     backward = Spread.of([one.backward_s / size for one in taken])
     optimizer = Spread.of([one.optimizer_s for one in taken])
-    found = watched[0].layers
     shares = zip(
         _medians([one.layers_forward_s for one in watched], forward.median),
         _medians([one.layers_backward_s for one in watched], backward.median),
         strict=True,
     )
-    layers = tuple(Layer(numel, fore, back) for (_, numel), (fore, back) in zip(found, shares, strict=True))
+    layers = tuple(
+        Layer(numel, fore, back) for (_, numel), (fore, back) in zip(layers_of, shares, strict=True)
+    )
     passes_s = size * (forward.median + backward.median) + optimizer.median
     device = DeviceProfile(
         name,
@@ -147,7 +148,15 @@ def calibrate(
         step_s=max(0.0, whole_s - passes_s),
     )
     return Calibration(
-        device, tuple(n for n, _ in found), size, rounds, forward, backward, optimizer, predicted, measured
+        device,
+        tuple(name for name, _ in layers_of),
+        size,
+        rounds,
+        forward,
+        backward,
+        optimizer,
+        predicted,
+        measured,
     )
 
 
@@ -185,28 +194,14 @@ def _medians(rounds: Sequence[Sequence[float]], whole: float) -> list[float]:
     return [whole * one / total if total else whole / len(medians) for one in medians]
 
 
-@dataclass(slots=True)
-class _Taken:
+class _Taken(NamedTuple):
     """One step: seconds of its passes and, where it was watched, of each layer in them."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float
-    layers: list[tuple[str, int]]
     layers_forward_s: list[float]
     layers_backward_s: list[float]
-
-
-@dataclass(slots=True)
-class _Watched:
-    name: str
-    parameters: list[nn.Parameter]
-    forward_at: float = 0.0
-    backward_at: float = 0.0
-
-    @property
-    def numel(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
 
 
 class _Step:
@@ -220,7 +215,10 @@ class _Step:
         self._model = work.model(generator(training.seed, "model"))
         self._optimizer = training.make_optimizer(self._model.parameters())
         self._buckets = GradientBuckets(self._model.named_parameters())
-        self._watched: list[_Watched] = []
+        self.layers: list[tuple[str, int]] = []
+        """Names and numbers of parameters of the layers that are watched."""
+        self._forward_at: list[float] = []
+        self._backward_at: list[float] = []
 
     def run(self) -> _Taken:
         clock = self._clock
@@ -233,10 +231,9 @@ class _Step:
         self._optimizer.step()
         end = clock()
         self._buckets.clear()
-        fore = _between([one.forward_at for one in self._watched], begin, forward)
-        back = _between([one.backward_at for one in reversed(self._watched)], forward, backward)
-        layers = [(one.name, one.numel) for one in self._watched]
-        return _Taken(forward - begin, backward - forward, end - backward, layers, fore, back[::-1])
+        fore = _between(self._forward_at, begin, forward)
+        back = _between(self._backward_at[::-1], forward, backward)
+        return _Taken(forward - begin, backward - forward, end - backward, fore, back[::-1])
 
     def _loss(self) -> Tensor:
         return self._work.loss(self._model, self._batch).mean()
@@ -244,27 +241,32 @@ class _Step:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Within it, layers note when they were through."""
-        hooks = []
-        for module, layer in _layers(self._model):
-            self._watched.append(layer)
-            hooks.append(module.register_forward_hook(lambda *_, layer=layer: self._note_forward(layer)))
+        hooks, seen = [], set[int]()
+
+        def note(times: list[float], index: int) -> None:
+            times[index] = self._clock()
+
+        for name, module in self._model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+            seen.update(map(id, own))  # tied parameters count once
+            if not own:
+                continue
+            index = len(self.layers)
+            self.layers.append((name or "model", sum(parameter.numel() for parameter in own)))
+            self._forward_at.append(0.0)
+            self._backward_at.append(0.0)
+            hooks.append(module.register_forward_hook(lambda *_, index=index: note(self._forward_at, index)))
             hooks += [
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, layer=layer: self._note_backward(layer)
+                    lambda _, index=index: note(self._backward_at, index)
                 )
-                for parameter in layer.parameters
+                for parameter in own
             ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _note_forward(self, layer: _Watched) -> None:
-        layer.forward_at = self._clock()
-
-    def _note_backward(self, layer: _Watched) -> None:
-        layer.backward_at = self._clock()
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -294,17 +296,7 @@ def _two_steps(work: Workload, train: Dataset, training: Training, clock: Callab
     step.run()
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, _Watched]]:
-    """The modules with trained parameters of their own, in the order of registration; tied ones count once."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
-        seen.update(map(id, own))
-        if own:
-            yield module, _Watched(name or "model", own)
-
-
-def _between(ends: Iterable[float], begin: float, end: float) -> list[float]:
+def _between(ends: Sequence[float], begin: float, end: float) -> list[float]:
     """How long each took that was through at these times, one after the other; the last takes what is left."""
     found: list[float] = []
     before = begin

@@ -185,20 +185,13 @@ def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
             )
         finally:
             list(both.map(WallRuntime.close, runtimes))
-    fixed_s = statistics.median(one.threads_s for one in small)
-    more_s = statistics.median(one.all_s for one in large) - statistics.median(one.all_s for one in small)
-    return fixed_s, max(0.0, more_s) / (LARGE_NBYTES - SMALL_NBYTES)
+    fixed_s, small_s = map(statistics.median, zip(*small, strict=True))
+    _, large_s = map(statistics.median, zip(*large, strict=True))
+    return fixed_s, max(0.0, large_s - small_s) / (LARGE_NBYTES - SMALL_NBYTES)
 
 
-class _Taken(NamedTuple):
-    """Processor seconds at one end of a message: of the communication threads, and of all."""
-
-    threads_s: float
-    all_s: float
-
-
-def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> _Taken:
-    """Of one of ``count`` messages to and fro."""
+def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
+    """Processor seconds at one end of each of ``count`` messages: of the communication threads, and of all."""
     payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
 
     async def replica(comm: Communicator) -> None:
@@ -215,4 +208,4 @@ def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int
     before = taken()
     for task in [runtime.launch(replica(runtime.comm)) for runtime in runtimes]:
         task.wait()
-    return _Taken(*((after - then) / (2 * count) for after, then in zip(taken(), before, strict=True)))
+    return [(after - then) / (2 * count) for after, then in zip(taken(), before, strict=True)]

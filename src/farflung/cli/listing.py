@@ -224,7 +224,7 @@ def _networks() -> Listing:
     from farflung.network import NETWORKS
 
     def row(name: str) -> Row:
-        profile = NETWORKS[name]()
+        profile = NETWORKS[name]
         return {"name": name, "nodes": profile.nodes or "any", "source": profile.source}
 
     def cells(row: dict[str, Any]) -> dict[str, str]:

@@ -51,8 +51,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from farflung.devices.profile import CodingRates, DeviceProfile, Layer, Points
-from farflung.devices.stragglers import Occasional, Scheduled, Straggler, Varying
+from farflung.devices.stragglers import Occasional, Scheduled, Varying
 from farflung.errors import ConfigError, UnknownName
+from farflung.files import naming
+from farflung.options import require
 from farflung.tables import Table, open_toml
 
 __all__ = ["DEVICES", "Device", "coding_source", "device_profile", "device_toml", "load_device"]
@@ -114,13 +116,15 @@ def device_profile(name: str, *, forward_flops: float | None = None) -> DevicePr
         return load_device(Path(name), forward_flops=forward_flops)
     if name not in DEVICES:
         raise UnknownName("device", name, [*DEVICES, "a file ending in .toml"])
-    device = DEVICES[name]
+    device, reference = DEVICES[name], _reference().coding
+    assert reference is not None
+    times = _times_reference(device)
     return DeviceProfile(
         name,
         _forward_s(name, SUSTAINED * device.peak_flops, forward_flops),
         memory_nbytes=device.memory_nbytes,
         source=f"{device.source} {SUSTAINED:.0%} of the peak: our choice. {coding_source(device)}",
-        coding=_coding_of(device),
+        coding=reference.scaled(times, max(1.0, times)),
         cores=CORES,
     )
 
@@ -145,12 +149,6 @@ def _times_reference(device: Device) -> float:
     return 1 / (SUSTAINED * device.peak_flops * _reference().forward_s)
 
 
-def _coding_of(device: Device) -> CodingRates:
-    reference, times = _reference().coding, _times_reference(device)
-    assert reference is not None
-    return reference.scaled(times, max(1.0, times))
-
-
 def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProfile:
     """Reads a device; the format is at the top of this module.
 
@@ -158,42 +156,23 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
       ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
     """
     top = open_toml(path)
-    name = top.text("name", path.stem)
-    layers = tuple(_layer(one) for one in top.tables("layer"))
+    layers = tuple(one.build(Layer) for one in top.tables("layer"))
     if "flops_per_s" in top:
-        forward = _forward_s(str(path), top.number("flops_per_s"), forward_flops)
+        forward_s = _forward_s(str(path), top.number("flops_per_s"), forward_flops)
     else:
-        forward = top.number("forward_s", 0.0 if layers else None)
-    backward = top.number("backward_s") if "backward_s" in top else None
-    optimizer, step, slowdown, memory, cores = (
-        top.number("optimizer_s", 0.0),
-        top.number("step_s", 0.0),
-        top.number("slowdown", 1.0),
-        top.whole("memory_nbytes"),
-        top.number("cores", 2.0),
-    )
-    operations = _operations(top.tables("coding"))
-    messages = {key: top.number(key) for key in _MESSAGES if key in top}
-    stragglers: tuple[Straggler, ...] = (
-        *(_occasional(one) for one in top.tables("occasional")),
-        *(_varying(one) for one in top.tables("varying")),
-        *(_scheduled(one) for one in top.tables("scheduled")),
-    )
-    return top.make(
-        lambda: DeviceProfile(
-            name,
-            forward,
-            backward,
-            optimizer,
-            layers,
-            slowdown,
-            stragglers,
-            memory,
-            str(path),
-            CodingRates(operations, **messages) if operations or messages else None,
-            cores,
-            step,
-        )
+        forward_s = top.number("forward_s", 0.0 if layers else None)
+    rates = top.values(CodingRates, operations=_operations(top.tables("coding")))
+    with naming(path):
+        coding = CodingRates(**rates) if rates["operations"] or len(rates) > 1 else None
+    stragglers = {"occasional": Occasional, "varying": Varying, "scheduled": Scheduled}
+    return top.build(
+        DeviceProfile,
+        name=top.text("name", path.stem),
+        forward_s=forward_s,
+        layers=layers,
+        stragglers=tuple(one.build(kind) for key, kind in stragglers.items() for one in top.tables(key)),
+        source=str(path),
+        coding=coding,
     )
 
 
@@ -235,14 +214,6 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
     return "\n".join(lines) + "\n"
 
 
-def _layer(table: Table) -> Layer:
-    numel = table.whole("numel")
-    if numel is None:
-        raise ConfigError(f"{table.where}: numel is missing")
-    forward, backward = table.number("forward_s"), table.number("backward_s")
-    return table.make(lambda: Layer(numel, forward, backward))
-
-
 def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
     found: dict[tuple[str, str], Points] = {}
     for table in tables:
@@ -260,25 +231,8 @@ def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
     return found
 
 
-def _occasional(table: Table) -> Occasional:
-    probability, factor = table.number("probability"), table.number("factor")
-    return table.make(lambda: Occasional(probability, factor))
-
-
-def _varying(table: Table) -> Varying:
-    spread = table.number("spread")
-    return table.make(lambda: Varying(spread))
-
-
-def _scheduled(table: Table) -> Scheduled:
-    begin, end, factor = table.number("begin_s"), table.number("end_s"), table.number("factor")
-    ranks = table.wholes("ranks") if "ranks" in table else ()
-    return table.make(lambda: Scheduled(begin, end, factor, ranks))
-
-
 def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:
-    if not 0 < flops_per_s < math.inf:
-        raise ConfigError(f"{where}: flops_per_s = {flops_per_s}: must be above 0")
+    require(0 < flops_per_s < math.inf, f"{where}: flops_per_s", flops_per_s, "above 0")
     if forward_flops is None:
         raise ConfigError(f"{where}: known by its operations per second: give the model's forward_flops too")
     return forward_flops / flops_per_s

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from farflung.devices.stragglers import Moment, Straggler
 from farflung.errors import ConfigError
+from farflung.options import check_factor, check_seconds, require
 from farflung.types import CodingCost, Cost
 
-__all__ = ["CodingRates", "DeviceProfile", "Layer", "Points", "check_seconds"]
+__all__ = ["CodingRates", "DeviceProfile", "Layer", "Points"]
 
 
 Points: TypeAlias = "tuple[tuple[int, float], ...]"
@@ -43,10 +44,8 @@ class CodingRates:
     def __post_init__(self) -> None:
         for points in self.operations.values():
             sizes, seconds = [numel for numel, _ in points], [one for _, one in points]
-            if not sizes or sizes[0] < 1 or any(low >= high for low, high in pairwise(sizes)):
-                raise ConfigError(
-                    f"numel = {sizes}: must be whole numbers above 0, each above the one before"
-                )
+            rises = bool(sizes) and sizes[0] >= 1 and all(low < high for low, high in pairwise(sizes))
+            require(rises, "numel", sizes, "whole numbers above 0, each above the one before")
             if not all(0 < one < math.inf for one in seconds):
                 raise ConfigError(f"seconds = {seconds}: each must be above 0")
         for name in ("message_s", "copy_s_per_byte", "encrypt_s_per_byte"):
@@ -82,16 +81,6 @@ class CodingRates:
         raise AssertionError("points are sorted")
 
 
-def check_seconds(name: str, seconds: float) -> None:
-    """A time that passes.
-
-    Raises:
-      ConfigError: below 0, or infinite.
-    """
-    if not (seconds >= 0 and math.isfinite(seconds)):
-        raise ConfigError(f"{name} = {seconds}: must be a number of seconds, 0 or more")
-
-
 BACKWARD_OVER_FORWARD = 2.0
 """A backward pass takes two products of the size of the forward pass's one: by weights and by inputs."""
 
@@ -111,8 +100,7 @@ class Layer:
     backward_s: float
 
     def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise ConfigError(f"numel = {self.numel}: must be 0 or more")
+        require(self.numel >= 0, "numel", self.numel, "0 or more")
         check_seconds("forward_s", self.forward_s)
         check_seconds("backward_s", self.backward_s)
 
@@ -156,20 +144,16 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         if self.layers and (self.forward_s or self.backward_s is not None):
             raise ConfigError("layers: give them or forward_s and backward_s, not both")
-        check_seconds("forward_s", self.forward_s)
-        check_seconds("backward_s", self.backward_s or 0.0)
-        check_seconds("optimizer_s", self.optimizer_s)
-        check_seconds("step_s", self.step_s)
-        if not (self.slowdown > 0 and math.isfinite(self.slowdown)):
-            raise ConfigError(f"slowdown = {self.slowdown}: must be above 0; 2 takes twice as long")
-        if self.memory_nbytes is not None and self.memory_nbytes < 1:
-            raise ConfigError(f"memory_nbytes = {self.memory_nbytes}: must be 1 or more")
-        if not (self.cores > 0 and math.isfinite(self.cores)):
-            raise ConfigError(f"cores = {self.cores}: must be above 0")
-
-    def slowed(self, factor: float) -> DeviceProfile:
-        """The same device, slower."""
-        return replace(self, slowdown=self.slowdown * factor)
+        for name in ("forward_s", "backward_s", "optimizer_s", "step_s"):
+            check_seconds(name, getattr(self, name) or 0.0)
+        check_factor("slowdown", self.slowdown)
+        require(
+            self.memory_nbytes is None or self.memory_nbytes >= 1,
+            "memory_nbytes",
+            self.memory_nbytes,
+            "1 or more",
+        )
+        require(0 < self.cores < math.inf, "cores", self.cores, "above 0")
 
     @property
     def codes_beside(self) -> bool:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from farflung.errors import ConfigError
 from farflung.noise import uniform
+from farflung.options import check_factor, require
 
 __all__ = ["Moment", "Occasional", "Scheduled", "Straggler", "Varying"]
 
@@ -53,9 +53,8 @@ class Occasional:
     factor: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1:
-            raise ConfigError(f"probability = {self.probability}: must be in [0, 1]")
-        _check_factor("factor", self.factor)
+        require(0 <= self.probability <= 1, "probability", self.probability, "in [0, 1]")
+        check_factor("factor", self.factor)
 
     def slowdown(self, moment: Moment) -> float:
         drawn = uniform(moment.seed, 1, moment.rank, moment.step)
@@ -78,8 +77,7 @@ class Varying:
     spread: float
 
     def __post_init__(self) -> None:
-        if not (self.spread >= 0 and math.isfinite(self.spread)):
-            raise ConfigError(f"spread = {self.spread}: must be 0 or more")
+        require(0 <= self.spread < math.inf, "spread", self.spread, "0 or more")
 
     def slowdown(self, moment: Moment) -> float:
         return 1.0 - self.spread * math.log1p(-uniform(moment.seed, 2, moment.rank, moment.step))
@@ -105,15 +103,10 @@ class Scheduled:
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.begin_s < self.end_s:
-            raise ConfigError(f"begin_s = {self.begin_s}: must be 0 or more, and before end_s = {self.end_s}")
-        _check_factor("factor", self.factor)
+        before = f"0 or more, and before end_s = {self.end_s}"
+        require(0 <= self.begin_s < self.end_s, "begin_s", self.begin_s, before)
+        check_factor("factor", self.factor)
 
     def slowdown(self, moment: Moment) -> float:
         concerned = not self.ranks or moment.rank in self.ranks
         return self.factor if concerned and self.begin_s <= moment.now_s < self.end_s else 1.0
-
-
-def _check_factor(name: str, factor: float) -> None:
-    if not (factor > 0 and math.isfinite(factor)):
-        raise ConfigError(f"{name} = {factor}: must be above 0; 2 takes twice as long")

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from farflung.faults.plan import BETWEEN_TWO, Fault, FaultPlan
 from farflung.telemetry import Event
@@ -100,28 +100,77 @@ class Standing:
             yield fault.rank
 
 
-class Stage(Protocol):
-    """A world in which things go wrong."""
+class Stage:
+    """A world in which things go wrong: its replicas, and the ways between them.
+
+    Args:
+      size: how many replicas.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.standing = size, Standing(size)
 
     def now(self) -> float:
         """Seconds since the first step began."""
-        ...
+        raise NotImplementedError
 
     def at(self, t: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` when ``t`` seconds have passed since then."""
-        ...
-
-    def strike(self, fault: Fault) -> None:
-        """Makes a fault happen, now."""
-        ...
-
-    def undo(self, fault: Fault) -> None:
-        """The time of a fault that has happened is over."""
-        ...
+        raise NotImplementedError
 
     def is_over(self) -> bool:
         """Returns True once every replica that was left has come to its end."""
-        ...
+        raise NotImplementedError
+
+    def crash(self, rank: int) -> None:
+        """Ends a replica at once."""
+        raise NotImplementedError
+
+    def leave(self, rank: int) -> None:
+        """Has a replica announce its leave and end."""
+        raise NotImplementedError
+
+    def join(self, rank: int) -> None:
+        """Admits a replica; does nothing if it is present."""
+        raise NotImplementedError
+
+    def reset(self, rank: int, peer: int) -> None:
+        """Closes the connections of a replica to a peer, at its end."""
+        raise NotImplementedError
+
+    def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
+        """Changes the way from one rank to another."""
+        raise NotImplementedError
+
+    def hang(self, rank: int, hangs: bool) -> None:
+        """Has a replica stand still, or go on."""
+        raise NotImplementedError
+
+    def strike(self, fault: Fault) -> None:
+        """Makes a fault happen, now."""
+        of_replicas = {"crash": self.crash, "leave": self.leave, "join": self.join}
+        if fault.kind in of_replicas:
+            of_replicas[fault.kind](fault.rank)
+        elif fault.kind == "reset":
+            for way in fault.ways(self.size):
+                self.reset(*way)
+        else:
+            self._change(fault, self.standing.begin)
+
+    def undo(self, fault: Fault) -> None:
+        """Ends a fault whose time is over."""
+        self._change(fault, self.standing.end)
+
+    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
+        """Has replica and ways feel what a fault's beginning or end changes."""
+        standing, rank, ways = self.standing, fault.rank, list(fault.ways(self.size))
+        hung, conditions = standing.hangs(rank), [standing.condition(*way) for way in ways]
+        how(fault)
+        for way, before in zip(ways, conditions, strict=True):
+            if (now := standing.condition(*way)) != before:
+                self.change(*way, before, now)
+        if standing.hangs(rank) != hung:
+            self.hang(rank, not hung)
 
 
 class FaultInjector:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing_extensions import override
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
-from farflung.tables import Table, open_toml
+from farflung.options import check_factor, require
+from farflung.tables import open_toml
 
 __all__ = ["FAULTS", "Fault", "FaultPlan", "load_faults"]
 
@@ -76,45 +77,53 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
             raise UnknownName("fault", self.kind, FAULTS)
-        if self.rank < 0:
-            raise ConfigError(f"rank = {self.rank}: must be 0 or more")
+        require(self.rank >= 0, "rank", self.rank, "0 or more")
         if (self.at_step is None) == (self.at_s is None):
             raise ConfigError("at_step, at_s: give one of them")
-        if self.at_step is not None and self.at_step < 0:
-            raise ConfigError(f"at_step = {self.at_step}: must be 0 or more")
-        if self.at_s is not None and not (self.at_s >= 0 and math.isfinite(self.at_s)):
-            raise ConfigError(
-                f"at_s = {self.at_s}: must be a number of seconds, 0 or more; the first step begins at 0, and nothing "
-                "goes wrong before"
-            )
+        require((self.at_step or 0) >= 0, "at_step", self.at_step, "0 or more")
+        require(
+            0 <= (self.at_s or 0.0) < math.inf,
+            "at_s",
+            self.at_s,
+            "a number of seconds, 0 or more; the first step begins at 0, and nothing goes wrong before",
+        )
         for kind, name in PARAMETERS.items():
             value = getattr(self, name)
             if (value is None) == (self.kind == kind):
                 raise ConfigError(f"{name} = {value}: {kind} needs one, and nothing else has one")
-        if self.factor is not None and not (self.factor > 0 and math.isfinite(self.factor)):
-            raise ConfigError(f"factor = {self.factor}: must be above 0; 2 takes twice as long")
-        if self.bandwidth_bps is not None and not self.bandwidth_bps > 0:
-            raise ConfigError(
-                f"bandwidth_bps = {self.bandwidth_bps}: must be above 0, in bits per second; cut lets nothing pass"
-            )
-        if self.loss is not None and not 0 <= self.loss < 1:
-            raise ConfigError(f"loss = {self.loss}: must be a fraction of packets, at least 0 and below 1")
-        if self.peer is not None and self.kind not in BETWEEN_TWO:
-            raise ConfigError(f"peer = {self.peer}: only {', '.join(BETWEEN_TWO)} have one")
-        if self.peer is not None and (self.peer < 0 or self.peer == self.rank):
-            raise ConfigError(f"peer = {self.peer}: must be another rank")
-        if (self.group or self.one_way) and self.kind not in BETWEEN_TWO:
-            raise ConfigError(f"group, one_way: only {', '.join(BETWEEN_TWO)} have them")
+        if self.factor is not None:
+            check_factor("factor", self.factor)
+        require(
+            self.bandwidth_bps is None or self.bandwidth_bps > 0,
+            "bandwidth_bps",
+            self.bandwidth_bps,
+            "above 0, in bits per second; cut lets nothing pass",
+        )
+        require(
+            self.loss is None or 0 <= self.loss < 1,
+            "loss",
+            self.loss,
+            "a fraction of packets, at least 0 and below 1",
+        )
+        for name, kinds, what in (
+            ("peer", BETWEEN_TWO, "have one"),
+            ("group", BETWEEN_TWO, "have one"),
+            ("one_way", BETWEEN_TWO, "have one"),
+            ("for_s", PASSING, "last for a time"),
+        ):
+            if getattr(self, name) not in (None, (), False) and self.kind not in kinds:
+                raise ConfigError(f"{name} = {getattr(self, name)}: only {', '.join(kinds)} {what}")
+        require(self.peer is None or 0 <= self.peer != self.rank, "peer", self.peer, "another rank")
         if self.one_way and self.kind == "reset":
             raise ConfigError("one_way: a connection is closed at both ends")
-        if any(rank < 0 or rank in (self.rank, self.peer) for rank in self.group):
-            raise ConfigError(f"group = {list(self.group)}: must be other ranks than rank and peer")
-        if self.for_s is not None and self.kind not in PASSING:
-            raise ConfigError(f"for_s = {self.for_s}: only {', '.join(PASSING)} last for a time")
-        if self.for_s is not None and not (self.for_s > 0 and math.isfinite(self.for_s)):
-            raise ConfigError(
-                f"for_s = {self.for_s}: must be a number of seconds above 0; leave it out and it lasts"
-            )
+        others = all(rank >= 0 and rank not in (self.rank, self.peer) for rank in self.group)
+        require(others, "group", list(self.group), "other ranks than rank and peer")
+        require(
+            self.for_s is None or 0 < self.for_s < math.inf,
+            "for_s",
+            self.for_s,
+            "a number of seconds above 0; leave it out and it lasts",
+        )
 
     def ways(self, size: int) -> Iterator[tuple[int, int]]:
         """The ways of messages that it concerns among so many replicas, as pairs of sender and receiver."""
@@ -300,20 +309,5 @@ def load_faults(path: Path) -> FaultPlan:
       ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
     """
     top = open_toml(path)
-    faults = tuple(_fault(table) for table in top.tables("fault"))
+    faults = tuple(table.build(Fault) for table in top.tables("fault"))
     return top.make(lambda: FaultPlan(faults))
-
-
-def _fault(table: Table) -> Fault:
-    kind, rank = table.text("kind"), table.whole("rank")
-    if rank is None:
-        raise ConfigError(f"{table.where}: rank is missing")
-    at_step, peer = table.whole("at_step"), table.whole("peer")
-    at_s, factor, bandwidth_bps, loss, for_s = (
-        table.number(key) if key in table else None
-        for key in ("at_s", "factor", "bandwidth_bps", "loss", "for_s")
-    )
-    group, one_way = table.wholes("group") if "group" in table else (), table.flag("one_way")
-    return table.make(
-        lambda: Fault(kind, rank, at_step, at_s, factor, peer, bandwidth_bps, loss, for_s, group, one_way)
-    )

@@ -35,7 +35,12 @@ class Ability:
 def abilities() -> list[Ability]:
     """Everything that a lab makes use of, tried in child processes that leave nothing behind."""
     return [
-        Ability("Linux", _lacks_linux(), True, "namespaces are Linux's"),
+        Ability(
+            "Linux",
+            "" if sys.platform == "linux" else f"this is {sys.platform}",
+            True,
+            "namespaces are Linux's",
+        ),
         Ability("root", "" if os.geteuid() == 0 else "run it as root", True, "all of what follows"),
         Ability("network namespaces", _tried(lambda: unshare(CLONE_NEWNET)), True, "a network for each node"),
         Ability("TUN devices", _tried(_open_tun), True, "hand each node's packets to the delay line"),
@@ -54,10 +59,6 @@ def why_not() -> str | None:
     """What this machine lacks for a lab, on one line; ``None`` where it can."""
     missing = [f"{one.what} ({one.trouble})" for one in abilities() if one.needed and one.trouble]
     return f"no lab on this machine: {missing[0]}" if missing else None
-
-
-def _lacks_linux() -> str:
-    return "" if sys.platform == "linux" else f"this is {sys.platform}"
 
 
 def _open_tun() -> None:

@@ -106,12 +106,9 @@ def run_job(
             for node in range(lab.nodes):
                 lab.signal(node, signal.SIGINT)
     stage.injector.warn_of_missed()
-    codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in _codes(lab)]
+    ended = [None if child is None else child.exit_code for child in lab.workers]
+    codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in ended]
     counted = tuple(lab.counters(node) - before[node] for node in range(lab.nodes))
     seconds = time.monotonic() - begun
     began = tuple(stage.began[node] - begun if node in stage.began else None for node in range(lab.nodes))
     return JobResult(tuple(codes), counted, lab.lost(), seconds, stops > 0, began)
-
-
-def _codes(lab: Lab) -> list[int | None]:
-    return [None if child is None else child.exit_code for child in lab.workers]

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -202,10 +203,10 @@ class Lab:
                     {(one.src, one.dst): wanted[one.src, one.dst] for one in off(found)}
                 ):
                     of = again.src, again.dst
-                    found[of] = min(found[of], again, key=_off)
+                    found[of] = min(found[of], again, key=attrgetter("off"))
             if not (wrong := off(found)):
                 return list(found.values())
-        worst = max(wrong, key=_off)
+        worst = max(wrong, key=attrgetter("off"))
         raise LabError(
             f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); from "
             f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
@@ -220,7 +221,6 @@ class Lab:
 
     def change(self, src: int, dst: int, condition: Condition) -> None:
         """What happens to the way from one node to another from here on."""
-        self._queues.change(src, dst, condition)
         self._tell({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
 
     def reset(self, src: int, dst: int) -> None:
@@ -234,10 +234,6 @@ class Lab:
                 subprocess.run(["ss", "-K", "dst", address_of(dst)], capture_output=True, check=False)
             except OSError as error:
                 raise LabError(f"connections cannot be reset: ss of iproute2 is missing ({error})") from None
-
-    def condition(self, src: int, dst: int) -> Condition:
-        """What has happened to a way."""
-        return self._queues.condition(src, dst)
 
     def counters(self, node: int) -> Counters:
         """What the kernel has counted at a node's interface."""
@@ -335,13 +331,9 @@ class Lab:
         return answer
 
 
-def _off(pair: Measured) -> float:
-    return pair.off
-
-
 def _largest_packet(profile: NetworkProfile) -> int:
     """The most bytes in one packet, so that the slowest of the fastest links is not held up for long by one."""
-    wiring, nodes = Wiring(profile), range(profile.nodes or 0)
+    wiring, nodes = Wiring(profile), range(profile.node_count)
     if any(link.loss for link in profile.all_links()):
         return SMALLEST  # what is lost is to be one segment
     for src in nodes:

@@ -9,10 +9,11 @@ import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from farflung.lab._kernel import inside
-from farflung.lab.queues import WIRE_OVER_PAYLOAD, without_loss
+from farflung.lab.queues import WIRE_OVER_PAYLOAD
 from farflung.lab.tun import address_of
 from farflung.network import Link, NetworkProfile, Path, Wiring
 from farflung.network.link import capacity_at
@@ -127,7 +128,7 @@ class Measured:
 
 def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
     """Delay of a small packet and bits per second of the links, of every ordered pair; loss takes nothing off them."""
-    wiring, nodes = Wiring(without_loss(profile)), range(profile.nodes or 0)
+    wiring, nodes = Wiring(profile, loses=False), range(profile.node_count)
 
     def of(path: Path) -> tuple[float, float]:
         speeds = [capacity_at(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]
@@ -182,56 +183,68 @@ def as_measured(profile: NetworkProfile, pairs: Sequence[Measured]) -> NetworkPr
 def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
     """The median one-way delay of every ordered pair, in seconds."""
     nodes = len(namespaces)
-    ends = _all_listening(namespaces)
     took: dict[Pair, list[float]] = {(a, b): [] for a in range(nodes) for b in range(nodes) if a != b}
-    try:
-        wanted = PINGS * len(took)
+    missing = PINGS * len(took)
+
+    def take(until: float) -> None:
+        nonlocal missing
+        for _, arrived_s, ping in _receive(ends, until) if missing else ():
+            src, dst, sent_s = _PING.unpack(ping)
+            took[src, dst].append(arrived_s - sent_s)
+            missing -= 1
+            if not missing:
+                return
+
+    with _listening(namespaces) as ends:
         for _ in range(PINGS):
             for away in range(1, nodes):
                 for src, end in enumerate(ends):
                     dst = (src + away) % nodes
                     end.sendto(_PING.pack(src, dst, time.time()), (address_of(dst), _PORT))
-                wanted -= _take_pings(ends, took, time.monotonic() + PING_GAP_S, math.inf)
-        _take_pings(ends, took, time.monotonic() + PATIENCE_S, wanted)
-    finally:
-        for end in ends:
-            end.close()
+                take(time.monotonic() + PING_GAP_S)
+        take(time.monotonic() + PATIENCE_S)
     return {pair: statistics.median(times) if times else math.inf for pair, times in took.items()}
 
 
-def _all_listening(namespaces: Sequence[int]) -> list[socket.socket]:
-    ends = []
-    for node, namespace in enumerate(namespaces):
-        with inside(namespace):
-            ends.append(_listening(node))
-    return ends
+@contextmanager
+def _listening(namespaces: Sequence[int]) -> Iterator[list[socket.socket]]:
+    """Opens a socket for datagrams at every node."""
+    with ExitStack() as stack:
+        ends = []
+        for node, namespace in enumerate(namespaces):
+            with inside(namespace):
+                end = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+                end.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM_NBYTES)
+                end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _ROOM_NBYTES)
+                end.bind((address_of(node), _PORT))
+                end.setblocking(False)
+            ends.append(end)
+        yield ends
 
 
-def _listening(node: int) -> socket.socket:
-    end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-    end.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM_NBYTES)
-    end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _ROOM_NBYTES)
-    end.bind((address_of(node), _PORT))
-    end.setblocking(False)
-    return end
+def _receive(
+    ends: Sequence[socket.socket], until: float, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, float, bytes]]:
+    """Yields datagrams with the node they are for and when the kernel got them, not when they are read.
 
-
-def _take_pings(
-    ends: Sequence[socket.socket], took: dict[Pair, list[float]], until: float, wanted: float
-) -> int:
-    count = 0
+    Args:
+      ends: sockets, by node.
+      until: when it ends, on the machine's monotonic clock.
+      is_over: asked once nothing has come for :data:`QUIET_S`; it ends if so.
+    """
     with selectors.DefaultSelector() as selector:
-        for end in ends:
-            selector.register(end, selectors.EVENT_READ)
-        while count < wanted and (left := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        for node, end in enumerate(ends):
+            selector.register(end, selectors.EVENT_READ, node)
+        while (left := until - time.monotonic()) > 0:
+            ready = selector.select(min(left, QUIET_S))
+            for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
-                ping, notes, _, _ = key.fileobj.recvmsg(_PING.size, 64)
-                src, dst, sent = _PING.unpack(ping)
-                took[src, dst].append(_seconds(notes[0][2]) - sent)
-                count += 1
-    return count
+                datagram, notes, _, _ = key.fileobj.recvmsg(_WIRE, 64)
+                seconds, nanoseconds = struct.unpack("qq", notes[0][2])
+                yield key.data, seconds + 1e-9 * nanoseconds, datagram
+            if not ready and is_over():
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,17 +280,13 @@ def measure_trains(
     """
     found: dict[Pair, Train] = {}
     for group in _disjoint(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
-        wanted = {
-            pair: _train_packets(speeds[pair], LOSSY_TRAIN_S if profile.link(*pair).loss else TRAIN_S)
-            for pair in group
-        }
+        wanted = {}
+        for pair in group:
+            nbytes = speeds[pair] * (LOSSY_TRAIN_S if profile.link(*pair).loss else TRAIN_S) / 8
+            wanted[pair] = round(min(max(nbytes, LEAST_NBYTES), MOST_NBYTES) / _WIRE)
         patience_s = PATIENCE_S + max(8 * _WIRE * count / speeds[pair] for pair, count in wanted.items())
         found.update(_transfer(namespaces, wanted, largest_nbytes, patience_s, lost))
     return {pair: found.get(pair, Train(math.inf)) for pair in speeds}
-
-
-def _train_packets(bps: float, seconds: float) -> int:
-    return round(min(max(bps * seconds / 8, LEAST_NBYTES), MOST_NBYTES) / _WIRE)
 
 
 def _disjoint(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
@@ -304,11 +313,15 @@ def _transfer(
     patience_s: float,
     lost: Callable[[], int],
 ) -> dict[Pair, Train]:
-    ends, before = _all_listening(namespaces), lost()
+    before, total = lost(), sum(wanted.values())
     seen: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in wanted}
+
+    def missing() -> int:
+        return total - sum(map(len, seen.values()))
+
     # The kernel cuts what is sent at once into datagrams, at the device where that can take it whole.
     at_once = max(1, largest_nbytes // _WIRE)
-    try:
+    with _listening(namespaces) as ends:
         for (src, dst), packets in wanted.items():
             ends[src].setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, _DATAGRAM)
             for first in range(0, packets, at_once):
@@ -316,21 +329,10 @@ def _transfer(
                 whole = b"".join(_NUMBER.pack(number) + bytes(_DATAGRAM - _NUMBER.size) for number in numbers)
                 ends[src].sendto(whole, (address_of(dst), _PORT))
         until = time.monotonic() + patience_s
-        with selectors.DefaultSelector() as selector:
-            for dst in seen:
-                selector.register(ends[dst], selectors.EVENT_READ, dst)
-            missing = sum(wanted.values())
-            while missing and time.monotonic() < until:
-                ready = selector.select(QUIET_S)
-                for key, _ in ready:
-                    datagram, notes, _, _ = ends[key.data].recvmsg(_WIRE, 64)
-                    seen[key.data].append((_seconds(notes[0][2]), *_NUMBER.unpack_from(datagram)))
-                missing -= len(ready)
-                if not ready and missing <= lost() - before:
-                    break
-    finally:
-        for end in ends:
-            end.close()
+        for node, arrived_s, datagram in _receive(ends, until, lambda: missing() <= lost() - before):
+            seen[node].append((arrived_s, *_NUMBER.unpack_from(datagram)))
+            if not missing():
+                break
     return {pair: _train(seen[pair[1]], packets) for pair, packets in wanted.items()}
 
 
@@ -342,9 +344,3 @@ def _train(seen: Sequence[tuple[float, int]], packets: int) -> Train:
     begun = max(number for t, number in seen if t <= seen[0][0] + _SAME_S)
     bits = 8 * (seen[-1][1] - begun) * _WIRE / WIRE_OVER_PAYLOAD
     return Train(bits / (seen[-1][0] - seen[0][0]), loss, packets)
-
-
-def _seconds(note: bytes) -> float:
-    """When the kernel got it, not when this process came to read it."""
-    seconds, nanoseconds = struct.unpack("qq", note)
-    return float(seconds + 1e-9 * nanoseconds)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from farflung.faults import Condition
-from farflung.network import Connection, Link, NetworkProfile, Trace, Wiring
+from farflung.network import NetworkProfile, Trace, Wiring
 from farflung.network.link import Capacity, both_lose
 from farflung.noise import uniform
 
-__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s", "without_loss"]
+__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
 """A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
@@ -128,9 +128,8 @@ class Queues:
     """
 
     def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
-        assert profile.nodes is not None
-        wiring, self.nodes, self._seed = Wiring(without_loss(profile)), profile.nodes, seed
         self._fair = fair
+        wiring, self.nodes, self._seed = Wiring(profile, loses=False), profile.node_count, seed
         self._ways: dict[tuple[int, int], _Way] = {}
         for src in range(self.nodes):
             for dst in range(self.nodes):
@@ -161,10 +160,6 @@ class Queues:
             way.ceiling = len(self._queues)
             way.uses = (*way.uses, (way.ceiling, 1))
             self._queues.append(_Queue(condition.bandwidth_bps, fair=self._fair))
-
-    def condition(self, src: int, dst: int) -> Condition:
-        """What has happened to a way."""
-        return self._ways[src, dst].condition
 
     def arrive(self, now: float, src: int, dst: int, wire_nbytes: int, data: bytes) -> None:
         """A packet sets out.
@@ -266,16 +261,3 @@ def finish_s(trace: Trace, begin_s: float, bits: float) -> float:
             return t + bits / bps if bits else t
         bits -= bps * (until - t)
         t = until
-
-
-def without_loss(profile: NetworkProfile) -> NetworkProfile:
-    """Its bandwidths whole: packets are lost here, so nothing is taken off for it."""
-
-    def whole(link: Link | None) -> Link | None:
-        return None if link is None else replace(link, loss=0.0)
-
-    ways: Sequence[Connection] = [
-        replace(way, link=replace(way.link, loss=0.0)) for way in profile.connections
-    ]
-    sites = tuple(replace(site, inside=whole(site.inside)) for site in profile.sites)
-    return replace(profile, sites=sites, connections=tuple(ways), default=whole(profile.default))

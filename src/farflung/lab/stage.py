@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from typing_extensions import override
+
 from farflung.errors import ConfigError
-from farflung.faults import Fault, FaultInjector, FaultPlan, Standing
+from farflung.faults import Condition, FaultInjector, FaultPlan, Stage
 from farflung.lab.lab import Lab
 from farflung.telemetry import Event
 
@@ -38,7 +40,7 @@ def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
             raise ConfigError(f"{fault}: at_step requires farflung train, which reports steps; use at_s")
 
 
-class LabStage:
+class LabStage(Stage):
     """Makes a plan come true in a lab.
 
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them with their
@@ -59,7 +61,8 @@ class LabStage:
 
     def __init__(self, lab: Lab, plan: FaultPlan, *, told: bool) -> None:
         check_plan(plan, lab.nodes, told=told)
-        self._lab, self._standing = lab, Standing(lab.nodes)
+        super().__init__(lab.nodes)
+        self._lab = lab
         self._origin = math.inf if told else time.monotonic()
         self.began: dict[int, float] = {}
         """When each worker that has told of it began its first step, on the machine's monotonic clock."""
@@ -67,12 +70,13 @@ class LabStage:
         self._order = count()
         self.injector = FaultInjector(plan, self)
 
+    @override
     def now(self) -> float:
         """Seconds since the first step began; below 0 before."""
         return time.monotonic() - self._origin
 
+    @override
     def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when ``t`` seconds have passed since then."""
         heapq.heappush(self._waiting, (t, next(self._order), fn))
 
     def hear(self, event: Event) -> None:
@@ -91,22 +95,27 @@ class LabStage:
         while self.due() <= time.monotonic():
             heapq.heappop(self._waiting)[2]()
 
-    def strike(self, fault: Fault) -> None:
-        """Makes a fault happen, now."""
-        if fault.kind == "crash":
-            self._lab.kill(fault.rank)
-        elif fault.kind == "leave":
-            self._lab.signal(fault.rank, signal.SIGUSR1)
-        elif fault.kind == "reset":
-            for way in fault.ways(self._lab.nodes):
-                self._lab.reset(*way)
-        else:
-            self._change(fault, self._standing.begin)
+    @override
+    def crash(self, rank: int) -> None:
+        self._lab.kill(rank)
 
-    def undo(self, fault: Fault) -> None:
-        """The time of a fault is over."""
-        self._change(fault, self._standing.end)
+    @override
+    def leave(self, rank: int) -> None:
+        self._lab.signal(rank, signal.SIGUSR1)
 
+    @override
+    def reset(self, rank: int, peer: int) -> None:
+        self._lab.reset(rank, peer)
+
+    @override
+    def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
+        self._lab.change(src, dst, now)
+
+    @override
+    def hang(self, rank: int, hangs: bool) -> None:
+        self._lab.signal(rank, signal.SIGSTOP if hangs else signal.SIGCONT)
+
+    @override
     def is_over(self) -> bool:
         return all(child is None or child.exit_code is not None for child in self._lab.workers)
 
@@ -122,14 +131,4 @@ class LabStage:
             for node, child in enumerate(self._lab.workers)
             if child is not None and child.exit_code is None
         ]
-        return all(self._standing.is_hung_for_good(node) and node not in restored for node in running)
-
-    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
-        hung = self._standing.hangs(fault.rank)
-        how(fault)
-        for way in fault.ways(self._lab.nodes):
-            condition = self._standing.condition(*way)
-            if condition != self._lab.condition(*way):
-                self._lab.change(*way, condition)
-        if self._standing.hangs(fault.rank) != hung:
-            self._lab.signal(fault.rank, signal.SIGCONT if hung else signal.SIGSTOP)
+        return all(self.standing.is_hung_for_good(node) and node not in restored for node in running)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from farflung.network.max_min import max_min_rates
     from farflung.network.named import NETWORKS, network_profile
     from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-    from farflung.network.tcp import Tcp, check_connections, connections_for, repaired_s, window_share_bps
+    from farflung.network.tcp import Tcp, connections_for, repaired_s, window_share_bps
     from farflung.network.wiring import Path, Use, Wiring
 else:
     __getattr__, __dir__ = lazy(
@@ -25,7 +25,7 @@ else:
             "max_min": "max_min_rates",
             "named": "NETWORKS network_profile",
             "profile": "Connection Medium NetworkProfile Site",
-            "tcp": "Tcp check_connections connections_for repaired_s window_share_bps",
+            "tcp": "Tcp connections_for repaired_s window_share_bps",
             "wiring": "Path Use Wiring",
         },
     )
@@ -44,7 +44,6 @@ __all__ = [
     "Trace",
     "Use",
     "Wiring",
-    "check_connections",
     "connections_for",
     "load_profile",
     "max_min_rates",

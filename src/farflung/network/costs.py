@@ -7,6 +7,7 @@ simulator. Latencies count by their mean, traces by theirs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -41,7 +42,7 @@ def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     A segment adds up the delays of the links it passes, and a slow link makes all segments wait in line. On links
     that are alike this is :math:`2 (N-1)\, d`.
     """
-    size = _size(profile)
+    size = profile.node_count
     alpha, seconds_per_bit = _ring_links(profile)
     each = seconds_per_bit * 8 * (nbytes / size)
     delays = alpha + each
@@ -54,43 +55,16 @@ def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
     """Latency, and seconds for each bit, from every rank to the next."""
     from farflung.network.link import mean_capacity
+    from farflung.network.wiring import Wiring
 
-    sites = [np.repeat(index, len(profile.span(index))) for index in range(len(profile.sites))]
-    here = np.concatenate(sites)
-    following = np.roll(here, -1)
-    ways = sorted({(int(a), int(b)) for a, b in zip(here, following, strict=True)})
-    leaving = {a: int(((here == a) & (following != a)).sum()) for a, _ in ways}
-    entering = {b: int(((here != b) & (following == b)).sum()) for _, b in ways}
-    on_medium: dict[str, int] = {}
-    for a, b in ways:
-        times = int(((here == a) & (following == b)).sum())
-        for name, crossed in _media(profile, a, b):
-            on_medium[name] = on_medium.get(name, 0) + times * crossed
-    bandwidths = {medium.name: mean_capacity(medium.bandwidth_bps) for medium in profile.media}
-    alpha, seconds = np.zeros(len(here)), np.zeros(len(here))
-    for a, b in ways:
-        mask = (here == a) & (following == b)
-        way = profile.connection(a, b)
-        one, other = profile.sites[a], profile.sites[b]
-        goodput = mean_capacity(profile.goodput_bps(a, b))
-        limits = [
-            goodput / int(mask.sum()) if way.shared else goodput,
-            mean_capacity(one.up_bps),
-            mean_capacity(other.down_bps),
-        ]
-        if a != b:
-            limits += [mean_capacity(one.exit_bps) / leaving[a], mean_capacity(other.entry_bps) / entering[b]]
-        limits += [bandwidths[name] / on_medium[name] for name, _ in _media(profile, a, b)]
-        alpha[mask], seconds[mask] = way.link.latency_s, 1 / min(limits)
-    return alpha, seconds
-
-
-def _media(profile: NetworkProfile, a: int, b: int) -> list[tuple[str, int]]:
-    one, other = profile.sites[a].medium, profile.sites[b].medium
-    relayed = {medium.name: medium.relayed for medium in profile.media}
-    if one is not None and one == other:
-        return [(one, 2 if relayed[one] else 1)]
-    return [(name, 1) for name in (one, other) if name is not None]
+    wiring, size = Wiring(profile), profile.node_count
+    paths = [wiring.path(rank, (rank + 1) % size) for rank in range(size)]
+    loads = Counter[int]()
+    for path in paths:
+        loads.update({use.resource: use.times for use in path.uses})
+    shares = [mean_capacity(capacity) / loads[number] for number, capacity in enumerate(wiring.capacities)]
+    slowest = [min((shares[use.resource] for use in path.uses), default=math.inf) for path in paths]
+    return np.array([path.latency_s for path in paths]), 1 / np.array(slowest)
 
 
 def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
@@ -104,7 +78,7 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
     """
     from farflung.network.wiring import groups_of, loads_s, mesh
 
-    size = _size(profile)
+    size = profile.node_count
     owners = owning(size)
     groups = groups_of(profile, owners)
     shard = nbytes / owners
@@ -144,7 +118,7 @@ def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     """Models an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
     from farflung.network.wiring import groups_of, loads_s, mesh
 
-    groups = groups_of(profile, _size(profile))
+    groups = groups_of(profile, profile.node_count)
     bundles = mesh(groups)
     longest, _ = _delays(profile, groups, bundles, bundles)
     return longest + max(loads_s(profile, groups, bundles, nbytes + side_nbytes).values(), default=0.0)
@@ -175,8 +149,3 @@ def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nby
     each = 8 * nbytes / len(trees)
     busiest = (each * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
     return max(delays) + max(busiest, default=0.0)
-
-
-def _size(profile: NetworkProfile) -> int:
-    assert profile.nodes is not None
-    return profile.nodes

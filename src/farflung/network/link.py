@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from farflung.errors import ConfigError
 from farflung.network.tcp import CongestionControl, window_share_bps
+from farflung.options import check_seconds, require
 
 __all__ = [
     "After",
@@ -21,6 +22,7 @@ __all__ = [
     "check_capacity",
     "map_capacity",
     "mean_capacity",
+    "scale_capacity",
 ]
 
 
@@ -59,13 +61,12 @@ class Trace:
             not a < b for a, b in zip(self.times_s, self.times_s[1:], strict=False)
         ):
             raise ConfigError("times_s must begin at 0 and ascend")
-        if not (self.times_s[-1] < self.end_s and math.isfinite(self.end_s)):
-            raise ConfigError(f"end_s = {self.end_s}: must be after the last of times_s")
+        after_last = self.times_s[-1] < self.end_s < math.inf
+        require(after_last, "end_s", self.end_s, "after the last of times_s")
         for bps in self.bandwidth_bps:
-            if not (bps >= 0 and math.isfinite(bps)):
-                raise ConfigError(f"bandwidth_bps = {bps}: must be a number of bits per second, 0 or more")
-        if self.after not in get_args(After):
-            raise ConfigError(f"after = {self.after!r}: must be one of {', '.join(get_args(After))}")
+            require(0 <= bps < math.inf, "bandwidth_bps", bps, "a number of bits per second, 0 or more")
+        known = get_args(After)
+        require(self.after in known, "after", repr(self.after), f"one of {', '.join(known)}")
         if not any(self.bandwidth_bps) or (self.after == "hold" and self.bandwidth_bps[-1] == 0):
             raise ConfigError("bandwidth_bps stays at 0: nothing would ever arrive")
 
@@ -107,10 +108,6 @@ class Trace:
         """The same steps with other values."""
         return replace(self, bandwidth_bps=tuple(change(bps) for bps in self.bandwidth_bps))
 
-    def stretched(self, factor: float) -> Trace:
-        """The same values, each for ``factor`` times as long."""
-        return replace(self, times_s=tuple(factor * t for t in self.times_s), end_s=factor * self.end_s)
-
     def _round(self, t: float) -> float:
         """When the repetition that ``t`` falls in began; found by the sums that :meth:`next_change` returns."""
         if t < self.end_s:
@@ -137,8 +134,7 @@ def check_capacity(name: str, capacity: Capacity) -> None:
     Raises:
       ConfigError: it is not; begins with ``name``.
     """
-    if not isinstance(capacity, Trace) and not capacity > 0:
-        raise ConfigError(f"{name} = {capacity}: must be above 0 bits per second")
+    require(isinstance(capacity, Trace) or capacity > 0, name, capacity, "above 0 bits per second")
 
 
 def capacity_at(capacity: Capacity, t: float) -> float:
@@ -156,6 +152,14 @@ def map_capacity(capacity: Capacity, change: Callable[[float], float]) -> Capaci
     if isinstance(capacity, Trace):
         return capacity.map(change)
     return change(capacity)
+
+
+def scale_capacity(capacity: Capacity, factor: float, longer: float = 1.0) -> Capacity:
+    """Multiplies a capacity by ``factor``; each value of a trace lasts ``longer`` times as long."""
+    if not isinstance(capacity, Trace):
+        return factor * capacity
+    times_s = tuple(longer * t for t in capacity.times_s)
+    return replace(capacity.map(lambda bps: factor * bps), times_s=times_s, end_s=longer * capacity.end_s)
 
 
 def both_lose(one: float, other: float) -> float:
@@ -190,15 +194,11 @@ class Link:
     loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
-            raise ConfigError(f"latency_s = {self.latency_s}: must be a number of seconds, 0 or more")
+        check_seconds("latency_s", self.latency_s)
         check_capacity("bandwidth_bps", self.bandwidth_bps)
-        if not 0 <= self.jitter_s <= self.latency_s:
-            raise ConfigError(
-                f"jitter_s = {self.jitter_s}: must be 0 or more, and no more than latency_s = {self.latency_s}"
-            )
-        if not 0 <= self.loss < 1:
-            raise ConfigError(f"loss = {self.loss}: must be a share of packets, at least 0 and below 1")
+        most = f"0 or more, and no more than latency_s = {self.latency_s}"
+        require(0 <= self.jitter_s <= self.latency_s, "jitter_s", self.jitter_s, most)
+        require(0 <= self.loss < 1, "loss", self.loss, "a share of packets, at least 0 and below 1")
 
     def goodput_bps(
         self, round_trip_s: float, control: CongestionControl | None = None, connections: int = 1
@@ -222,7 +222,5 @@ class Link:
 
     def scaled(self, latency: float, bandwidth: float, trace_time: float = 1.0) -> Link:
         """Latency and jitter times ``latency``, bandwidth times ``bandwidth``; a trace runs ``trace_time`` longer."""
-        capacity = map_capacity(self.bandwidth_bps, lambda bps: bandwidth * bps)
-        if isinstance(capacity, Trace):
-            capacity = capacity.stretched(trace_time)
+        capacity = scale_capacity(self.bandwidth_bps, bandwidth, trace_time)
         return Link(latency * self.latency_s, capacity, latency * self.jitter_s, self.loss)

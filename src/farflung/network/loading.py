@@ -49,15 +49,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from farflung.files import naming, number_pairs, reading
 from farflung.network.link import Capacity, Link, Trace
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.network.tcp import check_congestion, check_connections
-from farflung.tables import Table, open_toml
+from farflung.tables import Readers, Table, open_toml
 
 __all__ = ["load_profile"]
 
@@ -69,81 +66,50 @@ def load_profile(path: Path) -> NetworkProfile:
       ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
     """
     top = open_toml(path)
-    name, congestion = top.text("name", path.stem), top.text("congestion") if "congestion" in top else None
-    connections = top.number_or_text("connections", 1)
-    traces = {one.text("name"): _trace(one, path.parent) for one in top.tables("trace")}
-    default = top.table("default")
-    sites = tuple(_site(one, traces) for one in top.tables("site"))
-    ways = tuple(way for one in top.tables("link") for way in _connections(one, traces))
-    media = tuple(_medium(one, traces) for one in top.tables("medium"))
-    link = None if default is None else _link(default, traces)
-    return top.make(
-        lambda: NetworkProfile(
-            name,
-            sites,
-            ways,
-            media,
-            link,
-            source=str(path),
-            congestion=check_congestion(name, congestion),
-            tcp_connections=check_connections(name, connections),
-        )
+    traces = {one.text("name"): _read_trace(one, path.parent) for one in top.tables("trace")}
+
+    def read_capacity(table: Table, key: str) -> Capacity:
+        value = table.number_or_text(key)
+        if not isinstance(value, str):
+            return value
+        if value not in traces:
+            raise table.error(key, value, "no trace has this name")
+        return traces[value]
+
+    def read_link(table: Table) -> Link:
+        return table.build(Link, readers, latency_s=table.number("latency_s"))
+
+    def read_connections(table: Table) -> list[Connection]:
+        src, dst = table.text("from"), table.text("to")
+        table.where = f"{table.where.rpartition(':')[0]}: link from {src} to {dst}"
+        shared, both_ways, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
+        ways = ((src, dst), (dst, src)) if both_ways else ((src, dst),)
+        return [Connection(*way, link, shared) for way in ways]
+
+    readers: Readers = {
+        "Capacity": read_capacity,
+        "CongestionControl": Table.text,
+        "Link": lambda table, key: read_link(table.table(key)),
+    }
+    return top.build(
+        NetworkProfile,
+        readers,
+        name=top.text("name", path.stem),
+        sites=tuple(one.build(Site, readers) for one in top.tables("site")),
+        connections=tuple(way for one in top.tables("link") for way in read_connections(one)),
+        media=tuple(one.build(Medium, readers) for one in top.tables("medium")),
+        source=str(path),
+        tcp_connections=top.number_or_text("connections", 1),
     )
 
 
-def _site(table: Table, traces: Mapping[str, Trace]) -> Site:
-    inside = table.table("inside")
-    name, nodes = table.text("name"), table.whole("nodes")
-    link = None if inside is None else _link(inside, traces)
-    up, down, out, into = (
-        _capacity(table, key, traces) for key in ("up_bps", "down_bps", "exit_bps", "entry_bps")
-    )
-    medium = table.text("medium") if "medium" in table else None
-    return table.make(lambda: Site(name, nodes, link, up, down, out, into, medium))
-
-
-def _connections(table: Table, traces: Mapping[str, Trace]) -> list[Connection]:
-    src, dst = table.text("from"), table.text("to")
-    table.where = f"{table.where.rpartition(':')[0]}: link from {src} to {dst}"
-    shared, both_ways = table.flag("shared"), table.flag("both_ways")
-    link = _link(table, traces)
-    ways = [Connection(src, dst, link, shared)]
-    return [*ways, Connection(dst, src, link, shared)] if both_ways else ways
-
-
-def _medium(table: Table, traces: Mapping[str, Trace]) -> Medium:
-    name, relayed = table.text("name"), table.flag("relayed")
-    bandwidth = _capacity(table, "bandwidth_bps", traces, needed=True)
-    return table.make(lambda: Medium(name, bandwidth, relayed))
-
-
-def _link(table: Table, traces: Mapping[str, Trace]) -> Link:
-    latency, bandwidth = table.number("latency_s"), _capacity(table, "bandwidth_bps", traces)
-    jitter, loss = table.number("jitter_s", 0.0), table.number("loss", 0.0)
-    return table.make(lambda: Link(latency, bandwidth, jitter, loss))
-
-
-def _trace(table: Table, folder: Path) -> Trace:
+def _read_trace(table: Table, folder: Path) -> Trace:
     table.text("name")
+    steps = {}
     if "file" in table:
-        times, values = _steps(table, folder / table.text("file"))
-    else:
-        times, values = table.numbers("times_s"), table.numbers("bandwidth_bps")
-    end, after = table.number("end_s"), table.text("after", "error")
+        path = folder / table.text("file")
+        with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
+            pairs = number_pairs(path)
+            steps["times_s"], steps["bandwidth_bps"] = (tuple(column) for column in zip(*pairs, strict=True))
     # Its name is what a run that outlasts it will say, so it has the file in it.
-    return table.make(lambda: Trace(times, values, end, after, table.where))  # type: ignore[arg-type]
-
-
-def _steps(table: Table, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
-        pairs = number_pairs(path)
-        return tuple(begin for begin, _ in pairs), tuple(bps for _, bps in pairs)
-
-
-def _capacity(table: Table, key: str, traces: Mapping[str, Trace], *, needed: bool = False) -> Capacity:
-    value = table.number_or_text(key, None if needed else math.inf)
-    if not isinstance(value, str):
-        return value
-    if value not in traces:
-        raise table.error(key, value, "no trace has this name")
-    return traces[value]
+    return table.build(Trace, {"After": Table.text}, name=table.where, **steps)

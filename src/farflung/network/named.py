@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,12 @@ from farflung.errors import ConfigError, UnknownName
 from farflung.network.link import Link
 from farflung.network.loading import load_profile
 from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.network.tcp import check_congestion, check_connections
 
 __all__ = ["NETWORKS", "network_profile"]
 
 _WITH_SETTINGS = re.compile(r"(?P<name>.+)\((?P<settings>\w+=\w+(, *\w+=\w+)*)\)")
-_SETTINGS: dict[str, tuple[str, Callable[[str, str], object]]] = {
-    "congestion": ("congestion", check_congestion),
-    "connections": ("tcp_connections", check_connections),
-}
-"""What may stand in brackets after a name: the field of a profile, and how it is read."""
+_SETTINGS = {"congestion": "congestion", "connections": "tcp_connections"}
+"""What may stand in brackets after a name, and the field of a profile that it sets."""
 
 
 def network_profile(name: str) -> NetworkProfile:
@@ -34,55 +29,28 @@ def network_profile(name: str) -> NetworkProfile:
       ConfigError: the file is wrong; names file and key. No such setting of TCP.
     """
     if (said := _WITH_SETTINGS.fullmatch(name)) is not None:
-        plain, asked = said["name"], dict(one.strip().split("=") for one in said["settings"].split(","))
-        profile, settings = network_profile(plain), dict[str, Any]()
-        for setting, value in asked.items():
+        profile, settings = network_profile(said["name"]), dict[str, Any]()
+        for setting, value in (one.strip().split("=") for one in said["settings"].split(",")):
             if setting not in _SETTINGS:
-                raise ConfigError(f"{plain}: {setting}: must be one of {', '.join(_SETTINGS)}")
-            field, check = _SETTINGS[setting]
-            settings[field] = check(plain, value)
-        return replace(profile, name=f"{profile.name}({said['settings']})", **settings)
+                raise ConfigError(f"{said['name']}: {setting}: must be one of {', '.join(_SETTINGS)}")
+            settings[_SETTINGS[setting]] = value
+        changed = replace(profile, **settings)
+        return replace(changed, name=f"{profile.name}({said['settings']})")
     if name.endswith(".toml"):
         return load_profile(Path(name))
     if name not in NETWORKS:
         raise UnknownName("network profile", name, [*NETWORKS, "a file ending in .toml"])
-    return NETWORKS[name]()
+    return NETWORKS[name]
 
 
-def loopback() -> NetworkProfile:
-    """Processes of one machine."""
-    return NetworkProfile(
-        "loopback",
-        (Site("machine", inside=Link(50e-6, 20e9)),),
-        source="Our choice: 50 us between two processes, and 20 Gbit/s for each pair.",
-    )
-
-
-def lan(name: str, bps: float, latency_s: float, source: str, nodes: int | None = None) -> NetworkProfile:
+def _lan(name: str, bps: float, latency_s: float, source: str, nodes: int | None = None) -> NetworkProfile:
     """One switch that never blocks: each node has its own cable."""
     return NetworkProfile(
         name, (Site("switch", nodes, Link(latency_s), up_bps=bps, down_bps=bps),), source=source
     )
 
 
-def lan_1g() -> NetworkProfile:
-    """Machines on a gigabit switch."""
-    return lan("lan-1g", 1e9, 100e-6, "Our choice: gigabit Ethernet, 0.2 ms round trip.")
-
-
-def infiniband() -> NetworkProfile:
-    """A data centre."""
-    source = "3 us in the cluster: DTS poster (Zhu et al. 2019). 100 Gbit/s (EDR): our choice."
-    return lan("infiniband", 100e9, 3e-6, source)
-
-
-def ten_gbe_4() -> NetworkProfile:
-    """Pipe-SGD's cluster."""
-    source = "Four nodes, 10 Gbit/s Ethernet: Li et al. 2018 (Pipe-SGD), as remembered. 50 us: our choice."
-    return lan("10gbe-4", 10e9, 50e-6, source, nodes=4)
-
-
-def wifi(mbps: int) -> NetworkProfile:
+def _wifi(mbps: int) -> NetworkProfile:
     """Mercury's devices around one router, each shaped to one rate."""
     rate = mbps * 1e6
     return NetworkProfile(
@@ -96,9 +64,58 @@ def wifi(mbps: int) -> NetworkProfile:
     )
 
 
-def wifi_shared() -> NetworkProfile:
-    """Devices on one channel, which all their flows share."""
+def _mobile(name: str, down_bps: float, up_bps: float, link: Link, source: str) -> NetworkProfile:
+    """Phones that reach each other over their provider: two radio links with the core network between."""
     return NetworkProfile(
+        name, (Site("phones", inside=link, up_bps=up_bps, down_bps=down_bps),), source=source
+    )
+
+
+_ROUND_TRIPS = {  # milliseconds, Mbit/s
+    ("london", "ohio"): (140, 23),
+    ("california", "tokyo"): (183, 17),
+    ("ohio", "california"): (35, 63),
+    ("london", "tokyo"): (277, 13),
+    ("ohio", "tokyo"): (35 + 183, 17),
+    ("london", "california"): (140 + 35, 23),
+}
+_REGION, _CITY = Link(3e-6, 25e9), Link(100e-6, 1e9)
+_PACIFIC = Link(350e-3, 10e6, jitter_s=350e-3 - 39e-3)
+_PROFILES = (
+    NetworkProfile(
+        "loopback",
+        (Site("machine", inside=Link(50e-6, 20e9)),),
+        source="Our choice: 50 us between two processes, and 20 Gbit/s for each pair.",
+    ),
+    _lan("lan-1g", 1e9, 100e-6, "Our choice: gigabit Ethernet, 0.2 ms round trip."),
+    _lan(
+        "infiniband",
+        100e9,
+        3e-6,
+        "3 us in the cluster: DTS poster (Zhu et al. 2019). 100 Gbit/s (EDR): our choice.",
+    ),
+    _lan(
+        "10gbe-4",
+        10e9,
+        50e-6,
+        "Four nodes, 10 Gbit/s Ethernet: Li et al. 2018 (Pipe-SGD), as remembered. 50 us: our choice.",
+        nodes=4,
+    ),
+    NetworkProfile(
+        "edge-5gbps",
+        tuple(
+            Site(f"server-{number}", inside=Link(50e-6, 20e9), exit_bps=5e9, entry_bps=5e9)
+            for number in range(4)
+        ),
+        default=Link(100e-6),
+        source=(
+            "Four servers, one container for each device, 5 Gbit/s between servers: Tyagi & Swany 2022 (ScaDLES). "
+            "That containers share their server's 5 Gbit/s, 100 us between servers, and 50 us and 20 Gbit/s within "
+            "one: our choice."
+        ),
+    ),
+    *map(_wifi, (10, 50, 100, 200)),
+    NetworkProfile(
         "wifi-shared-100mbps",
         (Site("air", inside=Link(2e-3), medium="channel"),),
         media=(Medium("channel", 100e6, relayed=True),),
@@ -106,27 +123,30 @@ def wifi_shared() -> NetworkProfile:
             "Our choice: 100 Mbit/s of air time for all devices together; what goes from device to device is sent "
             "twice, to the access point and from there. 2 ms one way."
         ),
-    )
-
-
-def four_regions() -> NetworkProfile:
-    """London, Ohio, California and Tokyo."""
-    inside = Link(3e-6, 25e9)
-    cities = ("london", "ohio", "california", "tokyo")
-    round_trips = {  # milliseconds, Mbit/s
-        ("london", "ohio"): (140, 23),
-        ("california", "tokyo"): (183, 17),
-        ("ohio", "california"): (35, 63),
-        ("london", "tokyo"): (277, 13),
-        ("ohio", "tokyo"): (35 + 183, 17),
-        ("london", "california"): (140 + 35, 23),
-    }
-    return NetworkProfile(
+    ),
+    _mobile(
+        "4g",
+        21.3e6,
+        6.3e6,
+        Link(55e-3, jitter_s=11e-3),
+        (
+            "21.3 Mbit/s down, 6.3 up, 44.1 to 66.4 ms: Opensignal, State of Mobile: USA, May 2019. The latency is a "
+            "round trip from a phone to a server, so about one way from phone to phone: our reading."
+        ),
+    ),
+    _mobile(
+        "5g",
+        166.13e6,
+        21.08e6,
+        Link(30e-3, jitter_s=6e-3),
+        "166.13 Mbit/s down, 21.08 up: Ookla, medians of all countries, third quarter of 2021. 30 ms: our choice.",
+    ),
+    NetworkProfile(
         "four-regions",
-        tuple(Site(city, inside=inside) for city in cities),
+        tuple(Site(city, inside=_REGION) for city in ("london", "ohio", "california", "tokyo")),
         tuple(
             Connection(*pair, Link(ms / 2e3, mbps * 1e6))
-            for (one, other), (ms, mbps) in round_trips.items()
+            for (one, other), (ms, mbps) in _ROUND_TRIPS.items()
             for pair in ((one, other), (other, one))
         ),
         source=(
@@ -138,86 +158,17 @@ def four_regions() -> NetworkProfile:
             "Ohio-Tokyo: delays added, the narrower bandwidth); each pair of nodes has the bandwidth for itself; "
             "3 us (poster) and 25 Gbit/s in a region."
         ),
-    )
-
-
-def shanghai_boston() -> NetworkProfile:
-    """Two cities over the open Internet."""
-    inside, light, seen = Link(100e-6, 1e9), 39e-3, 350e-3
-    link = Link(seen, 10e6, jitter_s=seen - light)
-    return NetworkProfile(
+    ),
+    NetworkProfile(
         "shanghai-boston",
-        (Site("shanghai", inside=inside), Site("boston", inside=inside)),
-        (Connection("shanghai", "boston", link), Connection("boston", "shanghai", link)),
+        (Site("shanghai", inside=_CITY), Site("boston", inside=_CITY)),
+        (Connection("shanghai", "boston", _PACIFIC), Connection("boston", "shanghai", _PACIFIC)),
         source=(
             "DTS slides (Zhu et al. 2019): round trips of 78 ms ideal, more than 700 ms in fact, 10 Mbit/s. Halved "
             "for one way. Our choice for the high variance: uniform, with 350 ms as the mean and the ideal 39 ms as "
             "the least. 100 us and 1 Gbit/s in a city: our choice."
         ),
-    )
-
-
-def edge_5gbps() -> NetworkProfile:
-    """ScaDLES's four servers with containers in them."""
-    names = tuple(f"server-{number}" for number in range(4))
-    return NetworkProfile(
-        "edge-5gbps",
-        tuple(Site(name, inside=Link(50e-6, 20e9), exit_bps=5e9, entry_bps=5e9) for name in names),
-        default=Link(100e-6),
-        source=(
-            "Four servers, one container for each device, 5 Gbit/s between servers: Tyagi & Swany 2022 (ScaDLES). "
-            "That containers share their server's 5 Gbit/s, 100 us between servers, and 50 us and 20 Gbit/s within "
-            "one: our choice."
-        ),
-    )
-
-
-def mobile(name: str, down_bps: float, up_bps: float, link: Link, source: str) -> NetworkProfile:
-    """Phones that reach each other over their provider: two radio links with the core network between."""
-    return NetworkProfile(
-        name, (Site("phones", inside=link, up_bps=up_bps, down_bps=down_bps),), source=source
-    )
-
-
-def mobile_4g() -> NetworkProfile:
-    """Phones on LTE."""
-    return mobile(
-        "4g",
-        21.3e6,
-        6.3e6,
-        Link(55e-3, jitter_s=11e-3),
-        (
-            "21.3 Mbit/s down, 6.3 up, 44.1 to 66.4 ms: Opensignal, State of Mobile: USA, May 2019. The latency is a "
-            "round trip from a phone to a server, so about one way from phone to phone: our reading."
-        ),
-    )
-
-
-def mobile_5g() -> NetworkProfile:
-    """Phones on 5G."""
-    return mobile(
-        "5g",
-        166.13e6,
-        21.08e6,
-        Link(30e-3, jitter_s=6e-3),
-        "166.13 Mbit/s down, 21.08 up: Ookla, medians of all countries, third quarter of 2021. 30 ms: our choice.",
-    )
-
-
-NETWORKS: dict[str, Callable[[], NetworkProfile]] = {
-    "loopback": loopback,
-    "lan-1g": lan_1g,
-    "infiniband": infiniband,
-    "10gbe-4": ten_gbe_4,
-    "edge-5gbps": edge_5gbps,
-    "wifi-10mbps": lambda: wifi(10),
-    "wifi-50mbps": lambda: wifi(50),
-    "wifi-100mbps": lambda: wifi(100),
-    "wifi-200mbps": lambda: wifi(200),
-    "wifi-shared-100mbps": wifi_shared,
-    "4g": mobile_4g,
-    "5g": mobile_5g,
-    "four-regions": four_regions,
-    "shanghai-boston": shanghai_boston,
-}
+    ),
+)
+NETWORKS = {profile.name: profile for profile in _PROFILES}
 """All of them by name."""

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
+from typing import Any, get_args
 
 from farflung.errors import ConfigError
 from farflung.network.link import (
     Capacity,
     Link,
-    Trace,
     both_lose,
     check_capacity,
-    map_capacity,
     mean_capacity,
+    scale_capacity,
 )
-from farflung.network.tcp import (
-    CongestionControl,
-    Connections,
-    check_congestion,
-    check_connections,
-    connections_for,
-)
+from farflung.network.tcp import AUTO, CongestionControl, Connections, connections_for
+from farflung.options import require
 
 __all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
 
@@ -57,8 +54,7 @@ class Site:
     medium: str | None = None
 
     def __post_init__(self) -> None:
-        if self.nodes is not None and self.nodes < 1:
-            raise ConfigError(f"nodes = {self.nodes}: must be 1 or more")
+        require(self.nodes is None or self.nodes >= 1, "nodes", self.nodes, "1 or more")
         for name in ("up_bps", "down_bps", "exit_bps", "entry_bps"):
             check_capacity(name, getattr(self, name))
 
@@ -139,12 +135,17 @@ class NetworkProfile:
     def __post_init__(self) -> None:
         if not self.sites:
             raise ConfigError(f"{self.name}: site: a profile needs at least one")
-        check_congestion(self.name, self.congestion)
-        check_connections(self.name, self.tcp_connections)
-        _once(self.name, "site", (site.name for site in self.sites))
-        _once(self.name, "medium", (medium.name for medium in self.media))
-        _once(self.name, "link", (f"{way.src} to {way.dst}" for way in self.connections))
-        names, media = {site.name for site in self.sites}, {medium.name for medium in self.media}
+        controls = get_args(CongestionControl)
+        if self.congestion not in (None, *controls):
+            raise ConfigError(
+                f"{self.name}: congestion = {self.congestion!r}: must be one of {', '.join(controls)}"
+            )
+        object.__setattr__(self, "tcp_connections", self._checked_connections())
+        names, media = [site.name for site in self.sites], [medium.name for medium in self.media]
+        ways = [f"{way.src} to {way.dst}" for way in self.connections]
+        for kind, known in (("site", names), ("medium", media), ("link", ways)):
+            if twice := [name for name, count in Counter(known).items() if count > 1]:
+                raise ConfigError(f"{self.name}: {kind}: {twice[0]} is there twice")
         for way in self.connections:
             for end in (way.src, way.dst):
                 if end not in names:
@@ -157,6 +158,18 @@ class NetworkProfile:
         object.__setattr__(self, "_links", {(way.src, way.dst): way for way in self.connections})
         object.__setattr__(self, "_starts", (0, *accumulate(site.nodes or 0 for site in self.sites)))
         self._check_reachable()
+
+    def _checked_connections(self) -> Connections:
+        """Returns the number of connections, or "auto"; a number may be given as text."""
+        connections: Any = self.tcp_connections
+        if connections == AUTO:
+            return AUTO
+        if isinstance(connections, str) and connections.isdecimal():
+            connections = int(connections)
+        is_number = isinstance(connections, int | float) and not isinstance(connections, bool)
+        if not (is_number and 1 <= connections < math.inf and connections == int(connections)):
+            raise ConfigError(f"{self.name}: connections = {connections!r}: must be 1 or more, or {AUTO}")
+        return int(connections)
 
     def _check_reachable(self) -> None:
         if self.default is not None:
@@ -181,6 +194,12 @@ class NetworkProfile:
     def nodes(self) -> int | None:
         """How many; ``None`` where that is left to :meth:`for_nodes`."""
         return None if any(site.nodes is None for site in self.sites) else self._starts[-1]
+
+    @property
+    def node_count(self) -> int:
+        """The number of nodes of a profile that has one."""
+        assert self.nodes is not None
+        return self.nodes
 
     def for_nodes(self, count: int) -> NetworkProfile:
         """With ``count`` nodes: sites without a number share out the rest evenly, the first ones take what is over.
@@ -247,17 +266,24 @@ class NetworkProfile:
         """TCP connections of two nodes, by the narrowest capacity on their way where the profile leaves it open."""
         if isinstance(self.tcp_connections, int):
             return self.tcp_connections
-        link, one, other = (
-            self.connection(src_site, dst_site).link,
-            self.sites[src_site],
-            self.sites[dst_site],
-        )
-        limits = [link.bandwidth_bps, one.up_bps, other.down_bps]
-        if src_site != dst_site:
-            limits += [one.exit_bps, other.entry_bps]
-        limits += [medium.bandwidth_bps for medium in self.media if medium.name in (one.medium, other.medium)]
+        link = self.connection(src_site, dst_site).link
+        limits = [link.bandwidth_bps, *(capacity for _, capacity, _ in self.limits(src_site, dst_site))]
         round_trip_s = self.round_trip_s(src_site, dst_site)
         return connections_for(min(map(mean_capacity, limits)), round_trip_s, link.loss, self.congestion)
+
+    def limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
+        """Yields what limits a flow besides the link: kind, site or medium, capacity, and how often it is crossed."""
+        one, other = self.sites[src_site], self.sites[dst_site]
+        yield ("up", src_site), one.up_bps, 1
+        yield ("down", dst_site), other.down_bps, 1
+        if src_site != dst_site:
+            yield ("exit", src_site), one.exit_bps, 1
+            yield ("entry", dst_site), other.entry_bps, 1
+        for name in dict.fromkeys((one.medium, other.medium)):
+            for index, medium in enumerate(self.media):
+                if medium.name == name:
+                    relayed = medium.relayed and one.medium == other.medium
+                    yield ("medium", index), medium.bandwidth_bps, 1 + relayed
 
     def round_trip_s(self, src_site: int, dst_site: int) -> float:
         """Both delays between the nodes of two of :attr:`sites`, in seconds."""
@@ -281,21 +307,18 @@ class NetworkProfile:
         Raises:
           ConfigError: a factor that is not above 0.
         """
-        for name, factor in (("latency", latency), ("bandwidth", bandwidth), ("trace_time", trace_time)):
+        factors = {"latency": latency, "bandwidth": bandwidth, "time of traces": trace_time}
+        for name, factor in factors.items():
             if not (factor >= 0 and math.isfinite(factor)) or (factor == 0 and name != "latency"):
                 raise ConfigError(f"{self.name}: scaled by {name} = {factor}: must be a number above 0")
-
-        def wider(capacity: Capacity) -> Capacity:
-            changed = map_capacity(capacity, lambda bps: bandwidth * bps)
-            return changed.stretched(trace_time) if isinstance(changed, Trace) else changed
+        said = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
+        if not said and not why:
+            return self
+        wider = partial(scale_capacity, factor=bandwidth, longer=trace_time)
 
         def link(one: Link | None) -> Link | None:
             return None if one is None else one.scaled(latency, bandwidth, trace_time)
 
-        factors = {"latency": latency, "bandwidth": bandwidth, "time of traces": trace_time}
-        said = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
-        if not said and not why:
-            return self
         return replace(
             self,
             sites=tuple(
@@ -346,11 +369,3 @@ class NetworkProfile:
             trace_time=longer,
             why=f"{nbytes:g} bytes every {step_s:g} s stand in for {for_nbytes:g} bytes every {for_step_s:g} s",
         )
-
-
-def _once(where: str, kind: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ConfigError(f"{where}: {kind}: {name} is there twice")
-        seen.add(name)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias, get_args
-
-from farflung.errors import ConfigError
+from typing import Literal, TypeAlias
 
 __all__ = [
     "AUTO",
@@ -13,8 +11,6 @@ __all__ = [
     "CongestionControl",
     "Connections",
     "Tcp",
-    "check_congestion",
-    "check_connections",
     "connections_for",
     "repaired_s",
     "window_share_bps",
@@ -49,18 +45,6 @@ BBR_BEARS = 0.2
 """Share of lost packets from which on probing at 1.25 times the estimate cannot hold it: 1.25 (1 - p) < 1."""
 
 
-def check_congestion(where: str, control: str | None) -> CongestionControl | None:
-    """The congestion control of this name; ``None`` is for links without one.
-
-    Raises:
-      ConfigError: there is none of this name; begins with ``where``.
-    """
-    known: dict[str | None, CongestionControl | None] = {name: name for name in get_args(CongestionControl)}
-    if control is not None and control not in known:
-        raise ConfigError(f"{where}: congestion = {control!r}: must be one of {', '.join(map(str, known))}")
-    return known.get(control)
-
-
 def window_share_bps(control: CongestionControl | None, loss: float, round_trip_s: float) -> float:
     r"""What the average window of one connection carries where packets are lost at random, in bits per second.
 
@@ -84,21 +68,6 @@ def window_share_bps(control: CongestionControl | None, loss: float, round_trip_
     if control in ("cubic", None):
         window = max(1.054 * (round_trip_s / loss) ** 0.75, window)
     return SEGMENT_BITS * window / round_trip_s
-
-
-def check_connections(where: str, connections: int | float | str) -> Connections:
-    """A number of connections for each pair, or ``"auto"``.
-
-    Raises:
-      ConfigError: neither; begins with ``where``.
-    """
-    if connections == AUTO:
-        return AUTO
-    if isinstance(connections, str) and connections.isdecimal():
-        connections = int(connections)
-    if isinstance(connections, bool | str) or connections != int(connections) or connections < 1:
-        raise ConfigError(f"{where}: connections = {connections!r}: must be 1 or more, or {AUTO}")
-    return int(connections)
 
 
 def connections_for(
@@ -191,8 +160,8 @@ class Tcp:
     """
 
     __slots__ = (
-        "_before", "_began_s", "_estimate_bps", "_filled", "_flight", "_pace_bps", "_paced", "_round_s",
-        "_round_trip_s", "_sent_s", "_spread_s", "_unpaced", "_used", "_window", "free_s",
+        "_before", "_began_s", "_estimate_bps", "_flight", "_pace_bps", "_paced", "_round_s",
+        "_round_trip_s", "_sent_s", "_spread_s", "_unpaced", "_used", "_window", "filled", "free_s",
     )  # fmt: skip
 
     def __init__(self, control: CongestionControl, round_trip_s: float) -> None:
@@ -210,8 +179,8 @@ class Tcp:
         """Bits of the last flight."""
         self._used, self._before = 0.0, 0.0
         """Bits of the round under way, and of the one before, unless the connection has rested since."""
-        self._filled = False
-        """Whether acknowledgements come as fast as bits leave."""
+        self.filled = False
+        """Acknowledgements come as fast as bits leave, so a flight is not in the network's hands at once."""
         self._spread_s = 2 * round_trip_s
         """By how much a timeout for retransmission is longer than a round trip."""
         self._estimate_bps = FIRST_WINDOW_BITS / round_trip_s if round_trip_s else math.inf
@@ -224,13 +193,8 @@ class Tcp:
                 self._hear(now)
             self._round_s, self._used = now, 0.0
         self._began_s = now
-        self._flight = bits if self._filled else min(bits, self._window - self._used)
+        self._flight = bits if self.filled else min(bits, self._window - self._used)
         return self._flight
-
-    @property
-    def filled(self) -> bool:
-        """Whether a flight leaves as acknowledgements come, and is not in the network's hands at once."""
-        return self._filled
 
     def hold_back(self, bits: float) -> None:
         """So many bits of the flight under way do not set out yet."""
@@ -244,9 +208,9 @@ class Tcp:
             paced = self._flight - max(BURST_BITS, self._unpaced)
             self._unpaced -= self._flight
             self._sent_s = max(now, self._began_s + paced / self._pace_bps)
-        if not self._filled and self._used >= self._window:
+        if not self.filled and self._used >= self._window:
             acknowledged = self._round_s + self._round_trip_s
-            self._filled = now >= acknowledged
+            self.filled = now >= acknowledged
             self.free_s = acknowledged
         return self._sent_s
 
@@ -267,5 +231,5 @@ class Tcp:
             self._window = max(
                 self._window / 2 ** int(min(rest_s / timeout_s, MOST_HALVINGS)), FIRST_WINDOW_BITS
             )
-        self._filled = self._filled and not rests
+        self.filled = self.filled and not rests
         self._before = 0.0 if rests else self._used

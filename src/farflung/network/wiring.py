@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
 from farflung.network.link import Capacity, Trace, mean_capacity
-from farflung.network.profile import Medium, NetworkProfile
+from farflung.network.profile import NetworkProfile
 from farflung.network.tcp import CongestionControl
 
 __all__ = [
@@ -61,16 +61,15 @@ class Wiring:
 
     Args:
       profile: with its number of nodes.
+      loses: whether loss takes its share of a link's bandwidth; otherwise links have the whole.
     """
 
-    def __init__(self, profile: NetworkProfile) -> None:
-        assert profile.nodes is not None
-        self.profile = profile
+    def __init__(self, profile: NetworkProfile, *, loses: bool = True) -> None:
+        self.profile, self._loses = profile, loses
         self.capacities: list[Capacity] = []
         """Of each resource; grows as paths are asked for."""
-        self._numbers: dict[tuple[str, int, int], int] = {}
+        self._numbers: dict[Resource, int] = {}
         self._paths: dict[tuple[int, int], Path] = {}
-        self._media = {medium.name: (index, medium) for index, medium in enumerate(profile.media)}
 
     def path(self, src: int, dst: int) -> Path:
         """The way from ``src`` to ``dst``."""
@@ -83,22 +82,12 @@ class Wiring:
         profile = self.profile
         a, b = profile.site_index(src), profile.site_index(dst)
         there = profile.connection(a, b)
-        goodput = profile.goodput_bps(a, b)
-        wanted: list[tuple[tuple[str, int, int], Capacity, int]] = [
-            (("link", a, b) if there.shared else ("pair", src, dst), goodput, 1),
-            (("up", src, 0), profile.sites[a].up_bps, 1),
-            (("down", dst, 0), profile.sites[b].down_bps, 1),
-        ]
-        if a != b:
-            wanted.append((("exit", a, 0), profile.sites[a].exit_bps, 1))
-            wanted.append((("entry", b, 0), profile.sites[b].entry_bps, 1))
-        for index, medium, times in crossings(profile, self._media, a, b):
-            wanted.append((("medium", index, 0), medium.bandwidth_bps, times))
         uses = []
-        for key, capacity, times in wanted:
-            number = self._number(key, capacity)
-            if number is not None:
-                uses.append(Use(number, times))
+        for key, capacity, times in limits(profile, a, b, src, dst, loses=self._loses):
+            if key not in self._numbers:
+                self._numbers[key] = len(self.capacities)
+                self.capacities.append(capacity)
+            uses.append(Use(self._numbers[key], times))
         return Path(
             there.link.latency_s,
             there.link.jitter_s,
@@ -109,32 +98,27 @@ class Wiring:
             profile.connections_of(a, b),
         )
 
-    def _number(self, key: tuple[str, int, int], capacity: Capacity) -> int | None:
-        if not isinstance(capacity, Trace) and capacity == math.inf:
-            return None
-        if key not in self._numbers:
-            self._numbers[key] = len(self.capacities)
-            self.capacities.append(capacity)
-        return self._numbers[key]
-
-
-def crossings(
-    profile: NetworkProfile, media: dict[str, tuple[int, Medium]], src_site: int, dst_site: int
-) -> list[tuple[int, Medium, int]]:
-    """The media that a flow between two sites crosses, and how often."""
-    found: list[tuple[int, Medium, int]] = []
-    one, other = profile.sites[src_site].medium, profile.sites[dst_site].medium
-    if one is not None:
-        index, medium = media[one]
-        found.append((index, medium, 2 if one == other and medium.relayed else 1))
-    if other is not None and other != one:
-        index, medium = media[other]
-        found.append((index, medium, 1))
-    return found
-
 
 Resource: TypeAlias = tuple[str, int, int]
 """A kind of capacity, and whose: one stands for that of every node of a group, or of every pair of nodes."""
+
+
+def limits(
+    profile: NetworkProfile, src_site: int, dst_site: int, src: int, dst: int, *, loses: bool = True
+) -> Iterator[tuple[Resource, Capacity, int]]:
+    """Yields what limits a flow from one node, or any node of a group, to another, and how often it is crossed."""
+    way = profile.connection(src_site, dst_site)
+    link = ("link", src_site, dst_site) if way.shared else ("pair", src, dst)
+    speed = profile.goodput_bps(src_site, dst_site) if loses else way.link.bandwidth_bps
+    ends = {"up": src, "down": dst}
+    every = [
+        (link, speed, 1),
+        *(
+            ((kind, ends.get(kind, place), 0), capacity, times)
+            for (kind, place), capacity, times in profile.limits(src_site, dst_site)
+        ),
+    ]
+    yield from (one for one in every if isinstance(one[1], Trace) or one[1] < math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +163,7 @@ def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
       owners: how many own a shard.
     """
     starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
-    bounds = [*sorted(start for start in starts if 0 <= start < _nodes(profile)), _nodes(profile)]
+    bounds = [*sorted(start for start in starts if 0 <= start < profile.node_count), profile.node_count]
     return [
         Group(profile.site_index(first), first, end - first, first < owners)
         for first, end in pairwise(bounds)
@@ -204,25 +188,10 @@ def used_by(
 ) -> dict[Resource, tuple[Capacity, int]]:
     """What limits a bundle: each capacity, and how many of the bundle's flows use one of its kind."""
     one, other = groups[bundle.src], groups[bundle.dst]
-    a, b = one.site, other.site
-    total = one.count * bundle.per_src
-    way = profile.connection(a, b)
-    key = ("link", a, b) if way.shared else ("pair", bundle.src, bundle.dst)
-    uses: dict[Resource, tuple[Capacity, int]] = {
-        key: (profile.goodput_bps(a, b), total if way.shared else 1),
-        ("up", bundle.src, 0): (profile.sites[a].up_bps, bundle.per_src),
-        ("down", bundle.dst, 0): (profile.sites[b].down_bps, bundle.per_dst),
-    }
-    if a != b:
-        uses["exit", a, 0] = profile.sites[a].exit_bps, total
-        uses["entry", b, 0] = profile.sites[b].entry_bps, total
-    media = {medium.name: (index, medium) for index, medium in enumerate(profile.media)}
-    for index, medium, times in crossings(profile, media, a, b):
-        uses["medium", index, 0] = medium.bandwidth_bps, total * times
+    each = {"pair": 1, "up": bundle.per_src, "down": bundle.per_dst}
     return {
-        resource: (capacity, count)
-        for resource, (capacity, count) in uses.items()
-        if isinstance(capacity, Trace) or capacity < math.inf
+        resource: (capacity, times * each.get(resource[0], one.count * bundle.per_src))
+        for resource, capacity, times in limits(profile, one.site, other.site, bundle.src, bundle.dst)
     }
 
 
@@ -236,8 +205,3 @@ def loads_s(
             seconds = 8 * nbytes * count / mean_capacity(capacity)
             loads[resource] = loads.get(resource, 0.0) + seconds
     return loads
-
-
-def _nodes(profile: NetworkProfile) -> int:
-    assert profile.nodes is not None
-    return profile.nodes

@@ -227,21 +227,15 @@ class Flows:
             drawn = uniform(self._seed, line.src, line.dst, line.sent)
             delay += line.path.jitter_s * (2.0 * drawn - 1.0)
         if line.tcp is not None and line.path.loss:
-            delay += self._repaired_s(line, message)
+            lost, again = (uniform(self._seed, line.src, line.dst, line.sent, which) for which in (1, 2))
+            bits, took_s = message.whole * line.path.connections, self._clock.now() - message.began_s
+            path, last = line.path, not line.queue
+            delay += repaired_s(bits, took_s, path.round_trip_s, path.loss, (lost, again), last=last)
         line.sent += 1
         line.passed += message.whole
         arrives = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
-        self._clock.at(arrives, lambda: self._arrive(message))
+        self._clock.at(arrives, partial(message.arrived, arrives))
         message.left.set(None)
-
-    def _repaired_s(self, line: _Line, message: _Message) -> float:
-        took_s = self._clock.now() - message.began_s
-        lost, again = (uniform(self._seed, line.src, line.dst, line.sent, which) for which in (1, 2))
-        path, bits = line.path, message.whole * line.path.connections
-        return repaired_s(bits, took_s, path.round_trip_s, path.loss, (lost, again), last=not line.queue)
-
-    def _arrive(self, message: _Message) -> None:
-        message.arrived(self._clock.now())
 
     def _settle_soon(self) -> None:
         if not self._settling:

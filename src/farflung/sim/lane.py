@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from farflung.comm.framing import MOST_PIECE_NBYTES
 from farflung.devices import CodingRates
-from farflung.sim.clock import VirtualClock
 from farflung.tasks import Pending, done
 from farflung.types import CodingCost
 
-__all__ = ["Ends", "Lane"]
+__all__ = ["Lane"]
 
 ROUNDING_S = 1e-9
 """What sums of seconds may differ by; work that is closer to its end is through."""
@@ -133,57 +131,3 @@ class Lane:
             fn()
         else:
             self._running_at(t, fn)
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """The devices at both ends of a message.
-
-    Args:
-      sender: its lane, where it has one.
-      receiver: likewise.
-    """
-
-    sender: Lane | None
-    receiver: Lane | None
-
-    def carry(
-        self,
-        clock: VirtualClock,
-        nbytes: int,
-        least_s: float,
-        move: Callable[[Callable[[float], None]], None],
-        arrived: Callable[[float], None],
-    ) -> None:
-        """Takes a message from one to the other.
-
-        Args:
-          clock: virtual time.
-          nbytes: of its payload.
-          least_s: the shortest delay of the link.
-          move: puts it on the network; is given what to call when it is there.
-          arrived: called when it is heard, with the time.
-        """
-
-        def leave(rest_s: float) -> None:
-            begins = clock.now() + least_s
-            ready = begins + rest_s
-
-            def came(t: float) -> None:
-                if t < ready:
-                    clock.at(ready, lambda: come(ready))
-                else:
-                    come(t)
-
-            def come(t: float) -> None:
-                if self.receiver is None:
-                    arrived(t)
-                else:
-                    self.receiver.receive(nbytes, t - begins, lambda: arrived(clock.now()))
-
-            move(came)
-
-        if self.sender is None:
-            leave(0.0)
-        else:
-            self.sender.send(nbytes, leave)

@@ -20,7 +20,7 @@ from farflung.network import Link, NetworkProfile, Wiring
 from farflung.network.link import map_capacity
 from farflung.sim.clock import VirtualClock
 from farflung.sim.flows import Flows
-from farflung.sim.lane import Ends, Lane
+from farflung.sim.lane import Lane
 from farflung.sim.membership import Membership
 from farflung.sim.pauses import Pauses
 from farflung.tasks import Pending, failed
@@ -125,13 +125,28 @@ class VirtualNetwork:
         if not self._charged:
             return self._route(src, dst, nbytes, priority, arrived)
         left: Pending[None] = Pending()
-        path = self._wiring.path(src, dst)
+        path, clock, receiver = self._wiring.path(src, dst), self._clock, self.lanes[dst]
 
-        def move(came: Callable[[float], None]) -> None:
-            self._route(src, dst, nbytes, priority, came).on_done(lambda _: left.set(None))
+        def leave(rest_s: float) -> None:
+            """Puts the message on the network; its last piece is ready after so many seconds."""
+            begins = clock.now() + path.latency_s - path.jitter_s
+            ready = begins + rest_s
 
-        ends = Ends(self.lanes[src], self.lanes[dst])
-        ends.carry(self._clock, nbytes, path.latency_s - path.jitter_s, move, arrived)
+            def come(t: float) -> None:
+                if t < ready:
+                    clock.at(ready, lambda: come(ready))
+                elif receiver is None:
+                    arrived(t)
+                else:
+                    receiver.receive(nbytes, t - begins, lambda: arrived(clock.now()))
+
+            self._route(src, dst, nbytes, priority, come).on_done(lambda _: left.set(None))
+
+        sender = self.lanes[src]
+        if sender is None:
+            leave(0.0)
+        else:
+            sender.send(nbytes, leave)
         return left
 
     def _route(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,7 +21,6 @@ from farflung.types import (
     CodecState,
     CodingCost,
     Contribution,
-    Counts,
     Json,
     Payload,
     Reduced,
@@ -31,7 +29,6 @@ from farflung.types import (
     SegmentCoding,
     State,
     StateSlot,
-    Tag,
     TensorSpec,
 )
 
@@ -158,7 +155,7 @@ class _RecordingReducer(Reducer):
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         number = self._recorder.begin(channel.rank, step)
         watched = _WatchedChannel(channel)
-        result = await self._reducer.reduce(watched, slot, own, step=step)
+        result = await self._reducer.reduce(cast(Channel, watched), slot, own, step=step)
         self._recorder.end(channel.rank, step, number, watched.taken(), result)
         learn, together = result.learn, result.learn_together
         if learn is not None:
@@ -189,29 +186,16 @@ class _WatchedChannel:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.rank: int = channel.rank
-        self.size: int = channel.size
         self._ops: list[Op] = []
         self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
     def taken(self) -> tuple[Op, ...]:
         """What was asked for since this was asked last."""
         ops, self._ops = tuple(self._ops), []
         return ops
-
-    @property
-    def auto(self) -> Mapping[int, str]:
-        return self._channel.auto
-
-    @property
-    def sent_nbytes(self) -> int:
-        return self._channel.sent_nbytes
-
-    def count(self, nbytes: Counts) -> None:
-        self._channel.count(nbytes)
-
-    def tag(self, hop: int) -> Tag:
-        return self._channel.tag(hop)
 
     def hops(self, count: int) -> int:
         if count:
@@ -221,9 +205,6 @@ class _WatchedChannel:
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         self._ops.append(("compute", *cost))
         return self._channel.compute(cost, fn)
-
-    def computed(self) -> Pending[None]:
-        return self._channel.computed()
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         self._ops.append(("send", dst, hop, payload.nbytes))
@@ -235,9 +216,6 @@ class _WatchedChannel:
         self._ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
-    def land(self, src: int, hop: int, into: Tensor) -> None:
-        self._channel.land(src, hop, into)
-
     def collective(self, name: str) -> AllReduce:
         inner = self._channel.collective(name)
 
@@ -246,14 +224,9 @@ class _WatchedChannel:
         ) -> tuple[Tensor, Tensor]:
             if coding is not None:
                 return await inner(channel, tensor, side, coding=coding)
-            self._ops.append(("whole", name, _name(tensor.dtype), tensor.numel(), side.numel()))
+            self._ops.append(
+                ("whole", name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), side.numel())
+            )
             return await inner(self._channel, tensor, side)
 
         return kept
-
-    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
-        return self._channel.all_reduce(tensor)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -39,9 +39,8 @@ class VirtualWorld:
 
     Args:
       size: number of replicas.
-      link: the link that every ordered pair of them has for itself; without one, messages take no time.
+      network: a profile, or the link of each ordered pair; without one, messages take no time.
       seconds_per_sample: what a forward pass costs per sample; a backward pass costs twice that.
-      network: a profile, in the place of ``link``.
       device: a profile in the place of ``seconds_per_sample``, or one for each replica.
       seed: of jitter and stragglers.
       faults: what goes wrong; replicas tell :attr:`injector` of their steps.
@@ -55,17 +54,16 @@ class VirtualWorld:
       absent: ranks that are not there at the start, beside those whose first fault is to join.
 
     Raises:
-      ConfigError: both a link and a profile, or profiles or faults for another number of replicas.
+      ConfigError: profiles or faults for another number of replicas.
       Unsupported: faults that virtual time cannot carry.
     """
 
     def __init__(
         self,
         size: int,
-        link: Link | None = None,
+        network: NetworkProfile | Link | None = None,
         seconds_per_sample: float = 0.0,
         *,
-        network: NetworkProfile | None = None,
         device: DeviceProfile | Sequence[DeviceProfile] | None = None,
         seed: int = 0,
         faults: FaultPlan | None = None,
@@ -76,13 +74,12 @@ class VirtualWorld:
         absent: Iterable[int] = (),
     ) -> None:
         faults = faults or FaultPlan()
-        if link is not None and network is not None:
-            raise ConfigError("give a link or a network profile, not both")
         self.clock = VirtualClock()
-        self.encrypted = link is not None or network is not None
+        self.encrypted = network is not None
         """Whether messages are, as those of real runs are that leave a machine."""
-        profile = network or link or Link()
-        self.network = VirtualNetwork(self.clock, size, profile, seed=seed, encrypted=self.encrypted)
+        self.network = VirtualNetwork(
+            self.clock, size, network or Link(), seed=seed, encrypted=self.encrypted
+        )
         self.off_clock: VirtualNetwork | None = None
         """Carries messages that take no virtual time; losses and deadlines apply to it as to the network."""
         if not count_evaluation:
@@ -164,7 +161,15 @@ class VirtualWorld:
         left = [rank for rank in sorted(running) if rank not in lost]
         stuck = [rank for rank in left if not running[rank].done]
         if stuck:
-            raise RunLost(self._deadlock(stuck))
+            networks = [one for one in (self.network, self.off_clock) if one is not None]
+            waits = [next(filter(None, (one.waits_for(rank) for one in networks)), "") for rank in stuck]
+            raise RunLost(
+                f"nothing is on its way at {self.clock.now():.6f} virtual seconds: "
+                + "; ".join(
+                    f"rank {rank} waits for {what or 'something other than a message'}"
+                    for rank, what in zip(stuck, waits, strict=True)
+                )
+            )
         return [running[rank].result() for rank in left]
 
     def _renewed(self, rank: int) -> VirtualRuntime:
@@ -203,14 +208,6 @@ class VirtualWorld:
         names = [adopt_collectives(runtime.comm, decision) for runtime in self.runtimes]
         return names[0]
 
-    def _deadlock(self, stuck: Sequence[int]) -> str:
-        lines = []
-        for rank in stuck:
-            off_clock = None if self.off_clock is None else self.off_clock.waits_for(rank)
-            source = self.network.waits_for(rank) or off_clock or "something other than a message"
-            lines.append(f"rank {rank} waits for {source}")
-        return f"nothing is on its way at {self.clock.now():.6f} virtual seconds: {'; '.join(lines)}"
-
 
 @contextmanager
 def _settled_memory() -> Iterator[None]:
@@ -247,14 +244,20 @@ def _devices(
 class VirtualRuntime:
     """One replica's seam to a :class:`VirtualWorld`; see :class:`farflung.types.Runtime`."""
 
-    def __init__(self, world: VirtualWorld, rank: int, device: DeviceProfile) -> None:
-        self.comm: Communicator = world.network.communicator(rank)
+    def __init__(
+        self,
+        world: VirtualWorld,
+        rank: int,
+        device: DeviceProfile,
+        network: VirtualNetwork | None = None,
+    ) -> None:
+        self.comm: Communicator = (network or world.network).communicator(rank)
         self.elastic: Elastic | None = None
         self.events = 0
         self.device = device
         self.off_clock: VirtualRuntime | None = None
-        if world.off_clock is not None:
-            self.off_clock = _OffClock(world, world.off_clock.communicator(rank))
+        if network is None and world.off_clock is not None:
+            self.off_clock = _OffClock(world, rank, DeviceProfile(), world.off_clock)
         self._world = world
         self._forwards = 0
         self.lane: Lane | None = None
@@ -268,7 +271,7 @@ class VirtualRuntime:
                 now=partial(stage.running_s, rank),
                 at=partial(stage.when_running, rank),
             )
-        self.soon = world.stage.soon_of(self.comm.rank)
+        self.soon = world.stage.soon_of(rank)
         """Queues a step of one of this replica's coroutines."""
 
     @property
@@ -367,17 +370,6 @@ class VirtualRuntime:
 
 class _OffClock(VirtualRuntime):
     """A replica's seam to what takes no time: see :attr:`farflung.types.Runtime.off_clock`."""
-
-    def __init__(self, world: VirtualWorld, comm: Communicator) -> None:
-        self.comm = comm
-        self.elastic = None
-        self.events = 0
-        self.device = DeviceProfile(forward_s=0.0)
-        self.off_clock = None
-        self._world = world
-        self._forwards = 0
-        self.lane = None
-        self.soon = world.stage.soon_of(comm.rank)
 
     @override
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:

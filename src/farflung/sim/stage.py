@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from farflung.comm.failure_detector import FailureDetector
 from farflung.comm.mailbox import QUESTIONS
 from farflung.comm.transport import Traffic
 from farflung.errors import DeadlinePassed, Left, PeerLost, RunLost, Unsupported
-from farflung.faults import FAULTS, MEMBERSHIP, Fault, FaultPlan, Standing
+from farflung.faults import FAULTS, MEMBERSHIP, Condition, FaultPlan, Stage
 from farflung.sim.clock import VirtualClock
 from farflung.sim.membership import Membership
 from farflung.sim.network import VirtualNetwork
@@ -46,7 +48,7 @@ def check_plan(plan: FaultPlan, size: int, *, whole: bool = True) -> None:
     plan.check(size, CARRIED.union(MEMBERSHIP if not whole else ()), "virtual time")
 
 
-class VirtualStage:
+class VirtualStage(Stage):
     """Applies faults in virtual time; detects lost ranks as the wall clock does, by closed connections and deadlines.
 
     Each peer detects a crash one link delay later; messages sent before it arrive. Admission and leaving are those of
@@ -76,9 +78,9 @@ class VirtualStage:
         absent: Iterable[int] = (),
     ) -> None:
         size = len(network.mailboxes)
+        super().__init__(size)
         check_plan(plan, size, whole=whole)
         self._clock, self._network, self._deadline_s = clock, network, deadline_s
-        self._standing = Standing(size)
         self._members: Membership | None = None
         if not whole:
             self._members = network.membership = Membership(
@@ -110,53 +112,35 @@ class VirtualStage:
 
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
+    @override
     def now(self) -> float:
         """See :class:`farflung.faults.Stage`; the first step begins when virtual time does."""
         return self._clock.now()
 
+    @override
     def at(self, t: float, fn: Callable[[], None]) -> None:
         self._clock.at(t, fn)
 
-    def strike(self, fault: Fault) -> None:
-        rank = fault.rank
-        if fault.kind == "crash":
-            self._crash(rank)
-            return
-        if fault.kind == "leave":
-            self.when_running(rank, self.running_s(rank), lambda: self._leave(rank))
-            return
-        if fault.kind == "join":
-            self._join(rank)
-            return
-        if fault.kind == "reset":
-            for src, dst in fault.ways(len(self._network.mailboxes)):
-                self._reset(src, dst)
-            return
-        self._change(fault, self._standing.begin)
-
-    def undo(self, fault: Fault) -> None:
-        self._change(fault, self._standing.end)
-
+    @override
     def is_over(self) -> bool:
         left = [task for rank, task in self.running.items() if rank not in self.crashed]
         return bool(left) and all(task.done for task in left)
 
-    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
-        """Has replica and ways feel what a fault's beginning or end changes."""
+    @override
+    def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
         assert self._pauses is not None
-        standing, rank, ways = self._standing, fault.rank, list(fault.ways(len(self._network.mailboxes)))
-        hung, before = standing.hangs(rank), [standing.condition(*way) for way in ways]
-        how(fault)
-        for way, was in zip(ways, before, strict=True):
-            now = standing.condition(*way)
-            if now.cut != was.cut:
-                (self._pauses.stop if now.cut else self._pauses.go_on)(way)
-            if (now.bandwidth_bps, now.loss) != (was.bandwidth_bps, was.loss):
-                self._network.limit(*way, bandwidth_bps=now.bandwidth_bps, loss=now.loss)
-        if standing.hangs(rank) != hung:
-            (self._pauses.go_on if hung else self._pauses.stop)(rank)
+        if now.cut != before.cut:
+            (self._pauses.stop if now.cut else self._pauses.go_on)((src, dst))
+        if (now.bandwidth_bps, now.loss) != (before.bandwidth_bps, before.loss):
+            self._network.limit(src, dst, bandwidth_bps=now.bandwidth_bps, loss=now.loss)
 
-    def _crash(self, rank: int) -> None:
+    @override
+    def hang(self, rank: int, hangs: bool) -> None:
+        assert self._pauses is not None
+        (self._pauses.stop if hangs else self._pauses.go_on)(rank)
+
+    @override
+    def crash(self, rank: int) -> None:
         if self._members is not None:
             if rank in self._members:
                 self._members.crashes(rank)
@@ -168,22 +152,26 @@ class VirtualStage:
         if rank in self.running:
             self.crashed.add(rank)
 
-    def _reset(self, rank: int, peer: int) -> None:
+    @override
+    def reset(self, rank: int, peer: int) -> None:
         if self._members is not None:
             self._members.reset(rank, peer)
         else:
             self._network.mailboxes[rank].end(PeerLost(peer, "its connection was closed from its end"))
 
+    @override
+    def leave(self, rank: int) -> None:
+        self.when_running(rank, self.running_s(rank), lambda: self._leave(rank))
+
     def _leave(self, rank: int) -> None:
         assert self._members is not None
-        if self.leaves(rank):
-            return
-        if rank in self._members:
+        if not self.leaves(rank) and rank in self._members:
             del self.running[rank]
             self._stays[rank] += 1
             self._members.leaves(rank)
 
-    def _join(self, rank: int) -> None:
+    @override
+    def join(self, rank: int) -> None:
         assert self._members is not None
         if rank in self._members:
             return
@@ -198,7 +186,7 @@ class VirtualStage:
 
     def slowed(self, rank: int) -> float:
         """How many times as long a replica computes."""
-        return self._standing.slowdown(rank)
+        return self.standing.slowdown(rank)
 
     def running_s(self, rank: int) -> float:
         """For how long a replica has been running, in virtual seconds since the beginning."""
@@ -229,7 +217,7 @@ class VirtualStage:
         return {
             rank
             for rank, task in self.running.items()
-            if not task.done and rank not in self.crashed and self._standing.hangs(rank)
+            if not task.done and rank not in self.crashed and self.standing.hangs(rank)
         }
 
     def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
@@ -259,7 +247,7 @@ class VirtualStage:
           begin: has a replica begin, for the first time or again.
         """
         self._begin = begin
-        for rank in range(len(self._network.mailboxes)):
+        for rank in range(self.size):
             if self._members is None or rank in self._members:
                 self._start(rank)
         if self._pauses is not None:
@@ -280,7 +268,7 @@ class VirtualStage:
                 self._members.leaves(rank)
                 self.crashed.add(rank)
             else:
-                self._crash(rank)
+                self.crash(rank)
             return
         if self.error is None:
             self.error = task.error
@@ -309,7 +297,7 @@ class VirtualStage:
             if waiting is None:
                 detector.rest()
                 continue
-            peers = [peer for peer in range(len(self._network.mailboxes)) if peer != rank]
+            peers = [peer for peer in range(self.size) if peer != rank]
             for peer in peers:
                 detector.hear(peer, self._network.heard_s.get((peer, rank), -math.inf))
             check = detector.check(waiting, peers, now, self._deadline_s)
@@ -347,7 +335,7 @@ class VirtualStage:
                 continue
             waiting = self._network.mailboxes[peer].any_wait()
             blocked_on = None if waiting is None else waiting.src
-            others = [other for other in range(len(self._network.mailboxes)) if other != peer]
+            others = [other for other in range(self.size) if other != peer]
             body: dict[str, Json] = {
                 "for": "data" if peer in self._waiting_for_data else blocked_on,
                 "count": self.events(peer) + self._network.message_counts[peer],
