@@ -126,11 +126,9 @@ def measure(code: str, transposed: Transposed) -> list[dict[str, Any]]:
                 "nbytes_fetched": nbytes,
                 "partitions_fetched": statistics.fmean(nbytes) / partition,
                 "coded_blocks": [len(rows) - PARTITIONS for rows in after],
-                "rank": [rank(rows, PARTITIONS) for rows in after],
-                "rank_of_coded_blocks": [rank(rows[PARTITIONS:], PARTITIONS) for rows in after],
-                "may_vanish_in_the_worst_case": [
-                    redundancy(list(rows), PARTITIONS, enough=3) for rows in after
-                ],
+                "rank": [rank(rows) for rows in after],
+                "rank_of_coded_blocks": [rank(rows[PARTITIONS:]) for rows in after],
+                "may_vanish_in_the_worst_case": [redundancy(rows, enough=3) for rows in after],
                 "extra_answers": statistics.fmean(extras),
             }
         )
