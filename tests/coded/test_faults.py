@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,11 @@ import torch
 from torch import Tensor
 
 from farflung.coded import meeting
-from farflung.coded.coordinator import Coordinator, Settings
+from farflung.coded.coordinator import Settings
 from farflung.coded.meeting import Address, attending, coordinating
-from farflung.coded.record import Record
 from farflung.comm import Endpoint, Peer
 from farflung.comm.visits import Access
 from farflung.errors import ConfigError, FarflungError
-from farflung.replica import load_tree, save_tree
 from farflung.types import Json
 from tests.coded_plans import DEVICES, PARTITIONS, Plan
 from tests.coded_processes import (
@@ -30,11 +25,9 @@ from tests.coded_processes import (
     Told,
     descend,
     difference,
-    free_port,
     run_on_loopback,
     trained,
 )
-from tests.forks import Fork
 from tests.helpers import PATIENCE_S
 
 LIMIT_S = 120.0
@@ -148,95 +141,6 @@ def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path,
             assert (one["reason"], one["refused"], one["kept"], one["meetings"]) == ("", 0, [], 1)
 
 
-@pytest.mark.thorough
-def test_training_pauses_where_too_much_is_gone_and_goes_on_when_it_is_back(
-    tmp_path: Path, expected: Tensor
-) -> None:
-    """Of two devices that were killed, nothing makes up for what both had; one comes again, as another process."""
-    notes = Told()
-    some = settings(devices=PARTITIONS + 1, redundancy=0, code="mds")
-    with (
-        run_on_loopback(some, notes) as (runtime, coordinator, at),
-        crowd_of(at, tmp_path, some.devices) as crowd,
-    ):
-        ranks: dict[str, int] = {}
-
-        def hears(event: str, values: dict[str, Json]) -> None:
-            if event == "came":
-                ranks[str(values["partition"])] = int(str(values["rank"]))
-            if event == "paused":
-                crowd.join(3)
-
-        notes.listener = hears
-
-        def fails(iterate: int, weights: Tensor) -> None:
-            del weights
-            if iterate == 10:
-                lost = [ranks[name] for name in ("part 3", "part 5")]
-                gone = [fork for fork in crowd.forks if fork.pid in map(crowd.pid, lost)]
-                for rank in lost:
-                    crowd.signal(rank, signal.SIGKILL)
-                for fork in gone:  # so that one is not made up for before the other is lost
-                    fork.wait(LIMIT_S)
-
-        async def body() -> Tensor:
-            await coordinator.gather()
-            labels = torch.cat([one.labels for one in coordinator.settle()])
-            weights = await descend(coordinator.times, coordinator.transposed_times, labels, fails)
-            await coordinator.end()
-            return weights
-
-        assert difference(runtime.drive(body()), expected) < SAME
-        missing = [str(paused["missing"]) for paused in notes.of("paused")]
-        assert missing
-        assert all("lost with their devices: part " in one or "follow from none" in one for one in missing)
-        assert notes.of("goes_on")
-        assert not any(one["kept"] for one in crowd.left())
-
-
-@pytest.mark.thorough
-def test_a_coordinator_that_is_killed_comes_again_and_devices_come_back(
-    tmp_path: Path, expected: Tensor
-) -> None:
-    address = Address("127.0.0.1", free_port())
-    with crowd_of(address, tmp_path) as crowd:
-        result = tmp_path / "weights"
-        with Fork(partial(coordinate, address, str(tmp_path), 15, str(result))) as first:
-            assert first.wait(LIMIT_S) == -signal.SIGKILL
-        before = (tmp_path / "events.jsonl").read_text().count('"ordered"')
-        with Fork(partial(coordinate, address, str(tmp_path), -1, str(result))) as again:
-            assert again.wait(LIMIT_S) == 0, again.finished()
-        assert difference(load_tree(result)["weights"], expected) < SAME
-        assert (tmp_path / "events.jsonl").read_text().count('"ordered"') == before, "nothing is made anew"
-        for one in crowd.left():
-            assert (one["reason"], one["refused"], one["kept"], one["meetings"]) == ("", 0, [], 2)
-
-
-def coordinate(address: Address, folder: str, dies_at: int, result: str) -> int:
-    """What runs in the process of a coordinator that keeps its iterates, and may be killed at one of them."""
-    torch.set_num_threads(1)
-    record = Record(Path(folder))
-    with coordinating(address, "run") as (runtime, _):
-        coordinator = Coordinator(runtime, settings(), run="run", record=record)
-        kept = record.state()
-        begin = (0, None) if kept is None else (kept["iterate"], kept["weights"])
-
-        def at(iterate: int, weights: Tensor) -> None:
-            record.keep_state({"iterate": iterate, "weights": weights})
-            if iterate == dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        async def body() -> Tensor:
-            await coordinator.gather()
-            labels = torch.cat([one.labels for one in coordinator.settle()])
-            weights = await descend(coordinator.times, coordinator.transposed_times, labels, at, *begin)
-            await coordinator.end()
-            return weights
-
-        save_tree(Path(result), {"weights": runtime.drive(body())})
-    return 0
-
-
 def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
     with coordinating(Address("127.0.0.1", 0), "run") as (_, at):
         access = Access(meeting._KEY, False, ())
@@ -279,7 +183,7 @@ def test_a_device_that_encrypts_where_the_coordinator_does_not_is_refused_alone(
     monkeypatch: pytest.MonkeyPatch, sealed: str
 ) -> None:
     """And the other way round: at once, and not after its patience."""
-    monkeypatch.setattr(meeting, "_VISIT_S", 1.0)
+    monkeypatch.setattr(meeting, "_VISIT_S", 0.5)
     coordinators, devices = (Endpoint(encrypt=sealed == name) for name in ("coordinator", "device"))
     with coordinating(Address("127.0.0.1", 0), "run", coordinators) as (_, at):
         with (
@@ -316,7 +220,7 @@ def test_a_coordinator_that_cannot_be_reached_is_refused(advertise: str, said: s
 def test_a_seat_that_was_taken_in_vain_is_given_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The only one."""
     monkeypatch.setattr(meeting, "SEATS", 2)
-    with coordinating(Address("127.0.0.1", 0), "run", join_s=0.5) as (_, at):
+    with coordinating(Address("127.0.0.1", 0), "run", join_s=0.3) as (_, at):
         if how == "has left":
             with attending(at, patience_s=PATIENCE_S) as first:
                 assert first.comm.rank == 1

@@ -73,7 +73,6 @@ class Code(Protocol):
         Returns:
           (partitions,), float64.
         """
-        ...
 
 
 def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -8,7 +8,7 @@ need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -43,41 +43,24 @@ _ROWS = 4096
 """Rows of a sparse matrix that are made dense at a time."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A linear classifier, whose model is its subclass's."""
+    """A linear classifier, whose model is its subclass's; its parameters are fields."""
 
     _model: ClassVar[str]
-    loss: str | None = None
-    intercept_scaling = 1.0
 
-    def __init__(
-        self,
-        *,
-        C: float = 1.0,
-        fit_intercept: bool = True,
-        class_weight: Mapping[Any, float] | str | None = None,
-        solver: str | None = None,
-        tol: float | None = None,
-        max_iter: int = 1000,
-        learning_rate: float | None = None,
-        warm_start: bool = False,
-        devices: int = 4,
-        partitions: int | None = None,
-        code: str = "rlnc",
-        seed: int = 0,
-    ) -> None:
-        self.C = C
-        self.fit_intercept = fit_intercept
-        self.class_weight = class_weight
-        self.solver = solver
-        self.tol = tol
-        self.max_iter = max_iter
-        self.learning_rate = learning_rate
-        self.warm_start = warm_start
-        self.devices = devices
-        self.partitions = partitions
-        self.code = code
-        self.seed = seed
+    C: float = 1.0
+    fit_intercept: bool = True
+    class_weight: Mapping[Any, float] | str | None = None
+    solver: str | None = None
+    tol: float | None = None
+    max_iter: int = 1000
+    learning_rate: float | None = None
+    warm_start: bool = False
+    devices: int = 4
+    partitions: int | None = None
+    code: str = "rlnc"
+    seed: int = 0
 
     def fit(self, X: Any, y: Any, sample_weight: ArrayLike | None = None) -> Self:
         """Learns from samples.
@@ -199,7 +182,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         rows = [self.coef_.T]
         if self.fit_intercept:
-            rows.append(self.intercept_[None] / self.intercept_scaling)
+            rows.append(self.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
         return torch.from_numpy(np.concatenate(rows).astype(np.float64))
 
     def _minimum(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
@@ -207,11 +190,11 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
             solver = f"gd(learning_rate={self.learning_rate!r})"
-        learner = Learner(self._model, self.loss, self.C, solver, self.tol)
+        learner = Learner(self._model, getattr(self, "loss", None), self.C, solver, self.tol)
         objective = replace(
             learner.objective(classes),
             fit_intercept=self.fit_intercept,
-            intercept_scaling=self.intercept_scaling,
+            intercept_scaling=getattr(self, "intercept_scaling", 1.0),
         )
         problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
         start = self._start((problem.shape[1], matrix.shape[1]))
@@ -327,6 +310,7 @@ class CodedLogisticRegression(CodedClassifier):
         return margins.log_softmax(dim=1).numpy()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CodedLinearSVC(CodedClassifier):
     """A linear support vector machine, as scikit-learn's ``LinearSVC``; more than two classes are one against the rest.
 
@@ -362,37 +346,5 @@ class CodedLinearSVC(CodedClassifier):
 
     _model = "svc"
 
-    def __init__(
-        self,
-        *,
-        loss: str = "squared_hinge",
-        C: float = 1.0,
-        fit_intercept: bool = True,
-        intercept_scaling: float = 1.0,
-        class_weight: Mapping[Any, float] | str | None = None,
-        solver: str | None = None,
-        tol: float | None = None,
-        max_iter: int = 1000,
-        learning_rate: float | None = None,
-        warm_start: bool = False,
-        devices: int = 4,
-        partitions: int | None = None,
-        code: str = "rlnc",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            C=C,
-            fit_intercept=fit_intercept,
-            class_weight=class_weight,
-            solver=solver,
-            tol=tol,
-            max_iter=max_iter,
-            learning_rate=learning_rate,
-            warm_start=warm_start,
-            devices=devices,
-            partitions=partitions,
-            code=code,
-            seed=seed,
-        )
-        self.loss = loss
-        self.intercept_scaling = intercept_scaling
+    loss: str = "squared_hinge"
+    intercept_scaling: float = 1.0

@@ -114,15 +114,12 @@ class Solver(Protocol[S]):
           weights: to start from; zeros when not given.
           stats: of the columns; measured when not given, where they are needed.
         """
-        ...
 
     async def step(self, problem: Problem, state: S) -> S:
         """Takes one step."""
-        ...
 
     def restored(self, tree: State) -> S:
         """Reads the result of :meth:`Iterate.tree`."""
-        ...
 
 
 async def solve(
@@ -204,27 +201,16 @@ class GD:
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> GDState:
         """Makes the first state by one transposed product, one more for given weights, and the power iteration."""
-        del stats
+        del stats  # this solver needs none
         rate = self.learning_rate
         if rate is None:
             eigenvalue = await _largest_eigenvalue(problem)
             curvature = min(problem.objective.curvature, _CURVATURE)
             rate = 1 / (1 + problem.objective.loss_weight * curvature * eigenvalue)
-        weights, margins = await problem.start(weights)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
-        return GDState(
-            weights=weights,
-            objective=objective,
-            gap=1.0,
-            iterations=0,
-            converged=False,
-            learning_rate=rate,
-            gradient=gradient,
-        )
+        return await self._state_at(problem, *await problem.start(weights), rate, 0)
 
     async def step(self, problem: Problem, state: GDState) -> GDState:
-        """Takes one step by two products, and a third when it may have converged.
+        """Takes one step by two products, and a third when it may have converged: at the best intercept.
 
         Raises:
           ConfigError: the learning rate is so high that the objective is infinite.
@@ -232,32 +218,29 @@ class GD:
         iterations, rate = state.iterations + 1, state.learning_rate
         weights = state.weights - rate * state.gradient
         margins = await problem.margins(weights)
+        ended = await self._state_at(problem, weights, margins, rate, iterations)
+        if ended.gap > self.tol:
+            return ended
+        settled = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
+        if settled.gap > self.tol:
+            return replace(ended, gap=settled.gap)
+        return replace(settled, converged=True)
+
+    async def _state_at(
+        self, problem: Problem, weights: Tensor, margins: Tensor, rate: float, iterations: int
+    ) -> GDState:
         objective, slopes, gradient = problem.evaluate(weights, margins)
         if not math.isfinite(objective):
             raise ConfigError(f"gd: diverged at iterate {iterations}: lower learning_rate {rate}")
         gradient = gradient + await problem.transposed(slopes)
-        gap = problem.gap(objective, gradient, rate * float((gradient * gradient).sum()))
-        ended = GDState(
+        return GDState(
             weights=weights,
             objective=objective,
-            gap=gap,
+            gap=problem.gap(objective, gradient, rate * float((gradient * gradient).sum())),
             iterations=iterations,
             converged=False,
             learning_rate=rate,
             gradient=gradient,
-        )
-        return await self._confirm(problem, ended, margins) if gap <= self.tol else ended
-
-    async def _confirm(self, problem: Problem, state: GDState, margins: Tensor) -> GDState:
-        """Bounds the gap at the best intercept: converged there, or on from the state."""
-        weights, margins = problem.settle(state.weights, margins)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
-        gap = problem.gap(objective, gradient, state.learning_rate * float((gradient * gradient).sum()))
-        if gap > self.tol:
-            return replace(state, gap=gap)
-        return replace(
-            state, weights=weights, objective=objective, gap=gap, converged=True, gradient=gradient
         )
 
     def restored(self, tree: State) -> GDState:
@@ -406,8 +389,7 @@ class LBFGS:
         weights, margins = point.weights, point.margins
         if problem.objective.intercept_penalty == 0:
             weights, margins = problem.settle(weights, margins)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
+        objective, gradient = await problem.gradient(weights, margins)
         moves, turns = state.moves, state.turns
         move, turn = weights - state.weights, gradient - state.gradient
         if float((move * turn).sum()) > 0:
@@ -440,7 +422,7 @@ class LBFGS:
     ) -> LBFGSState:
         """Makes the state at some weights, by one transposed product."""
         weights, margins = problem.settle(weights, margins)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
+        objective, gradient = await problem.gradient(weights, margins)
         state = LBFGSState(
             weights=weights,
             objective=objective,
@@ -448,7 +430,7 @@ class LBFGS:
             iterations=0,
             converged=False,
             margins=margins,
-            gradient=gradient + await problem.transposed(slopes),
+            gradient=gradient,
             moves=weights.new_zeros(0, *weights.shape),
             turns=weights.new_zeros(0, *weights.shape),
             scales=preconditioner.scales,
