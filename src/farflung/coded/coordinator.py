@@ -48,7 +48,7 @@ from farflung.files import deciding
 from farflung.options import choice_option, number_option, whole_option
 from farflung.spec import build
 from farflung.tasks import Pending
-from farflung.types import Decision, Json, Payload, Runtime, Tag
+from farflung.types import Json, Payload, Runtime, Tag
 
 __all__ = ["Coordinator", "Counters", "PartitionsChanged", "Settings"]
 
@@ -340,7 +340,12 @@ class Coordinator:
         if not bool(operand.isfinite().all()):
             raise BadSamples(_OVERFLOW)
         self.counters.rounds += 1
-        number = self.counters.rounds
+        number, due = self.counters.rounds, None
+        decision = self._runtime.decisions.replayed("answers", number, self._comm.rank)
+        if decision is not None:
+            with deciding(decision.name, decision.step):
+                sets: Any = decision.value
+                due = [frozenset(map(int, one)) for one in sets]
         return Round(
             number,
             kind,
@@ -349,7 +354,7 @@ class Coordinator:
             operand.clone(),
             partitions,
             self._settings.pieces,
-            _replayed(self._runtime.decisions.replayed("answers", number, self._comm.rank)),
+            due,
         )
 
     async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
@@ -475,13 +480,14 @@ class Coordinator:
         """
         moved = self._comm.moved_nbytes
         nbytes = moved() - sum(map(moved, stuck))
-        self._events.put(lambda: self._carries(nbytes))
 
-    def _carries(self, nbytes: int) -> bool:
-        """Tells whether bytes have come or gone since the last call, enough to count as progress."""
-        now = self._runtime.now()
-        self._carried.update(0, nbytes, now, self._settings.patience_s)
-        return self._carried.last_s == now
+        def carries() -> bool:
+            """Tells whether enough bytes have come or gone since the last call to count as progress."""
+            now = self._runtime.now()
+            self._carried.update(0, nbytes, now, self._settings.patience_s)
+            return self._carried.last_s == now
+
+        self._events.put(carries)
 
     def _call_at(self, t: float, take_in: Callable[[], bool]) -> None:
         """Adds an event at a time."""
@@ -641,7 +647,15 @@ class Coordinator:
             self._meetings += 1
         registry.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw))
-        self._take_held(rank, hello)
+        unknown = []
+        for number in hello.held:  # blocks that it has kept count, unless another device has them by now
+            block = registry.blocks.get(number)
+            if hello.run == self._run and block is not None and block.holder is None:
+                block.holder, block.ready = rank, True
+            else:
+                unknown.append(number)
+        if unknown:
+            self._send(rank, Drop(tuple(unknown)))
         self.tell("came", rank=rank, partition=hello.partition, rows=hello.rows)
         self._repair()
 
@@ -667,18 +681,6 @@ class Coordinator:
         if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
             return f"partition {hello.partition!r} was there with other labels: give it another name"
         return ""
-
-    def _take_held(self, rank: int, hello: Hello) -> None:
-        """Takes in the blocks that a device has kept, unless they are unknown or another device has them."""
-        unknown = []
-        for number in hello.held:
-            block = self.registry.blocks.get(number)
-            if hello.run == self._run and block is not None and block.holder is None:
-                block.holder, block.ready = rank, True
-            else:
-                unknown.append(number)
-        if unknown:
-            self._send(rank, Drop(tuple(unknown)))
 
     # --- losses and silence -----------------------------------------------------------------------------------------
 
@@ -803,12 +805,3 @@ class Coordinator:
         """Sends a command to a device; done when it is on its way."""
         tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
         return self._runtime.launch(sent(self._comm, packed(message), rank, tag))
-
-
-def _replayed(decision: Decision | None) -> list[frozenset[int]] | None:
-    """Gives, in a replay, the blocks by which each piece was decoded."""
-    if decision is None:
-        return None
-    with deciding(decision.name, decision.step):
-        sets: Any = decision.value
-        return [frozenset(map(int, one)) for one in sets]

@@ -384,8 +384,9 @@ class Device:
                 fetched_nbytes = await self._made(order)
             except PeerLost as error:
                 draft = self._holding.drafts.get(order.block)
+                detail = "".join(sign if sign.isprintable() else " " for sign in error.detail[:200])
                 fetched_nbytes = 0 if draft is None else draft.fetched_nbytes
-                self._report(Failed(order.block, error.rank, _one_line(error.detail), fetched_nbytes))
+                self._report(Failed(order.block, error.rank, detail, fetched_nbytes))
             except (ConfigError, RuntimeError, ValueError):
                 self.refused += 1
                 self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
@@ -537,7 +538,9 @@ class Device:
             try:
                 request = unpacked(payload, _REQUESTS)
                 if isinstance(request, Cancel):
-                    self._drop_requests(rank, request)
+                    waiting = self._asked.get(rank, deque())
+                    for one in [one for one in waiting if one.reply in request.replies]:
+                        waiting.remove(one)
                     continue
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
@@ -549,11 +552,6 @@ class Device:
             else:
                 self._asked[rank] = deque([request])
                 self._runtime.launch(self._answer(rank))
-
-    def _drop_requests(self, rank: int, request: Cancel) -> None:
-        waiting = self._asked.get(rank, deque())
-        for one in [one for one in waiting if one.reply in request.replies]:
-            waiting.remove(one)
 
     async def _answer(self, rank: int) -> None:
         asked = self._asked[rank]
@@ -581,8 +579,3 @@ class Device:
 
     def _send(self, payload: Payload, tag: Tag) -> None:
         self._runtime.launch(sent(self._comm, payload, _COORDINATOR, tag))
-
-
-def _one_line(text: str) -> str:
-    """Cuts a text to the length of a message, on one line."""
-    return "".join(sign if sign.isprintable() else " " for sign in text[:200])

@@ -7,7 +7,7 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -28,11 +28,10 @@ from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
 from farflung.coded.linear_model import HeldProducts, Problem
 from farflung.coded.parts import LARGEST, partitioned
-from farflung.coded.run import Learner, Trained, train
+from farflung.coded.run import Learner, Trained, simulate, train
 from farflung.coded.solvers import Iterate, Solver
 from farflung.errors import BadLabels, BadParameter, BadSamples, ConfigError
 from farflung.sim import VirtualRuntime, VirtualWorld
-from farflung.tasks import Pending
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
@@ -204,36 +203,30 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.intercept_ = intercepts.numpy().astype(dtype)
         return found
 
-    def _settings(self, rows: int) -> Settings:
-        """Makes the settings of a run: whole blocks are answered, and no device is expected to vanish.
-
-        Args:
-          rows: of the samples; there are no more partitions.
-
-        Raises:
-          ConfigError: a value out of its range; begins with its name.
-        """
-        partitions = self.partitions
-        if partitions is None:
-            partitions = max(1, self.devices - max(1, self.devices // 4))
-        return Settings(
-            min(partitions, rows), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
-        )
-
     def _trained(
         self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None
     ) -> Iterate:
         """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
 
-        The first devices bring a partition each, consecutive rows. Their labels are the numbers of the rows.
+        The first devices bring a partition each, consecutive rows. Their labels are the numbers of the rows. Whole
+        blocks are answered, and no device is expected to vanish.
         """
-        settings, numbers = self._settings(len(matrix)), torch.arange(len(matrix), dtype=torch.float64)
+        partitions = self.partitions
+        if partitions is None:
+            partitions = max(1, self.devices - max(1, self.devices // 4))
+        settings = Settings(
+            min(partitions, len(matrix)), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
+        )
+        numbers = torch.arange(len(matrix), dtype=torch.float64)
         parts = [(matrix[rows], numbers[rows]) for rows in partitioned(len(matrix), settings.partitions)]
-        weights, found = problem.sample_weights, list[Trained]()
+        weights = problem.sample_weights
 
-        async def coordinate(runtime: VirtualRuntime) -> None:
-            coordinator = Coordinator(runtime, settings)
-            made = await train(
+        def attend(runtime: VirtualRuntime) -> Device:
+            place = runtime.comm.rank - 1
+            return Device(runtime, Holding(str(place), *parts[place]) if place < len(parts) else Holding())
+
+        def train_all(coordinator: Coordinator) -> Awaitable[Trained]:
+            return train(
                 coordinator,
                 problem.objective,
                 solver,
@@ -242,18 +235,9 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 sample_weights=None if weights is None else lambda numbers: weights[numbers.long()],
                 start=start,
             )
-            found.append(made)
-
-        async def attend(runtime: VirtualRuntime) -> None:
-            place = runtime.comm.rank - 1
-            holding = Holding(str(place), *parts[place]) if place < len(parts) else Holding()
-            await Device(runtime, holding).run()
 
         world = VirtualWorld(1 + settings.devices, whole=False)
-        first, *others = world.runtimes
-        bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
-        world.run(bodies)
-        return found[0].iterate
+        return simulate(world, settings, attend, train_all).iterate
 
 
 def _dense(X: Any) -> Tensor:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from farflung.coded.codes import CODES
 from farflung.coded.coordinator import Coordinator, PartitionsChanged, Settings
+from farflung.coded.device import Device
 from farflung.coded.linear_model import (
     LOSSES,
     Classes,
@@ -29,12 +30,16 @@ from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
 from farflung.comm import Endpoint
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, UnknownName
 from farflung.files import write_json
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.spec import build
+from farflung.tasks import Pending
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 from farflung.wall import WallRuntime
 
-__all__ = ["CodedRun", "Learner", "Trained", "train"]
+__all__ = ["CodedRun", "Learner", "Trained", "simulate", "train"]
+
+T = TypeVar("T")
 
 _MODELS = ("logistic", "svc")
 
@@ -181,6 +186,39 @@ def _restored(solver: Solver[Iterate], tree: State) -> Iterate:
         return solver.restored(tree)
     except KeyError as error:
         raise CheckpointError(f"the run has the state of another solver: {error} is missing in it") from None
+
+
+def simulate(
+    world: VirtualWorld,
+    settings: Settings,
+    attend: Callable[[VirtualRuntime], Device],
+    body: Callable[[Coordinator], Awaitable[T]],
+    record: Record | None = None,
+) -> T:
+    """Runs a coordinator and devices in virtual time, and returns what the coordinator has come to.
+
+    Args:
+      world: of the coordinator, rank 0, and devices; of no whole view.
+      settings: of the run.
+      attend: makes a device, also of a rank that comes again.
+      body: is called once the devices have been gathered; they may go when it is through.
+      record: keeps events and the registry.
+    """
+    found: list[T] = []
+
+    async def coordinate(runtime: VirtualRuntime) -> None:
+        coordinator = Coordinator(runtime, settings, record=record)
+        await coordinator.gather()
+        found.append(await body(coordinator))
+        await coordinator.end()
+
+    async def take_part(runtime: VirtualRuntime) -> None:
+        await attend(runtime).run()
+
+    first, *others = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(take_part, others)]
+    world.run(bodies, again=take_part)
+    return found[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -370,7 +370,11 @@ class LBFGS:
     async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
         """Takes one step by two products, and two more where it may have converged, or finds no lower point."""
         iterations, outputs, direction = state.iterations + 1, problem.shape[1], state.direction
-        if _expects_end(problem, state, direction, self.tol):
+        is_settled = problem.objective.intercept_penalty == 0
+        gain = -0.5 * float((state.gradient * direction).sum())
+        # H may say that the gap is small, where errors in a penalised intercept hide it.
+        expects_end = not is_settled and gain <= 0.01 * self.tol * state.objective
+        if expects_end and state.iterations % _LOOKS == _LOOKS - 1:
             again = await self._restart(problem, state)
             if again.converged:
                 return again
@@ -387,7 +391,7 @@ class LBFGS:
             again = await self._restart(problem, state)
             return replace(again, stalled=not again.converged and not len(state.moves))
         weights, margins = point.weights, point.margins
-        if problem.objective.intercept_penalty == 0:
+        if is_settled:
             weights, margins = problem.settle(weights, margins)
         objective, gradient = await problem.gradient(weights, margins)
         moves, turns = state.moves, state.turns
@@ -454,13 +458,6 @@ def _marked(state: LBFGSState) -> LBFGSState:
     if state.objective < (1 - _PROGRESS) * state.mark or state.gap < 0.5 * state.least_gap:
         return replace(state, mark=state.objective, least_gap=min(state.gap, state.least_gap), idle=0)
     return replace(state, idle=state.idle + 1)
-
-
-def _expects_end(problem: Problem, state: LBFGSState, direction: Tensor, tol: float) -> bool:
-    """Tells, now and then, whether H says that the gap is small, where errors in a penalised intercept may hide it."""
-    gain = -0.5 * float((state.gradient * direction).sum())
-    is_settled = problem.objective.intercept_penalty == 0
-    return not is_settled and state.iterations % _LOOKS == _LOOKS - 1 and gain <= 0.01 * tol * state.objective
 
 
 def _gap(problem: Problem, state: LBFGSState) -> float:

@@ -242,7 +242,7 @@ class Buffer:
             self._choose(step, low, high)
         assert self._chosen is not None
         takes = self._chosen[1]
-        missing = sum(max(0, count - self._held_of(oldest)) for oldest, count in takes)
+        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in takes)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
             nbytes = held * self._sample_nbytes
@@ -330,9 +330,6 @@ class Buffer:
     def _lane(self, like: int) -> SampleIds:
         """Returns what is held of the lane of an id, in the order of arrival."""
         return self._in_lane(self.ids, like % self._stride)
-
-    def _held_of(self, like: int) -> int:
-        return len(self.ids) if self._lanes == 1 else len(self._lane(like))
 
     def _shown(self) -> SampleIds:
         """Returns all that is held; what the step takes is first, lane by lane."""
