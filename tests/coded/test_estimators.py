@@ -341,5 +341,5 @@ def test_no_penalty(solver: str) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     rows, labels = mixed()
-    model = CodedLogisticRegression(C=np.float32(0.5)).fit(rows, labels)
+    model = CodedLogisticRegression(C=np.float32(0.5)).fit(rows, labels)  # type: ignore[arg-type]
     np.testing.assert_allclose(model.coef_, CodedLogisticRegression(C=0.5).fit(rows, labels).coef_)

@@ -127,7 +127,7 @@ class Reader:
         size: int = 1,
         **buffer: Any,
     ) -> None:
-        self.stream = LiveStream(source, None, skip, deadline_s, buffer)  # type: ignore[arg-type]
+        self.stream = LiveStream(source, None, skip, deadline_s, buffer)
         self.samples: Samples = self.stream.open(feed(log, data=DATA, batch_size=5, size=size))
 
     def take(self, step: int) -> Arrivals:

@@ -8,19 +8,29 @@ from farflung.types import Sharing
 
 if TYPE_CHECKING:
     from farflung.data.sharing.injection import Injection
-    from farflung.data.sharing.no_sharing import NoSharing
     from farflung.data.sharing.resharding import Resharding
 else:
     __getattr__, __dir__ = lazy(
         __name__,
         {
             "injection": "Injection",
-            "no_sharing": "NoSharing",
             "resharding": "Resharding",
         },
     )
 
 __all__ = ["SHARINGS", "Injection", "NoSharing", "Resharding"]
+
+
+class NoSharing(Sharing):
+    """Every replica keeps its samples to itself.
+
+    Args:
+      seed: not needed.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        del seed
+
 
 SHARINGS: Registry[Sharing] = Registry(
     __name__,

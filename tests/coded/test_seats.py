@@ -1,76 +1,32 @@
-"""Devices that are real processes, killed, stopped and started at any moment: what is trained does not change."""
+"""Devices that are real processes: the memory that they need, and how they get and lose their seats."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from farflung.coded import meeting
-from farflung.coded.coordinator import Settings
+from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.meeting import Address, attending, coordinating
 from farflung.comm import Endpoint, Peer
 from farflung.comm.visits import Access
 from farflung.errors import ConfigError, FarflungError
 from farflung.types import Json
-from tests.coded_plans import DEVICES, PARTITIONS, Plan
-from tests.coded_processes import (
-    Crowd,
-    Told,
-    descend,
-    difference,
-    run_on_loopback,
-    trained,
-)
+from tests.coded_processes import Crowd
 from tests.helpers import PATIENCE_S
-
-LIMIT_S = 120.0
-SAME = 1e-6
-PLANS, FEW = 8, 4
-
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
-
-
-@contextmanager
-def crowd_of(address: Any, folder: Path, devices: int = DEVICES) -> Iterator[Crowd]:
-    crowd = Crowd(address, folder)
-    try:
-        for place in range(devices):
-            crowd.join(place if place < PARTITIONS else None)
-        yield crowd
-    finally:
-        crowd.close()
-
-
-def settings(**options: Any) -> Settings:
-    return Settings(
-        **{
-            "partitions": PARTITIONS,
-            "devices": DEVICES,
-            "redundancy": 2,
-            "patience_s": 2 * PATIENCE_S,
-            "least_s": 0.3,
-        }
-        | options
-    )
-
-
-@pytest.fixture(scope="module")
-def expected() -> Tensor:
-    return trained(PARTITIONS)
 
 
 @pytest.mark.thorough
 def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
     """Three devices of 200 MB each: raw and coded rows, and columns."""
     few = Settings(partitions=2, devices=3, patience_s=2 * PATIENCE_S)
-    with run_on_loopback(few, Told()) as (runtime, coordinator, at):
+    with coordinating(Address("127.0.0.1", 0), "run") as (runtime, at):
+        coordinator = Coordinator(runtime, few)
         crowd = Crowd(at, tmp_path, data=much)
 
         async def body() -> float:
@@ -101,44 +57,6 @@ def much(number: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(number)
     features = torch.empty(12_500, 1000, dtype=torch.float64).uniform_(generator=random)
     return features, torch.ones(12_500, dtype=torch.float64)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, PLANS))]
-)
-def test_what_is_trained_is_what_it_is_without_losses(seed: int, tmp_path: Path, expected: Tensor) -> None:
-    notes = Told()
-    with run_on_loopback(settings(), notes) as (runtime, coordinator, at), crowd_of(at, tmp_path) as crowd:
-        plan = Plan(seed, crowd, notes, coordinator.registry)
-
-        gathered: list[float] = []
-
-        async def body() -> Tensor:
-            await coordinator.gather()
-            gathered.append(runtime.now())
-            labels = torch.cat([one.labels for one in coordinator.settle()])
-            weights = await descend(coordinator.times, coordinator.transposed_times, labels, plan.at)
-            plan.end()
-            while plan.awaited and runtime.now() < LIMIT_S:
-                await coordinator.times(weights)
-            await coordinator.end()
-            return weights
-
-        weights = runtime.drive(body())
-        left = crowd.left()
-        off = difference(weights, expected)
-        print(
-            f"plan {seed}: {'; '.join(plan.done)}: {off:.1e}, {gathered[0]:.1f} s and {runtime.now():.1f} s,",
-            coordinator.counters,
-        )
-        assert off < SAME
-        assert plan.done
-        assert runtime.now() < LIMIT_S
-        assert runtime.view.mailbox.kept_nbytes == 0
-        assert not coordinator.counters.refused
-        for one in left:
-            assert (one["reason"], one["refused"], one["kept"], one["meetings"]) == ("", 0, [], 1)
 
 
 def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
