@@ -180,25 +180,6 @@ def test_who_was_held_up_sends_one_piece_and_not_two() -> None:
     assert min(later - earlier for earlier, later in itertools.pairwise(late)) > 1.0, "one has left by then"
 
 
-def test_nothing_sets_out_while_the_gate_is_shut() -> None:
-    pair, shut = Pair(), [(0.0, 0.75), (2.0, 9.0), (9.5, 20.0)]
-
-    def timed(runtime: Runtime) -> LinkGate:
-        gate = LinkGate(runtime, lambda: True, overlaps=False)
-        if runtime.comm.rank == 0:
-            gate.shut()
-            for begin, end in shut:
-                pair.world.clock.at(begin, gate.shut)
-                pair.world.clock.at(end, gate.open)
-        return gate
-
-    found = pair.swap([moved(3, 1, 4, 15, 9), moved(26, 5, 28, 0, 7)], timed, piece_nbytes=1)
-    assert found[0].ids.tolist() == [26, 5, 28, 0, 7]
-    began = [began_s for began_s, _, _ in pair.sent[0]]
-    assert not [t for t in began for begin, end in shut if begin <= t < end]
-    assert {0.75, 9.0, 20.0} <= set(began), "and goes on as soon as it opens"
-
-
 @pytest.mark.parametrize(("share", "under_way"), [(0.125, True), (1.0, True), (0.01, True), (0.125, False)])
 def test_beside_exchanges_samples_are_on_the_link_for_a_share_of_the_time(
     share: float, under_way: bool

@@ -166,24 +166,6 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return torch.from_numpy(weights[:, None] * np.where(of_class, factors, 1.0))
         return torch.from_numpy(weights * factors[codes])[:, None]
 
-    def _start(self, shape: tuple[int, int]) -> Tensor | None:
-        """Returns the weights of the last fit; ``None`` unless it goes on from them.
-
-        Raises:
-          BadParameter: they are of other classes or features.
-        """
-        if not self.warm_start or not hasattr(self, "coef_"):
-            return None
-        if self.coef_.shape != shape:
-            raise BadParameter(
-                f"warm_start: the last fit has coef_ of shape {self.coef_.shape}, and {shape} is due: make another "
-                "estimator for other features or classes"
-            )
-        rows = [self.coef_.T]
-        if self.fit_intercept:
-            rows.append(self.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
-        return torch.from_numpy(np.concatenate(rows).astype(np.float64))
-
     def _minimum(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
         classes, solver = len(self.classes_), self.solver
@@ -196,7 +178,18 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             intercept_scaling=getattr(self, "intercept_scaling", 1.0),
         )
         problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
-        start = self._start((problem.shape[1], matrix.shape[1]))
+        start, shape = None, (problem.shape[1], matrix.shape[1])
+        before: Any = self
+        if self.warm_start and hasattr(before, "coef_"):
+            if before.coef_.shape != shape:
+                raise BadParameter(
+                    f"warm_start: the last fit has coef_ of shape {before.coef_.shape}, and {shape} is due: make "
+                    "another estimator for other features or classes"
+                )
+            rows = [before.coef_.T]
+            if self.fit_intercept:
+                rows.append(before.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
+            start = torch.from_numpy(np.concatenate(rows).astype(np.float64))
         found = self._trained(matrix, problem, learner.minimiser(classes), start)
         coefficients, intercepts = problem.split(found.weights)
         self.coef_ = coefficients.T.numpy().astype(dtype, order="C")

@@ -652,8 +652,19 @@ async def _together(
 ) -> list[T]:
     """Runs solvers of one output each side by side; the products that they ask for meanwhile are one round."""
     products, ready = problem.products, deque[Callable[[], None]]()
-    rounds = [_Columns(products.times), _Columns(products.transposed_times)]
-    column = _Output(products.samples, products.features, *(one.ask for one in rounds))
+    rounds: list[tuple[Callable[[Tensor], Awaitable[Tensor]], list[tuple[Tensor, Pending[Tensor]]]]] = [
+        (products.times, []),
+        (products.transposed_times, []),
+    ]
+
+    def asks(waiting: list[tuple[Tensor, Pending[Tensor]]]) -> Callable[[Tensor], Pending[Tensor]]:
+        def ask(factor: Tensor) -> Pending[Tensor]:
+            waiting.append((factor, Pending()))
+            return waiting[-1][1]
+
+        return ask
+
+    column = _Output(products.samples, products.features, *(asks(waiting) for _, waiting in rounds))
     weights = problem.sample_weights
     factors = (
         [None] * problem.shape[1] if weights is None else weights.expand_as(problem.targets).split(1, dim=1)
@@ -666,8 +677,14 @@ async def _together(
     while not all(task.done for task in tasks):
         while ready:
             ready.popleft()()
-        for one in rounds:
-            await one.answer()
+        for product, waiting in rounds:
+            asked = waiting.copy()
+            waiting.clear()
+            if asked:
+                whole = await product(torch.cat([factor for factor, _ in asked], dim=1))
+                parts = whole.split([factor.shape[1] for factor, _ in asked], dim=1)
+                for (_, answer), part in zip(asked, parts, strict=True):
+                    answer.set(part)
     return [task.result() for task in tasks]
 
 
@@ -679,30 +696,6 @@ class _Output:
     features: int
     times: Callable[[Tensor], Pending[Tensor]]
     transposed_times: Callable[[Tensor], Pending[Tensor]]
-
-
-class _Columns:
-    """Factors of one kind of product, a column for each solver that waits, as one product.
-
-    Args:
-      product: of all columns.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Awaitable[Tensor]]) -> None:
-        self._product = product
-        self._asked: list[tuple[Tensor, Pending[Tensor]]] = []
-
-    def ask(self, factor: Tensor) -> Pending[Tensor]:
-        self._asked.append((factor, Pending()))
-        return self._asked[-1][1]
-
-    async def answer(self) -> None:
-        asked, self._asked = self._asked, []
-        if asked:
-            product = await self._product(torch.cat([factor for factor, _ in asked], dim=1))
-            parts = product.split([factor.shape[1] for factor, _ in asked], dim=1)
-            for (_, answer), part in zip(asked, parts, strict=True):
-                answer.set(part)
 
 
 SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}
