@@ -31,7 +31,7 @@ class Plan:
       crowd: the devices.
       notes: tells what happens.
       registry: of the coordinator.
-      cut: makes the link of a process dead, or alive again; ``None``: links stay alive.
+      cut: makes the link of a process dead, or alive again.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Plan:
         crowd: Crowd,
         notes: Told,
         registry: Registry,
-        cut: Callable[[int, bool], object] | None = None,
+        cut: Callable[[int, bool], object],
     ) -> None:
         self.draw, self.crowd, self.notes, self.registry = random.Random(seed), crowd, notes, registry
         self._cuts = cut
@@ -55,7 +55,7 @@ class Plan:
         self._encoding = draw.randrange(1, 20) if seed % 3 == 0 else 0
         self._moments = sorted(draw.sample(range(ITERATIONS - 5), draw.randint(2, 4)))
         self._timers: list[threading.Timer] = []
-        self._evils = (self.kill, self.kill) if cut is None else (self.kill, self.cut)
+        self._evils = self.kill, self.cut
         notes.listener = self.hears
 
     def hears(self, event: str, values: dict[str, Json]) -> None:
@@ -109,7 +109,6 @@ class Plan:
 
     def cut(self, *kinds: str) -> None:
         """For a time that may be that of several products: the others go on without those that are cut off."""
-        assert self._cuts is not None
         for rank in self.victims(*kinds):
             self.done.append(f"cut {rank}")
             pid = self.crowd.pid(rank)

@@ -6,9 +6,7 @@ import json
 import math
 import os
 import signal
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +18,9 @@ from torch import Tensor
 
 from farflung.coded import messages
 from farflung.coded.blocks import Holding
-from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
 from farflung.coded.linear_model import HeldProducts
-from farflung.coded.meeting import Address, coordinating, take_part
+from farflung.coded.meeting import Address, take_part
 from farflung.coded.registry import Registry
 from farflung.comm.channel import describe
 from farflung.tasks import Task
@@ -34,7 +31,7 @@ from tests.forks import Fork
 from tests.helpers import PATIENCE_S, Driver
 from tests.lab.netns import enter
 
-__all__ = ["Crowd", "Told", "descend", "free_port", "run_on_loopback", "trained"]
+__all__ = ["Crowd", "Told", "descend", "trained"]
 
 FEATURES = 20
 ITERATIONS = 40
@@ -223,22 +220,6 @@ class Told(Notes):
     def tell(self, event: str, **values: Json) -> None:
         super().tell(event, **values)
         self.listener(event, values)
-
-
-@contextmanager
-def run_on_loopback(
-    settings: Settings, notes: Any, host: str = "127.0.0.1"
-) -> Iterator[tuple[WallRuntime, Coordinator, Address]]:
-    """A coordinator of this process."""
-    with coordinating(Address(host, 0), "run") as (runtime, at):
-        yield runtime, Coordinator(runtime, settings, run="run", record=notes), at
-
-
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def difference(found: Tensor, due: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,11 @@ from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator, PartitionsChanged, Settings
 from farflung.coded.device import Device
 from farflung.coded.registry import Registry
+from farflung.coded.run import simulate
 from farflung.decisions import DecisionLog
 from farflung.faults import FaultPlan
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld
-from farflung.tasks import Pending
 from farflung.types import Json
 
 __all__ = ["FEATURES", "Notes", "Run", "Seen", "part", "products_agree"]
@@ -129,34 +129,24 @@ class Run:
             decisions=self.decisions,
         )
         settings = Settings(partitions=self.partitions, devices=self.devices, **self.settings)
-        seen: list[Any] = []
+        runtimes = list(world.runtimes)
 
-        async def coordinate(runtime: VirtualRuntime) -> None:
-            coordinator = Coordinator(runtime, settings, record=self.notes)  # type: ignore[arg-type]
-            await coordinator.gather()
-            found = await body(coordinator)
-            seen.extend([found, coordinator, runtime.now()])
-            await coordinator.end()
+        async def multiply(coordinator: Coordinator) -> tuple[Any, Coordinator, float]:
+            return await body(coordinator), coordinator, coordinator.elapsed_s
 
-        async def attend(runtime: VirtualRuntime) -> None:
+        def attend(runtime: VirtualRuntime) -> Device:
             rank = runtime.comm.rank
             holding = self.holdings[rank] = self.brings(rank)
             self.attending[rank] = Device(runtime, holding, **devices)
-            await self.attending[rank].run()
+            return self.attending[rank]
 
-        runtimes = list(world.runtimes)
-        bodies: list[Coroutine[Pending[Any], None, None]] = [
-            coordinate(runtimes[0]),
-            *map(attend, runtimes[1:]),
-        ]
-        world.run(bodies, again=attend)
+        found, coordinator, ended_s = simulate(world, settings, attend, multiply, self.notes)  # type: ignore[arg-type]
         sent: dict[str, Counter[tuple[int, int]]] = {}
         for runtime in runtimes:
             for kind, counts in runtime.comm.sent.to_json().items():
                 for rank, nbytes in enumerate(counts):
                     if nbytes:
                         sent.setdefault(kind, Counter())[runtime.comm.rank, rank] += nbytes
-        found, coordinator, ended_s = seen
         return Seen(found, coordinator, self.notes, {k: dict(v) for k, v in sent.items()}, ended_s)
 
 

@@ -59,7 +59,7 @@ APART = (
 UNMEASURED = ("tests/lab/test_behind_nat.py", "tests/lab/test_coded_cut.py", "tests/lab/test_two_machines.py")
 """These make network namespaces as the lab does and measure nothing, so they run with the others."""
 
-CROWDED = ("tests/coded/test_faults.py",)
+CROWDED = ("tests/coded/test_seats.py",)
 """These start a dozen processes each, and run where the lab's tests do, with nothing beside them."""
 
 

@@ -62,7 +62,7 @@ def beyond(rows: Tensor, orders: np.random.Generator) -> int | None:
     decoder = Decoder[int](partitions)
     for place, device in enumerate(orders.permutation(len(rows)).tolist(), 1):
         decoder.add(device, rows[device])
-        if place >= partitions and decoder.complete:
+        if decoder.plan() is not None:
             return place - partitions
     return None
 

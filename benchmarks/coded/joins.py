@@ -6,7 +6,6 @@ Virtual time; K devices with a partition each begin without coded blocks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from farflung.coded.codes import rank, redundancy
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
 from farflung.coded.registry import Registry
+from farflung.coded.run import simulate
 from farflung.faults import FaultPlan
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld
-from farflung.tasks import Pending
 
 __all__ = ["joined", "main", "measure"]
 
@@ -75,25 +74,19 @@ def joined(
     parts = noise(ROWS_EACH * partitions, FEATURES_OF_K * partitions, partitions)
     seen: list[Tensor] = []
 
-    async def coordinate(runtime: VirtualRuntime) -> None:
-        coordinator = Coordinator(runtime, settings)
-        await coordinator.gather()
+    async def join_all(coordinator: Coordinator) -> None:
         coordinator.settle()
         operand = torch.ones(coordinator.features, 1, dtype=torch.float64)
         for place in range(1, joins + 2):
-            while runtime.now() < (place - 0.1) * EVERY_S:
+            while coordinator.elapsed_s < (place - 0.1) * EVERY_S:
                 await coordinator.times(operand)
             seen.append(_rows(coordinator.registry))
-        await coordinator.end()
 
-    async def attend(runtime: VirtualRuntime) -> None:
+    def attend(runtime: VirtualRuntime) -> Device:
         place = runtime.comm.rank - 1
-        holding = Holding(f"part {place}", *parts[place]) if place < partitions else Holding()
-        await Device(runtime, holding).run()
+        return Device(runtime, Holding(f"part {place}", *parts[place]) if place < partitions else Holding())
 
-    first, *others = world.runtimes
-    bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
-    world.run(bodies, again=attend)
+    simulate(world, settings, attend, join_all)
     sent = [runtime.comm.sent.to_json().get("encoding") for runtime in world.runtimes]
     by_device = [sum(to[1 + partitions + place] for to in sent if to) for place in range(joins)]
     return by_device, seen
@@ -126,11 +119,9 @@ def measure(code: str, transposed: Transposed) -> list[dict[str, Any]]:
                 "nbytes_fetched": nbytes,
                 "partitions_fetched": statistics.fmean(nbytes) / partition,
                 "coded_blocks": [len(rows) - PARTITIONS for rows in after],
-                "rank": [rank(rows, PARTITIONS) for rows in after],
-                "rank_of_coded_blocks": [rank(rows[PARTITIONS:], PARTITIONS) for rows in after],
-                "may_vanish_in_the_worst_case": [
-                    redundancy(list(rows), PARTITIONS, enough=3) for rows in after
-                ],
+                "rank": [rank(rows) for rows in after],
+                "rank_of_coded_blocks": [rank(rows[PARTITIONS:]) for rows in after],
+                "may_vanish_in_the_worst_case": [redundancy(rows, enough=3) for rows in after],
                 "extra_answers": statistics.fmean(extras),
             }
         )

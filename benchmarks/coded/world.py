@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from farflung.coded.blocks import Holding
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
 from farflung.coded.parts import partitioned
+from farflung.coded.run import simulate
 from farflung.devices import DeviceProfile
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld
-from farflung.tasks import Pending
 from farflung.types import Runtime
 
 __all__ = ["Body", "Part", "Ran", "noise", "parts_of", "run"]
@@ -73,24 +73,17 @@ def run(
     world = VirtualWorld(
         1 + settings.devices, link or Link(), device=device or DeviceProfile(), seed=seed, whole=False
     )
-    found: list[T] = []
 
-    async def coordinate(runtime: VirtualRuntime) -> None:
-        coordinator = Coordinator(runtime, settings)
-        await coordinator.gather()
-        coordinator.settle()
-        found.append(await body(coordinator, runtime))
-        await coordinator.end()
-
-    async def attend(runtime: VirtualRuntime) -> None:
+    def attend(runtime: VirtualRuntime) -> Device:
         place = runtime.comm.rank - 1
-        holding = Holding(f"part {place}", *parts[place]) if place < len(parts) else Holding()
-        await Device(runtime, holding).run()
+        return Device(runtime, Holding(f"part {place}", *parts[place]) if place < len(parts) else Holding())
 
-    first, *others = world.runtimes
-    bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
-    world.run(bodies)
+    async def settled(coordinator: Coordinator) -> T:
+        coordinator.settle()
+        return await body(coordinator, world.runtimes[0])
+
+    found = simulate(world, settings, attend, settled)
     sent: Counter[str] = Counter()
     for runtime in world.runtimes:
         sent.update({kind: sum(counts) for kind, counts in runtime.comm.sent.to_json().items()})
-    return Ran(found[0], sent)
+    return Ran(found, sent)

@@ -55,112 +55,89 @@ def says(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
 # --- what cannot work -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--devices", "4"], "--partitions: give how many partitions training begins with"),
-        (["--partitions", "4"], "--devices: give how many devices training begins with"),
-        (["--partitions", "0", "--devices", "2"], "partitions = 0: must be 1 or more"),
-        (["--partitions", "4", "--devices", "2"], "devices (2) must be at least partitions (4)"),
-        (["--patience", "0"], "patience_s = 0.0: must be a number above 0"),
-        (["--redundancy", "-1"], "redundancy = -1: must be 0 or more"),
-        (["--transposed", "rows"], "transposed = 'rows': must be 'columns' or 'repair'"),
-        (["--on-loss", "cry"], "on_loss = 'cry': must be 'wait' or 'go_on'"),
-        (["--code", "raptor"], "unknown code 'raptor'; known: mds, rlnc"),
-        (["--model", "forest"], "unknown model 'forest'; known: logistic, svc"),
-        (["--model", "svc", "--loss", "log"], "unknown loss 'log'; known: hinge, squared_hinge"),
-        (["--loss", "hinge"], "loss = 'hinge': it is the svc's"),
-        (["--C", "0"], "objective: C 0.0 must be a number above 0"),
-        (["--solver", "newton"], "unknown solver 'newton'; known: gd, lbfgs"),
-        (["--tolerance", "-1"], "lbfgs: tol -1.0 must be a number of at least 0"),
-        (["--max-iterations", "0"], "--max-iterations 0: must be 1 or more"),
-        (["--at", "here"], "'here': an address is HOST:PORT"),
-        (["--keys", "absent"], "--keys absent: no such folder; make it with: farflung keys absent"),
-        (["--test", "mnist"], "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
-        (["--folder", "/dev/null"], "/dev/null: a file: a run is kept in a folder"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_coordinator_that_cannot_work(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    args: list[str],
-    said: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if not {"--partitions", "--devices"} & {*args}:
-        args = ["--partitions", "2", "--devices", "3", *args]
-    assert said in says(capsys, 2, "coordinator", "--quiet", *args)
+COORDINATOR = [
+    ("--devices 4", "--partitions: give how many partitions training begins with"),
+    ("--partitions 4", "--devices: give how many devices training begins with"),
+    ("--partitions 0 --devices 2", "partitions 0 must be at least 1"),
+    ("--partitions 4 --devices 2", "devices 2 must be at least 4"),
+    ("--patience 0", "patience_s 0.0 must be a number of at least 0.001"),
+    ("--redundancy -1", "redundancy -1 must be at least 0"),
+    ("--transposed rows", "transposed 'rows' must be 'columns' or 'repair'"),
+    ("--on-loss cry", "on_loss 'cry' must be 'wait' or 'go_on'"),
+    ("--code raptor", "unknown code 'raptor'; known: mds, rlnc"),
+    ("--model forest", "unknown model 'forest'; known: logistic, svc"),
+    ("--model svc --loss log", "unknown loss 'log'; known: hinge, squared_hinge"),
+    ("--loss hinge", "loss = 'hinge': it is the svc's"),
+    ("--C 0", "objective: C 0.0 must be a number above 0"),
+    ("--solver newton", "unknown solver 'newton'; known: gd, lbfgs"),
+    ("--tolerance -1", "lbfgs: tol -1.0 must be a number of at least 0"),
+    ("--max-iterations 0", "--max-iterations 0: must be 1 or more"),
+    ("--at here", "'here': an address is HOST:PORT"),
+    ("--at 999.1.1.1:1", "999.1.1.1:1: unknown host"),
+    ("--keys absent", "--keys absent: no such folder; make it with: farflung keys absent"),
+    ("--test mnist", "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
+    ("--folder /dev/null", "/dev/null: a file: a run is kept in a folder"),
+]
+DEVICE = [
+    ("--data mnist", "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
+    ("--data absent.npz", "absent.npz: cannot be read (No such file or directory)"),
+    ("--data text.npz", "text.npz: not a file of arrays"),
+    ("--data bare.npz", "bare.npz: it has no array 'y'; arrays x and y are due"),
+    ("--data long.npz", "long.npz: x of shape [150, 12] and y of [7]: (samples, features) and"),
+    ("--data words.npz", "words.npz: y holds something else than finite numbers"),
+    ("--data holes.npz", "holes.npz: x holds something else than finite numbers"),
+    ("--data large.npz", "large.npz: x holds numbers above 1e+150, whose squares may not be finite"),
+    ("--data good.npz --part 4/3", "part 4/3: the part must be between 1 and 3"),
+    ("--data good.npz --part 0/3", "part 0/3: the part must be between 1 and 3"),
+    ("--data good.npz --part third", "part 'third': write it as I/K, such as 1/4"),
+    ("--data good.npz --part 1/500", "part 1/500: there are 150 rows"),
+    ("--data good.npz --seed 3", "--seed requires --part"),
+    ("--part 1/3", "--part requires --data"),
+    ("--name mine", "--name requires --data"),
+    ("--pace raspberry-pi-4", "--pace raspberry-pi-4: give --data too, which says how long a row is"),
+    ("--data good.npz --pace nowhere", "unknown device 'nowhere'"),
+    ("--patience 0", "--patience 0.0: must be a number of seconds above 0"),
+    ("--keys absent", "--keys absent: no such folder"),
+]
+DEMO = [
+    ("--room -1", "--room -1: must be 0 or more"),
+    ("--kill 9", "--kill 9: there are 8 devices"),
+    ("--data mnist", "--data mnist: must be auto, a9a or synthetic"),
+    ("--partitions 0", "partitions 0 must be at least 1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--data", "mnist"], "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
-        (["--data", "absent.npz"], "absent.npz: cannot be read (No such file or directory)"),
-        (["--data", "text.npz"], "text.npz: not a file of arrays"),
-        (["--data", "bare.npz"], "bare.npz: it has no array 'y'; arrays x and y are due"),
-        (["--data", "long.npz"], "long.npz: x of shape [150, 12] and y of [7]: (samples, features) and"),
-        (["--data", "words.npz"], "words.npz: y holds something else than finite numbers"),
-        (["--data", "holes.npz"], "holes.npz: x holds something else than finite numbers"),
-        (["--data", "large.npz"], "large.npz: x holds numbers above 1e+150, whose squares may not be finite"),
-        (["--data", "good.npz", "--part", "4/3"], "part 4/3: the part must be between 1 and 3"),
-        (["--data", "good.npz", "--part", "0/3"], "part 0/3: the part must be between 1 and 3"),
-        (["--data", "good.npz", "--part", "third"], "part 'third': write it as I/K, such as 1/4"),
-        (["--data", "good.npz", "--part", "1/500"], "part 1/500: there are 150 rows"),
-        (
-            ["--data", "good.npz", "--seed", "3"],
-            "--seed requires --part",
-        ),
-        (["--part", "1/3"], "--part requires --data"),
-        (["--name", "mine"], "--name requires --data"),
-        (
-            ["--pace", "raspberry-pi-4"],
-            "--pace raspberry-pi-4: give --data too, which says how long a row is",
-        ),
-        (["--data", "good.npz", "--pace", "nowhere"], "unknown device 'nowhere'"),
-        (["--patience", "0"], "--patience 0.0: must be a number of seconds above 0"),
-        (["--keys", "absent"], "--keys absent: no such folder"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_device_that_cannot_work(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    args: list[str],
-    said: str,
-) -> None:
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     x, y = samples(0)
-    np.savez("good.npz", x=x, y=y)
-    np.savez("bare.npz", x=x)
-    np.savez("large.npz", x=1e160 * x, y=y)
-    np.savez("long.npz", x=x, y=y[:7])
-    np.savez("words.npz", x=x, y=y.astype(str))
-    np.savez("holes.npz", x=np.where(x > 1, np.nan, x), y=y)
+    for name, arrays in {
+        "good": {"x": x, "y": y},
+        "bare": {"x": x},
+        "large": {"x": 1e160 * x, "y": y},
+        "long": {"x": x, "y": y[:7]},
+        "words": {"x": x, "y": y.astype(str)},
+        "holes": {"x": np.where(x > 1, np.nan, x), "y": y},
+    }.items():
+        np.savez(f"{name}.npz", **arrays)
     Path("text.npz").write_text("x, y")
-    assert said in says(capsys, 2, "device", "127.0.0.1:1", "--quiet", *args)
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("command", "args", "said"),
     [
-        (["--room", "-1"], "--room -1: must be 0 or more"),
-        (["--kill", "9"], "--kill 9: there are 8 devices"),
-        (["--data", "mnist"], "--data mnist: must be auto, a9a or synthetic"),
-        (["--partitions", "0"], "partitions = 0: must be 1 or more"),
+        *(("coordinator --quiet", *row) for row in COORDINATOR),
+        *(("device 127.0.0.1:1 --quiet", *row) for row in DEVICE),
+        ("device there", "", "'there': an address is HOST:PORT"),
+        ("device 999.1.1.1:1", "--quiet", "999.1.1.1:1: unknown host"),
+        *(("demo", *row) for row in DEMO),
     ],
 )
-def test_a_demonstration_that_cannot_work(
-    capsys: pytest.CaptureFixture[str], args: list[str], said: str
-) -> None:
-    assert said in says(capsys, 2, "demo", *args)
-
-
-def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'there': an address is HOST:PORT" in says(capsys, 2, "device", "there")
+def test_what_cannot_work(capsys: pytest.CaptureFixture[str], command: str, args: str, said: str) -> None:
+    if "coordinator" in command and not {"--partitions", "--devices"} & {*args.split()}:
+        command += " --partitions 2 --devices 3"
+    assert said in says(capsys, 2, *command.split(), *args.split())
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -191,18 +168,6 @@ def test_what_is_met_is_no_store() -> None:
     assert f"a coordinator at {at} (no answer)" in said
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["coordinator", "--partitions", "1", "--devices", "1", "--at"], ["device"]],
-    ids=["coordinator", "device"],
-)
-def test_a_host_that_there_is_not(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "999.1.1.1:1: unknown host" in says(capfd, 2, *args, "999.1.1.1:1", "--quiet")
-
-
 def test_a_device_that_looks_for_a_coordinator_is_stopped() -> None:
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -216,16 +181,8 @@ def test_a_device_that_looks_for_a_coordinator_is_stopped() -> None:
 
 
 def test_a_folder_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = [
-        "coordinator",
-        "--quiet",
-        "--devices",
-        "2",
-        "--patience",
-        "0.1",
-        "--folder",
-        str(tmp_path / "run"),
-    ]
+    folder = ["--patience", "0.1", "--folder", str(tmp_path / "run")]
+    args = ["coordinator", "--quiet", "--devices", "2", *folder]
     says(capsys, 1, *args, "--partitions", "1")
     said = says(capsys, 2, *args, "--partitions", "2")
     assert "holds another run: its partitions is 1, not 2: choose another --folder" in said
@@ -239,10 +196,10 @@ def test_a_folder_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: P
 @contextmanager
 def coordinator(folder: Path, *args: str) -> Iterator[tuple[Fork, str]]:
     """The command, and where it is met."""
-    whole = ["--devices", str(PARTITIONS + 1), "--folder", str(folder), *args]
-    if "--partitions" not in args:
-        whole += ["--partitions", str(PARTITIONS)]
-    with farflung("coded", "coordinator", *whole, "--json") as process:
+    sizes = (
+        () if "--partitions" in args else ("--partitions", str(PARTITIONS), "--devices", str(PARTITIONS + 1))
+    )
+    with farflung("coded", "coordinator", *sizes, "--folder", str(folder), *args, "--json") as process:
         begun = process.stderr.readline()
         assert "farflung coded device" in begun, begun + process.stderr.read()
         yield process, begun.split("coded device ")[1].split()[0]
@@ -253,6 +210,29 @@ def ended(processes: Sequence[Fork]) -> list[dict[str, Any]]:
     said = [process.finished() for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), said
     return [json.loads(out) for out, _ in said]
+
+
+@contextmanager
+def started(
+    folder: Path, *args: str, parts: int = PARTITIONS, **arrays: Any
+) -> Iterator[tuple[Fork, list[Fork], str]]:
+    """The coordinator and its devices, one with room alone, and where they meet."""
+    data = [
+        written(folder, part, **{name: make(part) for name, make in arrays.items()}) for part in range(parts)
+    ]
+    sizes = ["--partitions", str(parts), "--devices", str(parts + 1)]
+    with ExitStack() as stack:
+        process, at = stack.enter_context(coordinator(folder / "run", *sizes, *args))
+        devices = [["--data", path] for path in data]
+        crowd = [
+            stack.enter_context(farflung("coded", "device", at, *more, "--json")) for more in [*devices, []]
+        ]
+        yield process, crowd, at
+
+
+def wait_for_training(process: Fork, folder: Path) -> None:
+    while not (folder / "run" / "state.safetensors").exists():
+        assert process.wait(0.01) is None
 
 
 def minimum(parts: Sequence[int], **learner: Any) -> float:
@@ -276,13 +256,7 @@ def minimum(parts: Sequence[int], **learner: Any) -> float:
 )
 def test_a_run(tmp_path: Path, args: list[str], learner: dict[str, Any]) -> None:
     folder, test = tmp_path / "run", written(tmp_path, 9)
-    data = [written(tmp_path, part) for part in range(PARTITIONS)]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(coordinator(folder, "--test", test, *args))
-        devices = [
-            stack.enter_context(farflung("coded", "device", at, *more, "--json"))
-            for more in [*(["--data", path] for path in data), []]
-        ]
+    with started(tmp_path, "--test", test, *args) as (process, devices, _):
         out, err = process.finished()
         assert process.returncode == 0, err
         told = ended(devices)
@@ -354,58 +328,45 @@ def test_a_device_that_does_not_fit_is_sent_away(
 
 
 @pytest.mark.thorough
-def test_labels_of_one_class_end_the_run(tmp_path: Path) -> None:
-    data = [written(tmp_path, part, y=np.ones(len(samples(part)[1]))) for part in range(2)]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(
-            coordinator(tmp_path / "run", "--partitions", "2", "--devices", "2")
-        )
-        devices = [
-            stack.enter_context(farflung("coded", "device", at, "--data", one, "--quiet")) for one in data
-        ]
-        said = [one.finished()[1][-1] for one in (process, *devices)]
-    assert [one.returncode for one in (process, *devices)] == [2, 2, 2]
-    assert all("all samples have the label 1: there is nothing to tell apart" in one for one in said)
+@pytest.mark.parametrize(
+    ("args", "arrays", "said"),
+    [
+        (
+            [],
+            {"y": lambda part: np.ones(150 + part)},
+            "all samples have the label 1: there is nothing to tell",
+        ),
+        (
+            ["--model", "svc", "--solver", "gd(learning_rate=1e149)"],
+            {"x": lambda part: 1e100 * samples(part)[0]},
+            "a product of the samples is not finite in float64",
+        ),
+    ],
+    ids=["one class", "not finite"],
+)
+def test_samples_that_cannot_be_learned_from_end_the_run_for_all(
+    tmp_path: Path, args: list[str], arrays: dict[str, Any], said: str
+) -> None:
+    with started(tmp_path, *args, parts=2, **arrays) as (process, devices, _):
+        last = [one.finished()[1][-1] for one in (process, *devices)]
+    assert [one.returncode for one in (process, *devices)] == [2] * 4
+    assert all(said in one for one in last)
 
 
-@pytest.mark.thorough
-def test_products_that_are_not_finite_end_the_run_for_all(tmp_path: Path) -> None:
-    data = [written(tmp_path, part, x=1e100 * samples(part)[0]) for part in range(2)]
-    learner = ["--model", "svc", "--solver", "gd(learning_rate=1e149)"]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(
-            coordinator(tmp_path / "run", "--partitions", "2", "--devices", "2", *learner)
-        )
-        devices = [
-            stack.enter_context(farflung("coded", "device", at, "--data", one, "--quiet")) for one in data
-        ]
-        said = [one.finished()[1][-1] for one in (process, *devices)]
-    assert [one.returncode for one in (process, *devices)] == [2, 2, 2]
-    assert all("a product of the samples is not finite in float64" in one for one in said)
+SLOW = ["--solver", "gd", "--tolerance", "1e-9", "--max-iterations"]
 
 
 @pytest.mark.thorough
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    data = [written(tmp_path, part) for part in range(PARTITIONS)]
-    slow = ["--solver", "gd", "--tolerance", "1e-9", "--max-iterations", "100000"]
-    devices = [*(["--data", path] for path in data), []]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(coordinator(folder, *slow))
-        crowd = [stack.enter_context(farflung("coded", "device", at, *more, "--json")) for more in devices]
-        while not (folder / "state.safetensors").exists():
-            assert process.wait(0.01) is None
+    with started(tmp_path, *SLOW, "100000") as (process, crowd, _):
+        wait_for_training(process, tmp_path)
         process.send_signal(signal.SIGINT)
         first = json.loads(process.finished()[0])
         assert process.returncode == 130
         ended(crowd)
     assert first["interrupted"]
     assert not first["converged"]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(
-            coordinator(folder, *slow[:2], "--max-iterations", str(first["iterations"] + 5), *slow[2:4])
-        )
-        crowd = [stack.enter_context(farflung("coded", "device", at, *more, "--json")) for more in devices]
+    with started(tmp_path, *SLOW, str(first["iterations"] + 5)) as (process, crowd, _):
         (second,) = ended([process])
         ended(crowd)
     assert second["iterations"] == first["iterations"] + 5
@@ -415,21 +376,13 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_coordinator_that_is_killed_comes_again(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    data = [written(tmp_path, part) for part in range(PARTITIONS)]
     slow = ["--solver", "gd", "--tolerance", "1e-6", "--max-iterations", "100000"]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(coordinator(folder, *slow))
-        crowd = [
-            stack.enter_context(farflung("coded", "device", at, *more, "--json"))
-            for more in [*(["--data", path] for path in data), []]
-        ]
-        while not (folder / "state.safetensors").exists():
-            assert process.wait(0.01) is None
+    with started(tmp_path, *slow) as (process, crowd, at):
+        wait_for_training(process, tmp_path)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        again, _ = stack.enter_context(coordinator(folder, *slow, "--at", at))
-        (summary,) = ended([again])
+        with coordinator(tmp_path / "run", *slow, "--at", at) as (again, _):
+            (summary,) = ended([again])
         told = ended(crowd)
     assert summary["converged"]
     assert all(len(one["ranks"]) == 2 for one in told)
@@ -451,17 +404,8 @@ def test_before_training_a_device_leaves_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_device_leaves_when_others_hold_what_it_has(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    data = [written(tmp_path, part) for part in range(PARTITIONS)]
-    slow = ["--solver", "gd", "--tolerance", "1e-12", "--max-iterations", "100000"]
-    with ExitStack() as stack:
-        process, at = stack.enter_context(coordinator(folder, *slow))
-        crowd = [
-            stack.enter_context(farflung("coded", "device", at, *more, "--json"))
-            for more in [*(["--data", path] for path in data), []]
-        ]
-        while not (folder / "state.safetensors").exists():
-            assert process.wait(0.01) is None
+    with started(tmp_path, *SLOW, "100000") as (process, crowd, _):
+        wait_for_training(process, tmp_path)
         crowd[0].send_signal(signal.SIGTERM)
         (left,) = ended(crowd[:1])
         assert process.returncode is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 import resource
@@ -57,12 +56,11 @@ from tests.coded_mutations import (
     WORK,
     damaged,
     kept_for_later,
-    tensors_of,
 )
 from tests.coded_runs import part
 from tests.helpers import PATIENCE_S, in_threads, same_bits, tag
 
-COUNT = 10_000
+COUNT, TOLD = 10_000, 4_000
 MANY = 50_000
 """Rounds; a run has some hundreds."""
 EXACT = 1e-9
@@ -119,27 +117,10 @@ def test_arbitrary_bytes_are_no_message(text: bytes) -> None:
     assert not unpacks(of_text(text))
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-@given(st.sampled_from(ALL), st.data())
-def test_fields_of_other_kinds_are_refused_or_read(message: Message, data: st.DataObject) -> None:
-    body, tensors = tensors_of(packed(message))
-    for name in data.draw(st.sets(st.sampled_from(sorted(body)), max_size=3)):
-        body[name] = data.draw(JSON)
-    if data.draw(st.booleans()):
-        tensors = data.draw(st.lists(st.sampled_from([torch.ones(2, 2), torch.ones(3).double()]), max_size=2))
-    unpacks(of_text(json.dumps(body).encode(), *tensors))
-
-
 @given(st.integers(0, 1 << 32))
 def test_damaged_messages_are_refused_or_read(seed: int) -> None:
     draw = random.Random(seed)
-    for _ in range(20):
+    for _ in range(12):
         unpacks(damaged(draw, ALL))
 
 
@@ -179,10 +160,10 @@ NOTHING = Payload(())
 
 async def coordinate(runtime: Runtime) -> tuple[float, Coordinator]:
     """Multiplies until the hostile device has said all that it has to say; the largest error, and the coordinator."""
-    settings = Settings(
+    wanted = Settings(
         partitions=PARTITIONS, devices=DEVICES + 1, least_s=PATIENCE_S / 10, patience_s=PATIENCE_S
     )
-    coordinator = Coordinator(runtime, settings)
+    coordinator = Coordinator(runtime, wanted)
     await coordinator.gather()
     whole = torch.cat([part(int(one.name.removeprefix("part ")))[0] for one in coordinator.settle()])
     await runtime.launch(sent(runtime.comm, NOTHING, hostile_of(coordinator), BEGIN))
@@ -263,30 +244,6 @@ def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], sai
     assert {one.name for one in coordinator.registry.partitions} == {
         f"part {place}" for place in range(PARTITIONS)
     }
-
-
-@pytest.mark.thorough
-def test_a_hostile_device_in_virtual_time() -> None:
-    world = VirtualWorld(HOSTILE + 1, Link(0.001, 1e9), whole=False)
-    devices: list[Device] = []
-    said: list[dict[str, int]] = []
-
-    async def attend(runtime: Runtime) -> None:
-        devices.append(Device(runtime, holding(runtime.comm.rank - 1)))
-        await devices[-1].run()
-
-    async def be_hostile(runtime: Runtime) -> None:
-        runtime.launch(Device(runtime, Holding(), room_nbytes=0).run())
-        said.append(await speaks(runtime, 1))
-
-    first, *others, last = world.runtimes
-    bodies: list[Coroutine[Pending[Any], None, Any]] = [
-        coordinate(first),
-        *map(attend, others),
-        be_hostile(last),
-    ]
-    worst, coordinator = world.run(bodies)[0]
-    check(worst, coordinator, devices, said[0])
 
 
 def test_requests_that_are_taken_back_are_not_answered() -> None:
@@ -387,7 +344,7 @@ def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
     async def told(runtime: Runtime) -> Tensor:
         comm, draw = runtime.comm, random.Random(3)
         await comm.recv(1, messages.REPORT)
-        for turn in range(COUNT):
+        for turn in range(TOLD):
             at_work = draw.random() < 0.5
             payload = damaged(draw, WORK if at_work else COMMANDS)
             if b"end" not in b"".join(tensor.numpy().tobytes() for tensor in payload.tensors()):
@@ -419,7 +376,7 @@ def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
     bodies: list[Coroutine[Pending[Any], None, Any]] = [told(world.runtimes[0]), attend(world.runtimes[1])]
     product = world.run(bodies)[0]
     assert torch.allclose(product, 2 * data @ torch.ones(FEATURES, 1, dtype=torch.float64))
-    assert devices[0].refused > COUNT // 2
+    assert devices[0].refused > TOLD // 2
     assert brought.nbytes <= 1 << 20
 
 

@@ -50,10 +50,10 @@ def from_its_definition(name: str, margins: Tensor, targets: Tensor) -> Tensor:
     return torch.where(short.abs() < 0.005, (short + 0.005) ** 2 / 0.02, torch.relu(short)).sum()
 
 
-@pytest.mark.parametrize("samples", [1, 20, 10_000])
+@pytest.mark.parametrize(("samples", "spread"), [(1, 3.0), (50, 1e4), (10_000, 3.0)])
 @pytest.mark.parametrize("name", TABLE)
-def test_loss_and_derivative(name: str, samples: int) -> None:
-    margins, targets = drawn(name, samples)
+def test_loss_and_derivative(name: str, samples: int, spread: float) -> None:
+    margins, targets = drawn(name, samples, spread)
     before = margins.clone(), targets.clone()
     total, slopes = TABLE[name].loss(margins, targets)
     assert torch.equal(margins, before[0])
@@ -64,14 +64,6 @@ def test_loss_and_derivative(name: str, samples: int) -> None:
     (gradient,) = torch.autograd.grad(expected, free)
     assert total == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.testing.assert_close(slopes, gradient, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_large_margins_are_finite(name: str) -> None:
-    margins, targets = drawn(name, 50, spread=1e4)
-    total, slopes = TABLE[name].loss(margins, targets)
-    assert total == pytest.approx(0.3 * float(from_its_definition(name, margins, targets)), rel=1e-12)
-    assert bool(slopes.isfinite().all())
 
 
 @pytest.mark.parametrize("name", TABLE)

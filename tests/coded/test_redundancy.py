@@ -21,20 +21,20 @@ from farflung.seeding import generator
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
 
 
-def by_enumeration(rows: list[Tensor], partitions: int, holders: list[int] | None = None) -> int:
+def by_enumeration(rows: Tensor, partitions: int, holders: list[int] | None = None) -> int:
     holders = [*range(len(rows))] if holders is None else holders
     there = set(holders)
     for vanished in range(len(there) + 1):
         for left in itertools.combinations(there, len(there) - vanished):
-            kept = [row for row, holder in zip(rows, holders, strict=True) if holder in left]
-            if rank(kept, partitions) < partitions:
+            kept = [place for place, holder in enumerate(holders) if holder in left]
+            if rank(rows[kept]) < partitions:
                 return vanished - 1
     raise AssertionError
 
 
-def alive(name: str, partitions: int, extra: int, seed: int, gone: set[int]) -> list[Tensor]:
+def alive(name: str, partitions: int, extra: int, seed: int, gone: set[int]) -> Tensor:
     matrix = generator_matrix(CODE_ROWS[name], extra, partitions, seed)
-    return [row for place, row in enumerate(matrix) if place not in gone]
+    return matrix[[place for place in range(len(matrix)) if place not in gone]]
 
 
 @settings(max_examples=60)
@@ -51,32 +51,32 @@ def test_it_is_what_taking_away_every_set_says(
 ) -> None:
     rows = alive(name, partitions, extra, seed, gone)
     expected = by_enumeration(rows, partitions)
-    assert redundancy(rows, partitions) == expected
-    assert redundancy(rows, partitions, enough=1) == min(expected, 1)
+    assert redundancy(rows) == expected
+    assert redundancy(rows, enough=1) == min(expected, 1)
     holders = [place % devices for place in range(len(rows))]
-    assert redundancy(rows, partitions, holders=holders) == by_enumeration(rows, partitions, holders)
+    assert redundancy(rows, holders) == by_enumeration(rows, partitions, holders)
 
 
 def test_of_known_codes() -> None:
-    assert redundancy([*generator_matrix(MDS(), 4, 16, 1)], 16) == 4
-    assert redundancy([*generator_matrix(RLNC(), 4, 16, 1)], 16) == 2, "each partition is in two coded blocks"
-    assert redundancy([*generator_matrix(Replication(), 16, 8, 1)], 8) == 2
-    assert redundancy([*generator_matrix(Replication(), 4, 8, 1)], 8) == 0
-    assert redundancy([*generator_matrix(MDS(), 0, 8, 1)], 8) == 0
+    assert redundancy(generator_matrix(MDS(), 4, 16, 1)) == 4
+    assert redundancy(generator_matrix(RLNC(), 4, 16, 1)) == 2, "each partition is in two coded blocks"
+    assert redundancy(generator_matrix(Replication(), 16, 8, 1)) == 2
+    assert redundancy(generator_matrix(Replication(), 4, 8, 1)) == 0
+    assert redundancy(generator_matrix(MDS(), 0, 8, 1)) == 0
 
 
 def test_parallel_coded_rows_are_worth_one() -> None:
     """Without both raw rows and the last one, what is left is of rank 1, though it has both partitions."""
-    rows = [raw(0, 2), raw(1, 2), row_of(1, 1), row_of(2, 2), row_of(1, 2)]
-    assert redundancy(rows, 2) == 2
+    rows = torch.stack([raw(0, 2), raw(1, 2), row_of(1, 1), row_of(2, 2), row_of(1, 2)])
+    assert redundancy(rows) == 2
 
 
 @pytest.mark.thorough
 def test_beyond_the_sets_that_are_tried_it_is_a_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [*generator_matrix(MDS(), 10, 40, 1)]
-    assert redundancy(rows, 40) == 3
+    rows = generator_matrix(MDS(), 10, 40, 1)
+    assert redundancy(rows) == 3
     monkeypatch.setattr(codes, "MOST_SETS", 2000)
-    assert redundancy(rows, 40) == 2
+    assert redundancy(rows) == 2
 
 
 def test_that_of_100_devices_costs_what_is_lost_and_not_what_is_there(
@@ -113,20 +113,18 @@ def test_of_two_orders_for_a_block_of_columns_each_is_there_when_it_was_made() -
 
 def test_more_than_can_be_tried_is_refused() -> None:
     Settings(partitions=80, devices=255, redundancy=2)
-    with pytest.raises(ConfigError, match="redundancy = 3: with 100 devices that is more than 33,000 sets"):
+    with pytest.raises(ConfigError, match="redundancy 3: with 100 devices that is more than 33,000 sets"):
         Settings(partitions=80, devices=100, redundancy=3)
 
 
 def test_rank_counts_what_is_independent() -> None:
-    assert rank([], 3) == 0
-    assert rank([raw(0, 3), raw(0, 3), row_of(1, 1, 0), row_of(1, -1, 0)], 3) == 2
-    assert rank([*torch.eye(3, dtype=torch.float64)], 3) == 3
-    assert rank([row_of(1, 1, 0), row_of(1, 1 + 1e-8, 0), raw(2, 3)], 3) == 2
-
-
-@pytest.mark.parametrize("rows", [[], [raw(0, 2)], [raw(0, 2), raw(0, 2), raw(0, 2)]])
-def test_what_is_lost_has_no_redundancy(rows: list[Tensor]) -> None:
-    assert redundancy(rows, 2) == -1
+    eye = torch.eye(3, dtype=torch.float64)
+    assert rank(eye[:0]) == 0
+    assert rank(torch.stack([eye[0], eye[0], row_of(1, 1, 0), row_of(1, -1, 0)])) == 2
+    assert rank(eye) == 3
+    assert rank(torch.stack([row_of(1, 1, 0), row_of(1, 1 + 1e-8, 0), eye[2]])) == 2
+    for rows in (eye[:0, :2], eye[:1, :2], eye[[0, 0, 0], :2]):
+        assert redundancy(rows) == -1, "what is lost has no redundancy"
 
 
 # --- blocks that are made of others ------------------------------------------------------------------------------
@@ -156,7 +154,8 @@ def test_a_block_is_made_whenever_its_row_is_spanned(case: Case) -> None:
     rows = without(generator_matrix(CODE_ROWS[name], extra, partitions, seed), *gone)
     for target in (raw(0, partitions), CODE_ROWS[name].row(20, partitions, seed)):
         found = combination(target, rows)
-        spanned = rank([*rows.values(), target], partitions) == rank(rows.values(), partitions)
+        given = torch.stack([*rows.values()]) if rows else target.new_zeros(0, partitions)
+        spanned = rank(torch.cat([given, target[None]])) == rank(given)
         assert (found is not None) == spanned
         if found is not None:
             assert all(found.values())

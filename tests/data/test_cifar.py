@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,21 +77,19 @@ def test_training_images_are_shifted_as_far_as_is_asked_for(tmp_path: Path) -> N
         assert int(empty.max()) == shift, "rows that came in"
 
 
-def test_truncated(tmp_path: Path, packing: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("data_batch_2", lambda content: content[:-9], r"expected 4 records .*\(12292\), found 12283 bytes"),
+        ("test_batch", lambda content: b"\x0a" + content[1:], "expected classes 0 to 9, found 10"),
+    ],
+)
+def test_damaged(tmp_path: Path, packing: str, name: str, change: Any, says: str) -> None:
     small = shrink(CIFAR10)
     contents = files(small)
-    contents["cifar-10-batches-bin/data_batch_2.bin"] = contents["cifar-10-batches-bin/data_batch_2.bin"][:-9]
-    with pytest.raises(
-        DataError, match=r"data_batch_2\.bin: expected 4 records .*\(12292\), found 12283 bytes"
-    ):
-        read(put(tmp_path, small, packing, contents), small)
-
-
-def test_class_that_does_not_exist(tmp_path: Path, packing: str) -> None:
-    small = shrink(CIFAR10)
-    contents = files(small)
-    contents["cifar-10-batches-bin/test_batch.bin"] = b"\x0a" + bytes(3072) + bytes(3 * 3073)
-    with pytest.raises(DataError, match="expected classes 0 to 9, found 10"):
+    name = f"cifar-10-batches-bin/{name}.bin"
+    contents[name] = change(contents[name])
+    with pytest.raises(DataError, match=says):
         read(put(tmp_path, small, packing, contents), small)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farflung.comm import ExchangeChannel
-from farflung.data import SHARINGS, Injection, NoSharing, TensorDataset
+from farflung.data import Injection, NoSharing, TensorDataset
 from farflung.errors import ConfigError, ProtocolError
 from farflung.sim import VirtualWorld
 from farflung.types import Batch, Payload, Sharing
@@ -46,11 +46,6 @@ def test_nothing_leaves() -> None:
     assert sent == [0, 0]
 
 
-def test_they_are_found_by_their_names() -> None:
-    assert isinstance(SHARINGS["none"](), NoSharing)
-    assert isinstance(SHARINGS["injection"](seed=1), Injection)
-
-
 def test_senders_are_drawn_anew_for_each_step_and_alike_on_all() -> None:
     sharing, other = Injection(3, alpha=0.3), Injection(4, alpha=0.3)
     drawn = [sharing.senders(step, 10) for step in range(200)]
@@ -62,9 +57,9 @@ def test_senders_are_drawn_anew_for_each_step_and_alike_on_all() -> None:
     assert max(often.values()) < 2 * min(often.values())
 
 
-@pytest.mark.parametrize(("alpha", "senders"), [(0.05, 1), (0.1, 1), (0.25, 3), (0.5, 5), (1.0, 10)])
-def test_so_many_send(alpha: float, senders: int) -> None:
-    assert len(Injection(0, alpha=alpha).senders(7, 10)) == senders
+def test_so_many_send() -> None:
+    counts = {alpha: len(Injection(0, alpha=alpha).senders(7, 10)) for alpha in (0.05, 0.1, 0.25, 0.5, 1.0)}
+    assert counts == {0.05: 1, 0.1: 1, 0.25: 3, 0.5: 5, 1.0: 10}
 
 
 @pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])

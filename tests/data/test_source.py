@@ -158,14 +158,14 @@ def test_members(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-@pytest.mark.parametrize("keep", [0.0, 0.2, 0.5, 0.9])
-def test_a_truncated_archive(tmp_path: Path, mode: str, keep: float) -> None:
+def test_a_truncated_archive(tmp_path: Path, mode: str) -> None:
     content = bytes(i * i % 251 for i in range(100_000))
     path = pack(tmp_path / "a.tar", {"x": content}, mode)
     whole = path.read_bytes()
-    path.write_bytes(whole[: int(keep * (len(whole) - 4096 if mode == "w" else len(whole)))])
-    with pytest.raises(DataError, match=r"a\.tar: .*truncated"):
-        read_members(path, ["x"])
+    for keep in (0.0, 0.2, 0.5, 0.9):
+        path.write_bytes(whole[: int(keep * (len(whole) - 4096 if mode == "w" else len(whole)))])
+        with pytest.raises(DataError, match=r"a\.tar: .*truncated"):
+            read_members(path, ["x"])
 
 
 def test_not_an_archive_and_absent(tmp_path: Path) -> None:

@@ -197,9 +197,9 @@ def test_another_share_is_refused(tmp_path: Path, change: dict[str, Json]) -> No
     [
         ("lables", "unknown partition 'lables'; known: by_order, dirichlet, iid, labels, shared"),
         ("labels(k=1)", "2 parts of 1 labels leave 8 of 10 labels out"),
-        ("labels(k=0)", "k must be a whole number, 1 or more"),
+        ("labels(k=0)", "partition labels: k 0 must be at least 1"),
         ("labels(n=1)", "partition 'labels(n=1)': "),
-        ("dirichlet(alpha=-1)", "alpha must be a number above 0"),
+        ("dirichlet(alpha=-1)", "partition dirichlet: alpha -1 must be a number of at least 1e-06"),
         ("iid(", "write it as name or name(option=value)"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from farflung.errors import BadInput, ConfigError, DataError
 from farflung.streams import LiveStream, iterator
 from farflung.streams.iterators import IteratorSource
-from farflung.streams.live import CHUNK, STRIDE
+from farflung.streams.live import CHUNK
 from tests.forks import farflung, ran
 from tests.helpers import PATIENCE_S
 from tests.logged_stream import Sample, used
@@ -62,30 +62,6 @@ def test_a_function_may_be_named_and_gets_rank_and_size(opened: Open) -> None:
 
     step(*opened(noted, 2, 3), 0)
     assert asked == [(2, 3, 0)]
-
-
-def test_what_was_held_is_asked_for_again(opened: Open) -> None:
-    stream, samples = opened(evens)
-    labels = step(stream, samples, 0)
-    assert stream.poll(0.0, 1).ids is not None
-    again, samples = opened(evens)
-    again.seek(stream.state_dict())
-    for number in range(1, 25):
-        labels += step(again, samples, number)
-    assert labels == list(range(100))
-
-
-def test_one_that_has_lost_what_was_held_is_named(opened: Open) -> None:
-    stream, samples = opened(evens)
-    step(stream, samples, 0)
-    state = stream.state_dict()
-    state["buffer"]["held"] = torch.tensor([8, 10]) * STRIDE
-    again, samples = opened(lambda *_: evens(0, 1, 50))
-    again.seek({**state, "next": {"0": 12}})
-    with pytest.raises(
-        DataError, match=r"iterator .*lambda.*: the sample at position \d+ of partition 0 was held"
-    ):
-        step(again, samples, 1)
 
 
 def test_no_more_is_read_ahead_than_may_wait(opened: Open) -> None:

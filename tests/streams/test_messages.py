@@ -108,7 +108,3 @@ def test_a_function_is_given_itself_or_by_name() -> None:
     for name in ("nowhere:pairs", f"{__name__}:GOOD", f"{__name__}:absent"):
         with pytest.raises(ConfigError, match="decoder"):
             function_named("decoder", name)
-
-
-def test_no_rows_are_no_messages() -> None:
-    assert as_messages(Batch(LIKE.inputs[:0], LIKE.targets[:0])) == []

@@ -110,12 +110,6 @@ def test_what_is_awaited_is_there_at_its_time(rate: float) -> None:
         stream.commit(torch.tensor([index]), step=step)
 
 
-def test_each_replica_has_a_rate_of_its_own() -> None:
-    for rank, ready in ((0, 2.0), (1, 0.25)):
-        stream = opened(RateLimited([1, 8]), rank=rank, size=2)
-        assert stream.poll(0.0, 0).ready == ready
-
-
 def test_a_step_takes_all_there_is_between_two_bounds() -> None:
     log = DecisionLog()
     stream = opened(RateLimited(10.0, least=2, most=5), log)
@@ -132,22 +126,16 @@ def test_a_step_takes_all_there_is_between_two_bounds() -> None:
     ]
 
 
-def test_a_fixed_batch_of_all_that_comes_is_no_decision() -> None:
-    log = DecisionLog()
-    stream = opened(RateLimited(10.0, backlog=4), log)
-    stream.poll(0.0, 0)
-    stream.poll(9.0, 0)
-    assert log.entries == []
-
-
 def test_a_full_backlog_pauses_its_source_until_a_step_takes_some() -> None:
-    stream = opened(RateLimited(1.0, backlog=3))
+    log = DecisionLog()
+    stream = opened(RateLimited(1.0, backlog=3), log)
     stream.poll(0.0, 0)
     # Three are there at 3 s and no fourth comes; at 10 s a step takes two, and the source goes on.
     assert shown(stream.poll(10.0, 0)) == ([0, 1, 2], None, 2)
     assert stream.poll(11.5, 0).ids.tolist() == [0, 1, 2, 3]
     stream.commit(torch.tensor([0, 1]), step=0)
     assert shown(stream.poll(12.5, 1)) == ([2, 3, 4], None, 2)
+    assert log.entries == [], "a fixed number of all that comes is no decision"
 
 
 def test_a_full_backlog_drops_its_oldest() -> None:
@@ -264,41 +252,34 @@ def test_replicas_take_turns_in_passes_over_the_whole() -> None:
         of_a_pass = torch.cat([each[first:last] for each in rows])
         assert sorted(of_a_pass.tolist()) == list(range(6))
     assert rows[0][:3].tolist() != rows[0][3:].tolist()
-
-
-def test_a_share_is_passed_over_by_its_replica_alone() -> None:
-    rows = [
+    alone = [
         RateLimited(1.0).open(feed(rank=rank, size=2, shared=False)).rows(torch.arange(10)).inputs.tolist()
         for rank in range(2)
     ]
-    assert [sorted(each) for each in rows] == [list(range(10))] * 2
-    assert rows[0] != rows[1]
+    assert [sorted(each) for each in alone] == [list(range(10))] * 2, "a share is its replica's alone"
+    assert alone[0] != alone[1]
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("rate", "options", "says"),
     [
-        (lambda: RateLimited(0.0), r"stream rate\(0.0\): must be a number of samples per second above 0"),
-        (lambda: RateLimited([3, -1]), "must be a number of samples per second above 0"),
-        (lambda: RateLimited(float("nan")), "above 0"),
-        (lambda: RateLimited(1.0, full="burst"), "full 'burst' must be 'pause' or 'stop' or 'drop_oldest'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, policy="both"), "policy 'both' must be 'persistence' or 'truncation'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, weigh="all"), "weigh 'all' must be 'by_batch' or 'by_rate'"),  # type: ignore[arg-type]
-        (lambda: RateLimited(1.0, full="stop"), "full='stop' says what happens at a backlog: give one"),
-        (lambda: RateLimited(1.0, policy="truncation", backlog=9), "keeps no backlog"),
-        (lambda: RateLimited(1.0, window_s=0.0), "window_s 0.0 must be a number of at least 0.001"),
-        (lambda: RateLimited(1.0, least=0), "least 0 must be at least 1"),
-        (lambda: RateLimited(1.0, most=2.5), "most 2.5 must be a whole number"),  # type: ignore[arg-type]
-        (lambda: opened(RateLimited([1.0]), size=2), "1 rates for 2 replicas"),
-        (
-            lambda: opened(RateLimited([9, 5], window_s=1.0), size=2),
-            "5 samples per second bring 5 in window_s=1, and",
-        ),
-        (lambda: opened(RateLimited(1.0, least=3, most=2)), "least 3, most 2, backlog 2"),
-        (lambda: opened(RateLimited(1.0, backlog=1)), "least 2, most 2, backlog 1"),
+        (0.0, {}, r"stream rate\(0.0\): must be a number of samples per second above 0"),
+        ([3, -1], {}, "must be a number of samples per second above 0"),
+        (1.0, {"full": "burst"}, "full 'burst' must be 'pause' or 'stop' or 'drop_oldest'"),
+        (1.0, {"policy": "both"}, "policy 'both' must be 'persistence' or 'truncation'"),
+        (1.0, {"weigh": "all"}, "weigh 'all' must be 'by_batch' or 'by_rate'"),
+        (1.0, {"full": "stop"}, "full='stop' says what happens at a backlog: give one"),
+        (1.0, {"policy": "truncation", "backlog": 9}, "keeps no backlog"),
+        (1.0, {"window_s": 0.0}, "window_s 0.0 must be a number of at least 0.001"),
+        (1.0, {"least": 0}, "least 0 must be at least 1"),
+        (1.0, {"most": 2.5}, "most 2.5 must be a whole number"),
+        ([1.0], {}, "1 rates for 2 replicas"),
+        ([9, 5], {"window_s": 1.0}, "5 samples per second bring 5 in window_s=1, and"),
+        (1.0, {"least": 3, "most": 2}, "least 3, most 2, backlog 2"),
+        (1.0, {"backlog": 1}, "least 2, most 2, backlog 1"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], object], says: str) -> None:
+def test_what_cannot_work_is_refused(rate: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        make()
+        opened(RateLimited(rate, **options), size=2)
     assert "\n" not in str(caught.value)

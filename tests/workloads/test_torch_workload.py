@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from farflung import TorchWorkload
-from farflung.data import by_label
+from farflung.data import Labels
 from farflung.errors import ConfigError
 from farflung.seeding import generator
 from tests.helpers import same_tree
@@ -99,7 +99,7 @@ def test_labels_are_for_partitions_and_read_only_when_asked_for() -> None:
     assert set(pairs.taken) <= {0, 1}
     assert train.labels is not None
     assert train.labels.tolist() == CLASSES.tolist()
-    assert [sorted(part.tolist()) for part in by_label(train.labels, 2, 1)] == [
+    assert [sorted(part.tolist()) for part in Labels().split(train, 2)] == [
         [0, 2, 4, 6, 8],
         [1, 3, 5, 7, 9],
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "MAX_PIECES",
     "ColumnBlock",
     "Draft",
+    "HeldBlock",
     "Holding",
     "RowBlock",
     "bounds_of",
@@ -83,76 +84,104 @@ def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock:
-    """A block of rows, raw or coded.
+class _Block:
+    """A block of rows or of columns, raw or coded.
 
     Args:
-      data: (rows, features).
+      features: of the whole data.
+      parts: its numbers, by partition; see the subclasses.
     """
 
-    data: Tensor
+    features: int
+    parts: dict[int, Tensor]
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return sum(part.nbytes for part in self.parts.values())
+
+
+class RowBlock(_Block):
+    """A block of rows: one part of the number -1, (rows, features)."""
+
+    @classmethod
+    def of(cls, data: Tensor) -> RowBlock:
+        return cls(data.shape[1], {-1: data})
+
+    def operand_rows(self, task: Multiply) -> int | None:
+        """Returns the rows of the operand that it can be multiplied by; None: it lacks what the task is about."""
+        return len(task.operand) if task.partitions else self.features
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
         """Computes the number of samples that have as many numbers as are multiplied."""
         if not task.partitions:
-            return len(self.data[begin:end])
-        return -(-self.data[: len(task.operand), begin:end].numel() // self.data.shape[1])
+            return len(self.parts[-1][begin:end])
+        return -(-self.parts[-1][: len(task.operand), begin:end].numel() // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
         """Multiplies rows by the weights in the operand; or columns by the residuals of one partition there.
 
         Of the block and the residuals the higher one counts as if it ended with the other.
         """
+        data = self.parts[-1]
         if not task.partitions:
-            return self.data[begin:end] @ task.operand
-        rows = min(len(self.data), len(task.operand))
-        return self.data[:rows, begin:end].T @ task.operand[:rows]
+            return data[begin:end] @ task.operand
+        rows = min(len(data), len(task.operand))
+        return data[:rows, begin:end].T @ task.operand[:rows]
+
+    def width(self, request: Fetch) -> int | None:
+        """Returns the width of the rows that are asked for; None: it has none of that kind."""
+        if request.partition >= 0:
+            return None
+        if not request.weights:
+            return self.features
+        is_fitting = fit(request.weights, request.bounds, self.features)
+        return widest(request.weights, request.bounds) if is_fitting else None
 
     def give(self, request: Fetch) -> Tensor:
         """Gives rows, or the sums of their columns, transposed."""
-        rows = self.data[request.begin : request.end]
+        rows = self.parts[-1][request.begin : request.end]
         return column_sums(rows, request.weights, request.bounds) if request.weights else rows
 
+    def stretch(self, partition: int, begin: int, end: int) -> Tensor:
+        """Returns the place of some rows of a partition in it."""
+        return self.parts[partition][begin:end]
 
-@dataclass(frozen=True, slots=True)
-class ColumnBlock:
-    """A block of columns, raw or coded.
 
-    Args:
-      features: of the whole data.
-      parts: (width, rows) of each partition.
-    """
+class ColumnBlock(_Block):
+    """A block of columns: (width, rows) of each partition."""
 
-    features: int
-    parts: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+    def operand_rows(self, task: Multiply) -> int | None:
+        if not task.partitions or not self.parts.keys() >= set(task.partitions):
+            return None
+        return sum(self.parts[partition].shape[1] for partition in task.partitions)
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        """Computes the number of samples that have as many numbers as are multiplied."""
         return -(-sum(self.parts[one][begin:end].numel() for one in task.partitions) // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
         """Multiplies columns by the residuals in the operand; those partitions count whose parts are here."""
-        total: Tensor | None = None
-        at = 0
-        for partition in task.partitions:
-            part = self.parts[partition]
-            product = part[begin:end] @ task.operand[at : at + part.shape[1]]
-            total = product if total is None else total.add_(product)
-            at += part.shape[1]
-        assert total is not None
+        parts = [self.parts[partition] for partition in task.partitions]
+        operands = task.operand.split([part.shape[1] for part in parts])
+        products: list[Tensor] = [
+            part[begin:end] @ operand for part, operand in zip(parts, operands, strict=True)
+        ]
+        total = products.pop(0)
+        for product in products:
+            total += product
         return total
 
+    def width(self, request: Fetch) -> int | None:
+        part = self.parts.get(request.partition)
+        return None if part is None else len(part)
+
     def give(self, request: Fetch) -> Tensor:
-        """Gives the columns of some rows of one partition."""
-        return self.parts[request.partition][:, request.begin : request.end].contiguous()
+        return self.stretch(request.partition, request.begin, request.end).contiguous()
+
+    def stretch(self, partition: int, begin: int, end: int) -> Tensor:
+        return self.parts[partition][:, begin:end]
+
+
+HeldBlock: TypeAlias = RowBlock | ColumnBlock
 
 
 @dataclass(slots=True)
@@ -165,7 +194,7 @@ class Draft:
       fetched_nbytes: that other devices gave for it.
     """
 
-    block: RowBlock | ColumnBlock
+    block: HeldBlock
     sums: dict[tuple[int, int], tuple[frozenset[Term], set[Term]]] = field(default_factory=dict)
     fetched_nbytes: int = 0
 
@@ -211,7 +240,7 @@ class Holding:
         """The number of its own data as a block."""
         self.run = ""
         """The run that the numbers of blocks are of."""
-        self.blocks: dict[int, RowBlock | ColumnBlock] = {}
+        self.blocks: dict[int, HeldBlock] = {}
         self.drafts: dict[int, Draft] = {}
         """The blocks that could not be made, by number."""
 
@@ -233,13 +262,13 @@ class Holding:
         self.blocks.pop(self.raw, None)
         self.run, self.raw = run, raw
         if self.data is not None and raw >= 0:
-            self.blocks[raw] = RowBlock(self.data)
+            self.blocks[raw] = RowBlock.of(self.data)
 
-    def keep(self, number: int, block: RowBlock | ColumnBlock) -> None:
+    def keep(self, number: int, block: HeldBlock) -> None:
         """Takes in a block that is made; parts of a block of columns join those that are there."""
         before = self.blocks.get(number)
-        if isinstance(block, ColumnBlock) and isinstance(before, ColumnBlock):
-            block = ColumnBlock(block.features, {**before.parts, **block.parts})
+        if before is not None:
+            block = replace(block, parts={**before.parts, **block.parts})
         self.blocks[number] = block
 
     def drop(self, block: int) -> None:
@@ -248,30 +277,27 @@ class Holding:
             self.blocks.pop(block, None)
             self.drafts.pop(block, None)
 
-    def answering(self, task: Multiply) -> Mapping[int, RowBlock | ColumnBlock]:
+    def answering(self, task: Multiply) -> Mapping[int, HeldBlock]:
         """Finds the blocks of a task that are here and can be multiplied.
 
         Raises:
           Malformed: the operand is not of their size, or the product is larger than any message.
         """
-        named = ((number, self.blocks.get(number)) for number in task.blocks)  # blocks may go at any time
-        chosen = {number: block for number, block in named if block is not None}
         if task.operand.dim() != 2:
             raise Malformed("an operand that is not a matrix")
         if task.length < 1 or not 1 <= task.pieces <= MAX_PIECES:
             raise Malformed("a number of pieces out of range")
         if 8 * task.operand.shape[1] * -(-task.length // task.pieces) > _MAX_NBYTES:
             raise Malformed("a piece larger than any message")
-        for number, block in list(chosen.items()):
-            if isinstance(block, RowBlock):
-                due = task.operand.shape[0] if task.partitions else block.data.shape[1]
-            elif all(partition in block.parts for partition in task.partitions) and task.partitions:
-                due = sum(block.parts[partition].shape[1] for partition in task.partitions)
-            else:
-                del chosen[number]
+        chosen = {}
+        for number in task.blocks:
+            block = self.blocks.get(number)  # blocks may go at any time
+            due = None if block is None else block.operand_rows(task)
+            if block is None or due is None:
                 continue
             if task.operand.shape[0] != due:
                 raise Malformed(f"an operand of {list(task.operand.shape)} for a block of {due}")
+            chosen[number] = block
         return chosen
 
     def give(self, request: Fetch) -> Tensor:
@@ -281,18 +307,8 @@ class Holding:
           Malformed: there is no such block, or no such part of it, or it is more than is given at once.
         """
         block = self.blocks.get(request.block)
-        if isinstance(block, RowBlock):
-            width = block.data.shape[1]
-            fits = request.partition < 0 and (
-                not request.weights or fit(request.weights, request.bounds, width)
-            )
-            if fits and request.weights:
-                width = widest(request.weights, request.bounds)
-        elif block is not None and request.partition in block.parts:
-            fits, width = True, len(block.parts[request.partition])
-        else:
-            fits, width = False, 0
-        if block is None or not fits or not 0 <= request.begin <= request.end:
+        width = None if block is None else block.width(request)
+        if block is None or width is None or not 0 <= request.begin <= request.end:
             raise Malformed("no such part of a block")
         if request.end - request.begin > rows_at_once(width):
             raise Malformed("more rows than are given at once")

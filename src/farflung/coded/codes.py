@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farflung.errors import RunLost
 from farflung.noise import uniform_row
 from farflung.seeding import derive
 
@@ -28,8 +27,7 @@ __all__ = [
     "Code",
     "Decoder",
     "Plan",
-    "Plans",
-    "Undecodable",
+    "cached_plan",
     "combination",
     "missing_ranks",
     "normal_row",
@@ -47,6 +45,8 @@ both would have a condition above :data:`MAX_CONDITION`."""
 MAX_CONDITION = 1 / TOLERANCE
 """An answer in float64 is right to about 1e-16 of its size, so decoded products are right to 1e-10, which training
 does not notice."""
+_PLANS = 512
+"""Sets of answers whose decoding is remembered; those of one round come again in the next."""
 _EXACT = 1e-9
 """Allowed difference of a combination, relative to the target's largest coefficient."""
 _ROUNDING = 1e-12
@@ -54,31 +54,6 @@ _ROUNDING = 1e-12
 
 Index = TypeVar("Index", bound=Hashable)
 """Names a block, or the answer of one."""
-
-
-class Undecodable(RunLost):
-    """The answers that have arrived do not determine all partitions.
-
-    Args:
-      partitions: how many are to be determined.
-      answers: how many there are.
-      rank: of their coefficients.
-      condition: of the decoding matrix; infinite below full rank.
-      max_condition: up to which it would have been decoded.
-    """
-
-    def __init__(
-        self, partitions: int, answers: int, rank: int, condition: float, max_condition: float
-    ) -> None:
-        self.partitions, self.answers, self.rank = partitions, answers, rank
-        self.condition, self.max_condition = condition, max_condition
-        if rank < partitions:
-            why = f"they are of rank {rank}"
-        else:
-            why = f"their condition is {condition:.1e}, above {max_condition:.1e}"
-        super().__init__(
-            f"{answers} answers do not determine {partitions} partitions: {why}; wait for more, or add coded blocks"
-        )
 
 
 class Code(Protocol):
@@ -98,7 +73,6 @@ class Code(Protocol):
         Returns:
           (partitions,), float64.
         """
-        ...
 
 
 def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -202,23 +176,16 @@ def _unit(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny)
 
 
-def _raw_partition(row: Tensor) -> int | None:
-    """Gives the partition that a row is the raw block of; ``None``: it is a coded block's."""
-    coefficients = row.numpy()
-    (places,) = coefficients.nonzero()
-    return int(places[0]) if len(places) == 1 and coefficients[places[0]] == 1 else None
-
-
 def _split(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]:
     """Separates the first raw block of each partition from all other blocks."""
     raw: dict[int, Index] = {}
     coded: list[Index] = []
     for index, row in rows.items():
-        partition = _raw_partition(row)
-        if partition is None or partition in raw:
+        coefficients = row.numpy()
+        (places,) = coefficients.nonzero()
+        is_raw = len(places) == 1 and coefficients[places[0]] == 1
+        if not is_raw or raw.setdefault(int(places[0]), index) != index:
             coded.append(index)
-        else:
-            raw[partition] = index
     return raw, coded
 
 
@@ -257,25 +224,16 @@ def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, flo
     return {index: factor for index, factor in found.items() if factor}
 
 
-def rank(rows: Iterable[Tensor], partitions: int) -> int:
-    """Computes the rank of rows of coefficients, numeric as :class:`farflung.coded.Decoder` counts it.
-
-    Args:
-      rows: (partitions,) each, float64; there may be none.
-      partitions: K.
-    """
-    span = _Span(partitions)
-    for row in rows:
+def rank(matrix: Tensor) -> int:
+    """Computes the rank of rows of coefficients, (rows, partitions), as :class:`farflung.coded.Decoder` counts it."""
+    span = _Span(matrix.shape[1])
+    for row in matrix:
         span.add(row)
     return span.rank
 
 
 def redundancy(
-    rows: Sequence[Tensor],
-    partitions: int,
-    *,
-    holders: Sequence[Hashable] | None = None,
-    enough: int | None = None,
+    matrix: Tensor, holders: Sequence[Hashable] | None = None, *, enough: int | None = None
 ) -> int:
     """Computes how many holders may vanish, in the worst case, so that the rest determines all partitions.
 
@@ -283,20 +241,15 @@ def redundancy(
     2 with 256 rows. Beyond, it is a lower bound: all sets of so many losses have been tried.
 
     Args:
-      rows: (partitions,) each, float64.
-      partitions: K.
+      matrix: as of :func:`missing_ranks`, and so are the others.
       holders: the holder of each row; ``None``: each row has its own.
       enough: the most losses that are tried; ``None``: those of all holders.
 
     Returns:
       At least 0, or -1 where the rows as they are do not determine all partitions.
     """
-    matrix = torch.stack(list(rows)) if len(rows) else torch.zeros(0, partitions, dtype=torch.float64)
-    losses = -1
-    for losses, missing in enumerate(missing_ranks(matrix, holders, enough=enough)):
-        if missing:
-            return losses - 1
-    return losses
+    whole = itertools.takewhile(lambda missing: not missing, missing_ranks(matrix, holders, enough=enough))
+    return sum(1 for _ in whole) - 1
 
 
 def missing_ranks(
@@ -375,6 +328,8 @@ class Plan(Generic[Index]):
     """
 
     def __init__(self, rows: Mapping[Index, Tensor]) -> None:
+        self.answers = tuple(rows)
+        """The blocks whose answers count."""
         self._raw, self._coded = _split(rows)
         self._coded.sort(key=lambda index: rows[index].tolist())
         matrix = torch.stack(list(rows.values()))
@@ -406,44 +361,23 @@ class Plan(Generic[Index]):
         """
         found = {k: answers[index] for k, index in self._raw.items()}
         if self.missing:
-            found |= zip(self.missing, self._solved(answers), strict=True)
+            given = torch.stack([answers[index] for index in self._coded])
+            rest = given.reshape(len(given), -1) / self._lengths[:, None]
+            if self._used:
+                known = given.new_zeros(len(self._used), *given.shape[1:])
+                for place, k in zip(known, self._used, strict=True):
+                    answer = answers[self._raw[k]]
+                    place[: len(answer)] = answer
+                rest -= self._known @ known.reshape(len(known), -1)
+            solved = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
+            found |= zip(self.missing, solved.reshape(-1, *given.shape[1:]), strict=True)
         return [found[k] for k in range(self._partitions)]
 
-    def _solved(self, answers: Mapping[Index, Tensor]) -> Tensor:
-        """Solves for the missing partitions, (missing, b, c)."""
-        given = torch.stack([answers[index] for index in self._coded])
-        shape = given.shape[1:]
-        rest = given.reshape(len(given), -1) / self._lengths[:, None]
-        if self._used:
-            known = given.new_zeros(len(self._used), *shape)
-            for place, k in zip(known, self._used, strict=True):
-                answer = answers[self._raw[k]]
-                place[: len(answer)] = answer
-            rest -= self._known @ known.reshape(len(known), -1)
-        solved: Tensor = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
-        return solved.reshape(len(self.missing), *shape)
 
-
-class Plans(Generic[Index]):
-    """The plans made lately, so that pieces with answers of the same blocks share one.
-
-    Args:
-      most: plans that are kept.
-    """
-
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
-        self._kept: OrderedDict[frozenset[tuple[Index, bytes]], Plan[Index]] = OrderedDict()
-
-    def of(self, rows: Mapping[Index, Tensor]) -> Plan[Index]:
-        """Gives the plan for these rows, as :class:`Plan` takes them."""
-        key = frozenset((index, row.numpy().tobytes()) for index, row in rows.items())
-        if key not in self._kept:
-            self._kept[key] = Plan(rows)
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+@lru_cache(_PLANS)
+def cached_plan(rows: tuple[tuple[Any, bytes], ...]) -> Plan[Any]:
+    """Makes the plan of some rows, given as bytes in the order of their blocks; made once for all pieces and rounds."""
+    return Plan({index: torch.frombuffer(bytearray(row), dtype=torch.float64) for index, row in rows})
 
 
 class Decoder(Generic[Index]):
@@ -451,84 +385,45 @@ class Decoder(Generic[Index]):
 
     The rank is numeric: a row of which at most :data:`TOLERANCE` of its length lies outside the span of those before it
     counts as dependent, since with it the condition would be too large. Where the answers are of full rank
-    and yet too ill-conditioned, the decoder is not complete. It takes further answers, and then all count, by least
+    and yet too ill-conditioned, there is no plan. The decoder takes further answers, and then all count, by least
     squares.
 
     Args:
       partitions: K.
-      plans: shared with other decoders, for example of other pieces; ``None``: its own.
     """
 
-    def __init__(self, partitions: int, plans: Plans[Index] | None = None) -> None:
+    def __init__(self, partitions: int) -> None:
         self._partitions = partitions
-        self._plans = plans or Plans[Index]()
         self._rows: dict[Index, Tensor] = {}
-        self._raw: dict[int, Index] = {}
         self._span = _Span(partitions)
-        self._counted: dict[Index, Tensor] | None = {}
+
+    @property
+    def rank(self) -> int:
+        return self._span.rank
 
     def add(self, index: Index, row: Tensor) -> bool:
         """Takes an answer; tells whether the rank grew. A raw one counts even where it did not, as it needs no solving.
 
         Args:
           index: of its block; once each.
-          row: (partitions,), its coefficients, float64.
-
-        Raises:
-          ValueError: a second answer of the same block, another length, or a coefficient that is not finite.
+          row: (partitions,), its coefficients, finite and float64.
         """
-        if index in self._rows:
-            raise ValueError(f"a second answer of {index!r}")
-        if row.shape != (self._partitions,) or not np.isfinite(row.numpy()).all():
-            raise ValueError(
-                f"answer of {index!r}: {self._partitions} finite coefficients are needed, not {row.tolist()}"
-            )
         self._rows[index] = row
-        partition = _raw_partition(row)
-        if partition is not None:
-            self._raw.setdefault(partition, index)
-        self._counted = None
         return self._span.add(row)
 
-    @property
-    def complete(self) -> bool:
-        """Whether the answers determine all partitions, with a condition of at most :data:`MAX_CONDITION`."""
-        return self.condition <= MAX_CONDITION
+    def plan(self) -> Plan[Index] | None:
+        """Gives the plan that decodes the answers, with a condition of at most :data:`MAX_CONDITION`, if there is one.
 
-    @property
-    def rank(self) -> int:
-        return self._span.rank
-
-    @property
-    def condition(self) -> float:
-        """Of the rows that count; infinite while they are of less than full rank."""
-        return self._plans.of(self._counting()).condition if self.rank == self._partitions else math.inf
-
-    @property
-    def used(self) -> tuple[Index, ...]:
-        """The blocks whose answers count, in the order of their arrival."""
-        counted = self._counting()
-        return tuple(index for index in self._rows if index in counted)
-
-    def plan(self) -> Plan[Index]:
-        """Gives the plan that decodes these answers; from :class:`Plans`, so perhaps made before.
-
-        Raises:
-          Undecodable: not :attr:`complete`.
+        Raw answers count, and the first coded ones that they need, or all where these are ill-conditioned.
         """
-        if not self.complete:
-            raise Undecodable(self._partitions, len(self._rows), self.rank, self.condition, MAX_CONDITION)
-        return self._plans.of(self._counting())
-
-    def _counting(self) -> dict[Index, Tensor]:
-        """Selects the raw answers and the first coded ones that they need, or all where these are ill-conditioned."""
-        if self._counted is None:
-            span = _Span(self._partitions)
-            raw = {index: self._rows[index] for index in self._raw.values()}
-            least = {index: row for index, row in (raw | self._rows).items() if span.add(row)}
-            if self.rank == self._partitions and (
-                len(least) < self._partitions or not self._plans.of(least).condition <= MAX_CONDITION
-            ):
-                least = self._rows.copy()
-            self._counted = least
-        return self._counted
+        if self.rank < self._partitions:
+            return None
+        span, (raw, _) = _Span(self._partitions), _split(self._rows)
+        first = {index: self._rows[index] for index in raw.values()} | self._rows
+        least = {index: row for index, row in first.items() if span.add(row)}
+        for rows in (least, self._rows):
+            if len(rows) >= self._partitions:
+                plan = cached_plan(tuple((one, rows[one].numpy().tobytes()) for one in sorted(rows)))  # type: ignore[type-var]
+                if plan.condition <= MAX_CONDITION:
+                    return plan
+        return None

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from farflung.coded import messages
 from farflung.coded.blocks import MAX_PIECES, bounds_of
-from farflung.coded.codes import CODES, MOST_SETS, Plans
+from farflung.coded.codes import CODES, MOST_SETS
 from farflung.coded.device import Queue
 from farflung.coded.messages import (
     Built,
@@ -44,18 +45,20 @@ from farflung.coded.rounds import Deadline, Round
 from farflung.comm.failure_detector import Progress
 from farflung.errors import BadSamples, ConfigError, RunLost, WaitEnded
 from farflung.files import deciding
+from farflung.options import choice_option, number_option, whole_option
 from farflung.spec import build
 from farflung.tasks import Pending
-from farflung.types import Decision, Json, Payload, Runtime, Tag
+from farflung.types import Json, Payload, Runtime, Tag
 
 __all__ = ["Coordinator", "Counters", "PartitionsChanged", "Settings"]
 
+T = TypeVar("T")
+
+_NAME = "coded training"
 _BACK_S = 10.0
 """The time for which a restarted coordinator waits for all devices, where those that are there would do."""
 _LOOKS = 5.0
 """Time between two probes of devices that make blocks, in times of the shortest deadline."""
-_PLANS = 512
-"""Sets of answers whose decoding is remembered; those of one round come again in the next."""
 _REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
 _OVERFLOW = "a product of the samples is not finite in float64: the features are too large: scale them"
 _MAX_FEATURES = 1 << 28
@@ -82,7 +85,7 @@ class Settings:
       least_s: no device counts as silent sooner, in seconds.
 
     Raises:
-      ConfigError: a value out of its range; begins with its name.
+      ConfigError: a value out of its range.
     """
 
     partitions: int
@@ -97,28 +100,21 @@ class Settings:
     least_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in (("partitions", 1), ("devices", 1), ("redundancy", 0), ("pieces", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be {least} or more")
-        if self.devices < self.partitions:
-            raise ConfigError(f"devices ({self.devices}) must be at least partitions ({self.partitions})")
+        whole_option(_NAME, "partitions", self.partitions, 1)
+        whole_option(_NAME, "devices", self.devices, self.partitions)
+        whole_option(_NAME, "redundancy", self.redundancy, 0)
+        whole_option(_NAME, "pieces", self.pieces, 1, MAX_PIECES)
+        choice_option(_NAME, "on_loss", self.on_loss, ("wait", "go_on"))
+        choice_option(_NAME, "transposed", self.transposed, ("columns", "repair"))
+        number_option(_NAME, "patience_s", self.patience_s, 0.001)
+        number_option(_NAME, "least_s", self.least_s, 0.001)
         most = min(self.redundancy, self.devices)
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
         if any(tried > MOST_SETS for tried in sets):
             raise ConfigError(
-                f"redundancy = {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} sets of "
-                "devices that may vanish, and no more are tried: lower it"
+                f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} "
+                "sets of devices that may vanish, and no more are tried: lower it"
             )
-        if self.pieces > MAX_PIECES:
-            raise ConfigError(f"pieces = {self.pieces}: must be at most {MAX_PIECES}")
-        if self.on_loss not in ("wait", "go_on"):
-            raise ConfigError(f"on_loss = {self.on_loss!r}: must be 'wait' or 'go_on'")
-        if self.transposed not in ("columns", "repair"):
-            raise ConfigError(f"transposed = {self.transposed!r}: must be 'columns' or 'repair'")
-        for name in ("patience_s", "least_s"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} = {value}: must be a number above 0")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -189,20 +185,21 @@ class Coordinator:
         """Messages, by sender."""
         self._rounds = dict[int, Round]()
         """Under way, by number."""
-        self._plans = Plans[int](_PLANS)
         self._progress: dict[int, Progress] = {}
         """Of the devices, as they have answered probes."""
         self._carried = Progress()
         """Of the bytes to and from devices."""
         self._deadlines: dict[Kind, Deadline] = {
-            kind: Deadline(settings.patience_s, least_s=settings.least_s) for kind in settings.kinds
+            kind: Deadline(settings.patience_s, settings.least_s) for kind in settings.kinds
         }
-        self._events = Queue[Callable[[], bool] | int]()
-        """Functions that take in an event, and say whether it brings the run nearer; and alarms, by number."""
-        self._alarms, self._alarm, self._overdue = 0, 0, False
-        self._look = self._alarm_at(runtime.now() + _LOOKS * settings.least_s)
-        for service in (self._listen(messages.REPORT, None), self._departures(), self._arrivals()):
-            runtime.launch(service)
+        self._events = Queue[Callable[[], bool]]()
+        """Functions that take in an event, and say whether it brings the run nearer."""
+        self._overdue = False
+        """Whether the deadline of the rounds under way has passed."""
+        self._look_later()
+        self._listen(messages.REPORT, None)
+        runtime.launch(self._take_in(self._comm.departure, self._lose))
+        runtime.launch(self._take_in(self._comm.arrival, self._expect))
 
     # --- a run ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +215,7 @@ class Coordinator:
         self.tell("begins")
         enough_at = self._runtime.now() + _BACK_S
         if self._again:
-            self._alarm_at(enough_at)
+            self._call_at(enough_at, lambda: False)
 
         def brought() -> int:
             return sum(registry.raw(one) is not None for one in registry.partitions)
@@ -343,7 +340,12 @@ class Coordinator:
         if not bool(operand.isfinite().all()):
             raise BadSamples(_OVERFLOW)
         self.counters.rounds += 1
-        number = self.counters.rounds
+        number, due = self.counters.rounds, None
+        decision = self._runtime.decisions.replayed("answers", number, self._comm.rank)
+        if decision is not None:
+            with deciding(decision.name, decision.step):
+                sets: Any = decision.value
+                due = [frozenset(map(int, one)) for one in sets]
         return Round(
             number,
             kind,
@@ -352,8 +354,7 @@ class Coordinator:
             operand.clone(),
             partitions,
             self._settings.pieces,
-            self._plans,
-            _replayed(self._runtime.decisions.replayed("answers", number, self._comm.rank)),
+            due,
         )
 
     async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
@@ -367,7 +368,7 @@ class Coordinator:
         self._rounds = {one.number: one for one in rounds}
         self._overdue, self._stirred = False, True
         for number in self._rounds:
-            self._runtime.launch(self._listen(messages.answers(number), number))
+            self._listen(messages.answers(number), number)
         self._watch(kind)
 
         def is_hopeless() -> bool:
@@ -402,7 +403,17 @@ class Coordinator:
                 self._send(rank, task)
 
     def _watch(self, kind: Kind) -> None:
-        self._alarm = self._alarm_at(self._runtime.now() + self._deadlines[kind].seconds)
+        rounds = self._rounds
+
+        def pass_deadline() -> bool:
+            """Counts devices as silent that were asked and have answered nothing since the last deadline."""
+            if rounds is self._rounds:
+                self._overdue = True
+                self._silence(set[int]().union(*(one.silent() for one in rounds.values())))
+                self._watch(kind)
+            return False
+
+        self._call_at(self._runtime.now() + self._deadlines[kind].seconds, pass_deadline)
 
     def _in_need(self, kind: Kind) -> str:
         """Describes what is missing for products."""
@@ -428,37 +439,37 @@ class Coordinator:
         Raises:
           RunLost: no event has brought it nearer for the patience of the run.
         """
-        patience_s = self._settings.patience_s
-        since, alarm = self._runtime.now(), self._alarm_at(self._runtime.now() + patience_s)
-        paused = False
-        while True:
-            if self._stirred:
-                self._stirred = False
-                self._ask()
-                if not paused and any(not self.registry.decodable(one.kind) for one in self._rounds.values()):
-                    paused = True
-                    self.tell("paused", missing=missing())
-            if there():
-                break
-            event = await self._events.next()
-            if not isinstance(event, int):
-                if event():
+        patience_s, since = self._settings.patience_s, self._runtime.now()
+        is_waiting, is_paused = True, False
+
+        def lose_patience() -> bool:
+            left_s = since + patience_s - self._runtime.now()
+            if is_waiting and left_s <= 0:
+                raise RunLost(
+                    f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
+                )
+            if is_waiting:
+                self._call_at(self._runtime.now() + left_s, lose_patience)
+            return False
+
+        self._call_at(since + patience_s, lose_patience)
+        try:
+            while True:
+                if self._stirred:
+                    self._stirred = False
+                    self._ask()
+                    kinds = [one.kind for one in self._rounds.values()]
+                    if not is_paused and not all(map(self.registry.decodable, kinds)):
+                        is_paused = True
+                        self.tell("paused", missing=missing())
+                if there():
+                    break
+                take_in = await self._events.next()
+                if take_in():
                     since = self._runtime.now()
-            elif event == alarm:
-                left_s = since + patience_s - self._runtime.now()
-                if left_s <= 0:
-                    raise RunLost(
-                        f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
-                    )
-                alarm = self._alarm_at(self._runtime.now() + left_s)
-            elif event == self._look:
-                self._look_after()
-                stuck = [rank for rank, member in self.registry.members.items() if member.is_stuck]
-                self._runtime.launch(self._count_bytes(stuck))
-                self._look = self._alarm_at(self._runtime.now() + _LOOKS * self._settings.least_s)
-            elif event == self._alarm and self._rounds:
-                self._pass_deadline()
-        if paused:
+        finally:
+            is_waiting = False
+        if is_paused:
             self.tell("goes_on")
 
     async def _count_bytes(self, stuck: Sequence[int]) -> None:
@@ -469,40 +480,32 @@ class Coordinator:
         """
         moved = self._comm.moved_nbytes
         nbytes = moved() - sum(map(moved, stuck))
-        self._events.put(lambda: self._carries(nbytes))
 
-    def _carries(self, nbytes: int) -> bool:
-        """Tells whether bytes have come or gone since the last call, enough to count as progress."""
-        now = self._runtime.now()
-        self._carried.update(0, nbytes, now, self._settings.patience_s)
-        return self._carried.last_s == now
+        def carries() -> bool:
+            """Tells whether enough bytes have come or gone since the last call to count as progress."""
+            now = self._runtime.now()
+            self._carried.update(0, nbytes, now, self._settings.patience_s)
+            return self._carried.last_s == now
 
-    def _alarm_at(self, t: float) -> int:
-        """Asks for an event at a time; gives its number."""
-        self._alarms += 1
-        number = self._alarms
-        self._runtime.sleep_until(t).on_done(lambda _: self._events.put(number))
-        return number
+        self._events.put(carries)
 
-    async def _listen(self, tag: Tag, round: int | None) -> None:
+    def _call_at(self, t: float, take_in: Callable[[], bool]) -> None:
+        """Adds an event at a time."""
+        self._runtime.sleep_until(t).on_done(lambda _: self._events.put(take_in))
+
+    def _listen(self, tag: Tag, round: int | None) -> None:
         """Takes in the messages of a tag, until its exchange is forgotten."""
-        try:
+        receive = partial(self._comm.recv_any, tag, deadline_s=math.inf)
+        self._runtime.launch(self._take_in(receive, lambda said: self._take(*said, round)))
+
+    async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], bool]) -> None:
+        """Adds an event for each thing that comes, until there will be no other."""
+        with suppress(WaitEnded):
             while True:
-                rank, payload = await self._comm.recv_any(tag, deadline_s=math.inf)
-                self._events.put(partial(self._take, rank, payload, round))
-        except WaitEnded:
-            return
+                self._events.put(partial(take, await receive()))
 
     async def _forget(self, round: int) -> None:
         self._comm.forget(messages.answers(round).exchange)
-
-    async def _departures(self) -> None:
-        while True:
-            self._events.put(partial(self._lose, await self._comm.departure()))
-
-    async def _arrivals(self) -> None:
-        while True:
-            self._events.put(partial(self._expect, await self._comm.arrival()))
 
     def _expect(self, rank: int) -> bool:
         """Listens to a device that has come, and may have the rank of an earlier one."""
@@ -518,11 +521,7 @@ class Coordinator:
             return False
         try:
             if round is None:
-                report = unpacked(payload, _REPORTS)
-                self._report(rank, report)
-                if isinstance(report, Probe):
-                    return self._gets_further(rank, report.nbytes)
-                return not isinstance(report, Failed) or not self.registry.members[rank].failures
+                return self._report(rank, unpacked(payload, _REPORTS))
             if round not in self._rounds:
                 self.counters.late += 1
                 return False
@@ -550,8 +549,8 @@ class Coordinator:
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
-    def _report(self, rank: int, report: Report) -> None:
-        """Takes in a report of a device.
+    def _report(self, rank: int, report: Report) -> bool:
+        """Takes in a report of a device; tells whether it brings the run nearer.
 
         Raises:
           Malformed: it speaks of a block or device that there is not.
@@ -559,7 +558,7 @@ class Coordinator:
         member = self.registry.members.get(rank)
         if isinstance(report, Hello):
             self._hello(rank, report)
-            return
+            return True
         if member is None:
             raise Malformed("a report before a greeting")
         if isinstance(report, Ready):
@@ -571,6 +570,9 @@ class Coordinator:
         elif isinstance(report, (Built, Failed)):
             self._ended(member, report)
         self._heard(rank)
+        if isinstance(report, Probe):
+            return self._gets_further(rank, report.nbytes)
+        return not (isinstance(report, Failed) and member.failures)
 
     def _ready(self, rank: int, meeting: int) -> None:
         """Has the second device of a meeting connect, unless one of the two has gone in the meantime."""
@@ -645,7 +647,15 @@ class Coordinator:
             self._meetings += 1
         registry.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw))
-        self._take_held(rank, hello)
+        unknown = []
+        for number in hello.held:  # blocks that it has kept count, unless another device has them by now
+            block = registry.blocks.get(number)
+            if hello.run == self._run and block is not None and block.holder is None:
+                block.holder, block.ready = rank, True
+            else:
+                unknown.append(number)
+        if unknown:
+            self._send(rank, Drop(tuple(unknown)))
         self.tell("came", rank=rank, partition=hello.partition, rows=hello.rows)
         self._repair()
 
@@ -671,18 +681,6 @@ class Coordinator:
         if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
             return f"partition {hello.partition!r} was there with other labels: give it another name"
         return ""
-
-    def _take_held(self, rank: int, hello: Hello) -> None:
-        """Takes in the blocks that a device has kept, unless they are unknown or another device has them."""
-        unknown = []
-        for number in hello.held:
-            block = self.registry.blocks.get(number)
-            if hello.run == self._run and block is not None and block.holder is None:
-                block.holder, block.ready = rank, True
-            else:
-                unknown.append(number)
-        if unknown:
-            self._send(rank, Drop(tuple(unknown)))
 
     # --- losses and silence -----------------------------------------------------------------------------------------
 
@@ -723,13 +721,6 @@ class Coordinator:
             raise RunLost("no partition is left: all devices that had one are gone")
         return changed
 
-    def _pass_deadline(self) -> None:
-        """Counts devices as silent that were asked and have answered nothing since the last deadline."""
-        self._overdue = True
-        rounds = self._rounds.values()
-        self._silence(set[int]().union(*[one.silent() for one in rounds]))
-        self._watch(next(iter(rounds)).kind)
-
     def _silence(self, ranks: Iterable[int]) -> None:
         """Counts devices that have let a deadline pass as absent until they are heard, and probes them."""
         for rank in ranks:
@@ -743,7 +734,10 @@ class Coordinator:
             self._send(rank, Probe())
         self._repair()
 
-    def _look_after(self) -> None:
+    def _look_later(self) -> None:
+        self._call_at(self._runtime.now() + _LOOKS * self._settings.least_s, self._look_after)
+
+    def _look_after(self) -> bool:
         """Probes the devices that make blocks; those that have not answered since the last call count as silent.
 
         Devices that rest may try once more.
@@ -760,6 +754,10 @@ class Coordinator:
             self._send(rank, Probe())
         if silent:
             self._silence(silent)
+        stuck = [rank for rank, member in self.registry.members.items() if member.is_stuck]
+        self._runtime.launch(self._count_bytes(stuck))
+        self._look_later()
+        return False
 
     def _heard(self, rank: int) -> None:
         """Takes in a sign of life."""
@@ -807,12 +805,3 @@ class Coordinator:
         """Sends a command to a device; done when it is on its way."""
         tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
         return self._runtime.launch(sent(self._comm, packed(message), rank, tag))
-
-
-def _replayed(decision: Decision | None) -> list[frozenset[int]] | None:
-    """Gives, in a replay, the blocks by which each piece was decoded."""
-    if decision is None:
-        return None
-    with deciding(decision.name, decision.step):
-        sets: Any = decision.value
-        return [frozenset(map(int, one)) for one in sets]

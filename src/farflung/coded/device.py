@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from farflung.coded.messages import (
     Malformed,
     Meet,
     Multiply,
+    Part,
     Probe,
     Ready,
     Report,
@@ -138,8 +139,25 @@ def _term(source: Source) -> Term:
     return source.block, source.weight
 
 
-def _numbers(order: Rows | Columns) -> int:
-    """Computes how many numbers are made.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that is not answered yet.
+
+    Args:
+      share: that is asked for.
+      number: of the answer.
+      answer: as it comes.
+      progress: of its source.
+    """
+
+    share: _Share
+    number: int
+    answer: Pending[Payload]
+    progress: Progress
+
+
+def _shapes(order: Rows | Columns) -> dict[int, tuple[int, int]]:
+    """Returns the shape of each part of a block, by partition; one of rows is a single part, -1.
 
     Raises:
       Malformed: there is no such block.
@@ -147,73 +165,48 @@ def _numbers(order: Rows | Columns) -> int:
     if isinstance(order, Rows):
         if min(order.rows, order.features) < 1:
             raise Malformed("an order of no block")
-        return order.rows * order.features
+        return {-1: (order.rows, order.features)}
     features, rows = order.bounds[-1] if order.bounds else 0, [part.rows for part in order.parts]
     if not fit(order.weights, order.bounds, features) or features < 1 or min(rows, default=0) < 1:
         raise Malformed("an order of no block")
-    return widest(order.weights, order.bounds) * sum(rows)
+    width = widest(order.weights, order.bounds)  # 0 where there are more column blocks than columns
+    return {part.partition: (width, part.rows) for part in order.parts}
 
 
 def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
     """Makes a draft of zeros; it has the parts of an earlier draft of the block that fit."""
-    sums = {} if earlier is None else earlier.sums
+    if earlier is None:
+        earlier = Draft(RowBlock(0, {}))
+    parts, sums = {}, earlier.sums
+    for partition, shape in _shapes(order).items():
+        data = earlier.block.parts.get(partition)
+        if data is None or data.shape != shape:
+            data = torch.zeros(shape, dtype=torch.float64)
+            sums = {place: sum for place, sum in sums.items() if place[0] != partition}
+        parts[partition] = data
     if isinstance(order, Rows):
-        shape = order.rows, order.features
-        if earlier is not None and isinstance(earlier.block, RowBlock) and earlier.block.data.shape == shape:
-            return earlier
-        return Draft(RowBlock(torch.zeros(shape, dtype=torch.float64)))
-    width = widest(order.weights, order.bounds)
-    before = earlier.block.parts if earlier is not None and isinstance(earlier.block, ColumnBlock) else {}
-    parts = {}
-    for part in order.parts:
-        data = before.get(part.partition)
-        if data is None or data.shape != (width, part.rows):
-            data = torch.zeros(width, part.rows, dtype=torch.float64)
-            sums = {place: sum for place, sum in sums.items() if place[0] != part.partition}
-        parts[part.partition] = data
-    fetched_nbytes = 0 if earlier is None else earlier.fetched_nbytes
-    return Draft(ColumnBlock(order.bounds[-1], parts), sums, fetched_nbytes)
+        return Draft(RowBlock(order.features, parts), sums, earlier.fetched_nbytes)
+    return Draft(ColumnBlock(order.bounds[-1], parts), sums, earlier.fetched_nbytes)
 
 
 def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
     """Lists what is missing in a draft."""
-    if isinstance(draft.block, RowBlock):
-        assert isinstance(order, Rows)
-        return _shares_of_rows(order, draft, draft.block.data)
-    assert isinstance(order, Columns)
-    return _shares_of_columns(order, draft, draft.block.parts)
-
-
-def _shares_of_rows(order: Rows, draft: Draft, data: Tensor) -> Iterator[_Share]:
-    step, terms = rows_at_once(order.features), frozenset(map(_term, order.sources))
-    for begin in range(0, order.rows, step):
-        end = min(order.rows, begin + step)
-        into = data[begin:end]
-        missing = draft.missing(-1, begin, terms, into)
-        for source in _sources(order.sources, missing):
-            yield _Share(source, Fetch(0, source.block, begin, end), into, end - begin, missing)
-
-
-def _shares_of_columns(order: Columns, draft: Draft, parts: Mapping[int, Tensor]) -> Iterator[_Share]:
-    # Blocks of columns that are summed may be wider than their sum.
-    most = max(end - begin for begin, end in itertools.pairwise(order.bounds))
+    if isinstance(order, Rows):
+        parts, most = [Part(-1, order.rows, False, order.sources)], order.features
+    else:  # blocks of columns that are summed may be wider than their sum
+        parts, most = [*order.parts], max(end - begin for begin, end in itertools.pairwise(order.bounds))
     step = rows_at_once(most)
-    for part in order.parts:
+    for part in parts:
         terms = frozenset(map(_term, part.sources))
         for begin in range(0, part.rows, step):
             end = min(part.rows, begin + step)
-            into = parts[part.partition][:, begin:end]
+            into = draft.block.stretch(part.partition, begin, end)
             missing = draft.missing(part.partition, begin, terms, into)
-            for source in _sources(part.sources, missing):
+            for source in [source for source in part.sources if _term(source) in missing]:
                 request = Fetch(0, source.block, begin, end, part.partition)
-                if part.raw:
+                if isinstance(order, Columns) and part.raw:
                     request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
-                yield _Share(source, request, into, most, missing)
-
-
-def _sources(sources: Sequence[Source], terms: Set[Term]) -> list[Source]:
-    """Lists the sources of some terms."""
-    return [source for source in sources if _term(source) in terms]
+                yield _Share(source, request, into, end - begin if part.partition < 0 else most, missing)
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -255,8 +248,8 @@ class Device:
             room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
         self._requests = self._making_nbytes = 0
-        self._open: dict[int, tuple[int, Pending[Payload], Progress]] = {}
-        """The source, the answer and the progress of each request that is not answered yet, by its number."""
+        self._open: dict[int, _Asked] = {}
+        """The requests that are not answered yet, by number."""
         self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
         self._since = 0.0
         """The first round that is not over, by the last task."""
@@ -391,8 +384,9 @@ class Device:
                 fetched_nbytes = await self._made(order)
             except PeerLost as error:
                 draft = self._holding.drafts.get(order.block)
+                detail = "".join(sign if sign.isprintable() else " " for sign in error.detail[:200])
                 fetched_nbytes = 0 if draft is None else draft.fetched_nbytes
-                self._report(Failed(order.block, error.rank, _one_line(error.detail), fetched_nbytes))
+                self._report(Failed(order.block, error.rank, detail, fetched_nbytes))
             except (ConfigError, RuntimeError, ValueError):
                 self.refused += 1
                 self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
@@ -413,7 +407,7 @@ class Device:
           Malformed: there is no such block, or no room for it.
           PeerLost: a source has gone, or gave something else.
         """
-        nbytes = 8 * _numbers(order)
+        nbytes = 8 * sum(height * width for height, width in _shapes(order).values())
         if order.block in (-1, self._holding.raw):
             raise Malformed("an order of a block that is there")
         drafts = self._holding.drafts
@@ -438,35 +432,33 @@ class Device:
         return draft.fetched_nbytes
 
     async def _gather(self, order: Rows | Columns, draft: Draft) -> None:
-        flying: deque[tuple[_Share, int, Pending[Payload]]] = deque()
+        flying: deque[_Asked] = deque()
         try:
             for share in _shares(order, draft):
                 if share.source.rank == self._comm.rank:
                     share.add(self._holding.give(share.request))
                     continue
                 if len(flying) == _WINDOW:
-                    draft.fetched_nbytes += await self._land(*flying[0])
-                    flying.popleft()
+                    await self._land(flying, draft)
                 flying.append(await self._ask(share))
             while flying:
-                draft.fetched_nbytes += await self._land(*flying[0])
-                flying.popleft()
+                await self._land(flying, draft)
         except PeerLost:
-            for share, _, answer in flying:
-                if answer.done and answer.error is None:
+            for asked in flying:
+                if asked.answer.done and asked.answer.error is None:
                     with suppress(Malformed):
-                        draft.fetched_nbytes += self._add(share, answer.result())
+                        draft.fetched_nbytes += self._add(asked.share, asked.answer.result())
             raise
         finally:
             self._withdraw(flying)
 
-    def _withdraw(self, flying: Iterable[tuple[_Share, int, Pending[Payload]]]) -> None:
+    def _withdraw(self, flying: Iterable[_Asked]) -> None:
         """Forgets requests, and takes them back from their sources."""
         requests: dict[int, list[int]] = {}
-        for share, number, answer in flying:
-            if not answer.done or answer.error is not None:
-                requests.setdefault(share.source.rank, []).append(number)
-            self._forget(number)
+        for asked in flying:
+            if not asked.answer.done or asked.answer.error is not None:
+                requests.setdefault(asked.share.source.rank, []).append(asked.number)
+            self._forget(asked.number)
         for rank, numbers in requests.items() if not self._stopped else ():
             self._runtime.launch(sent(self._comm, packed(Cancel(tuple(numbers))), rank, messages.ASK))
 
@@ -480,7 +472,7 @@ class Device:
         self._open.pop(number, None)
         self._comm.forget(messages.reply(number).exchange)
 
-    async def _ask(self, share: _Share) -> tuple[_Share, int, Pending[Payload]]:
+    async def _ask(self, share: _Share) -> _Asked:
         rank = share.source.rank
         met, passed = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
         if not met.done and await self._runtime.first_of(met, passed):
@@ -493,31 +485,35 @@ class Device:
         number = self._requests
         answer = self._comm.recv(rank, messages.reply(number), deadline_s=math.inf)
         progress = Progress(self._runtime.now(), self._comm.moved_nbytes(rank))
-        self._open[number] = rank, answer, progress
+        asked = self._open[number] = _Asked(share, number, answer, progress)
         if not self._watches:
             self._watches = True
             self._runtime.launch(self._watch())
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
-        return share, number, answer
+        return asked
 
     async def _watch(self) -> None:
         """Fails requests whose source is silent: nothing comes from it, and nothing goes there."""
         while self._open:
             await self._runtime.sleep_until(self._runtime.now() + self._fetch_s / QUESTIONS)
             now = self._runtime.now()
-            for rank, answer, progress in tuple(self._open.values()):
-                progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
-                if now >= progress.last_s + self._fetch_s:
-                    answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
+            for asked in tuple(self._open.values()):
+                rank = asked.share.source.rank
+                asked.progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
+                if now >= asked.progress.last_s + self._fetch_s:
+                    asked.answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
         self._watches = False
 
-    async def _land(self, share: _Share, number: int, answer: Pending[Payload]) -> int:
+    async def _land(self, flying: deque[_Asked], draft: Draft) -> None:
+        """Waits for the first answer, and adds it."""
+        asked = flying[0]
         try:
-            return self._add(share, await answer)
+            draft.fetched_nbytes += self._add(asked.share, await asked.answer)
         except (FarflungError, Malformed) as error:
-            raise PeerLost(share.source.rank, str(error)) from None
+            raise PeerLost(asked.share.source.rank, str(error)) from None
         finally:
-            self._forget(number)
+            self._forget(asked.number)
+        flying.popleft()
 
     def _add(self, share: _Share, answer: Payload) -> int:
         """Adds the rows of an answer, and returns their bytes.
@@ -542,7 +538,9 @@ class Device:
             try:
                 request = unpacked(payload, _REQUESTS)
                 if isinstance(request, Cancel):
-                    self._drop_requests(rank, request)
+                    waiting = self._asked.get(rank, deque())
+                    for one in [one for one in waiting if one.reply in request.replies]:
+                        waiting.remove(one)
                     continue
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
@@ -554,11 +552,6 @@ class Device:
             else:
                 self._asked[rank] = deque([request])
                 self._runtime.launch(self._answer(rank))
-
-    def _drop_requests(self, rank: int, request: Cancel) -> None:
-        waiting = self._asked.get(rank, deque())
-        for one in [one for one in waiting if one.reply in request.replies]:
-            waiting.remove(one)
 
     async def _answer(self, rank: int) -> None:
         asked = self._asked[rank]
@@ -586,8 +579,3 @@ class Device:
 
     def _send(self, payload: Payload, tag: Tag) -> None:
         self._runtime.launch(sent(self._comm, payload, _COORDINATOR, tag))
-
-
-def _one_line(text: str) -> str:
-    """Cuts a text to the length of a message, on one line."""
-    return "".join(sign if sign.isprintable() else " " for sign in text[:200])

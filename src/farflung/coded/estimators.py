@@ -7,8 +7,8 @@ from farflung.extras import need
 need("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
-from collections.abc import Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -28,11 +28,10 @@ from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
 from farflung.coded.linear_model import HeldProducts, Problem
 from farflung.coded.parts import LARGEST, partitioned
-from farflung.coded.run import Learner, Trained, train
+from farflung.coded.run import Learner, Trained, simulate, train
 from farflung.coded.solvers import Iterate, Solver
 from farflung.errors import BadLabels, BadParameter, BadSamples, ConfigError
 from farflung.sim import VirtualRuntime, VirtualWorld
-from farflung.tasks import Pending
 
 __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
@@ -43,41 +42,24 @@ _ROWS = 4096
 """Rows of a sparse matrix that are made dense at a time."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A linear classifier, whose model is its subclass's."""
+    """A linear classifier, whose model is its subclass's; its parameters are fields."""
 
     _model: ClassVar[str]
-    loss: str | None = None
-    intercept_scaling = 1.0
 
-    def __init__(
-        self,
-        *,
-        C: float = 1.0,
-        fit_intercept: bool = True,
-        class_weight: Mapping[Any, float] | str | None = None,
-        solver: str | None = None,
-        tol: float | None = None,
-        max_iter: int = 1000,
-        learning_rate: float | None = None,
-        warm_start: bool = False,
-        devices: int = 4,
-        partitions: int | None = None,
-        code: str = "rlnc",
-        seed: int = 0,
-    ) -> None:
-        self.C = C
-        self.fit_intercept = fit_intercept
-        self.class_weight = class_weight
-        self.solver = solver
-        self.tol = tol
-        self.max_iter = max_iter
-        self.learning_rate = learning_rate
-        self.warm_start = warm_start
-        self.devices = devices
-        self.partitions = partitions
-        self.code = code
-        self.seed = seed
+    C: float = 1.0
+    fit_intercept: bool = True
+    class_weight: Mapping[Any, float] | str | None = None
+    solver: str | None = None
+    tol: float | None = None
+    max_iter: int = 1000
+    learning_rate: float | None = None
+    warm_start: bool = False
+    devices: int = 4
+    partitions: int | None = None
+    code: str = "rlnc"
+    seed: int = 0
 
     def fit(self, X: Any, y: Any, sample_weight: ArrayLike | None = None) -> Self:
         """Learns from samples.
@@ -184,73 +166,60 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return torch.from_numpy(weights[:, None] * np.where(of_class, factors, 1.0))
         return torch.from_numpy(weights * factors[codes])[:, None]
 
-    def _start(self, shape: tuple[int, int]) -> Tensor | None:
-        """Returns the weights of the last fit; ``None`` unless it goes on from them.
-
-        Raises:
-          BadParameter: they are of other classes or features.
-        """
-        if not self.warm_start or not hasattr(self, "coef_"):
-            return None
-        if self.coef_.shape != shape:
-            raise BadParameter(
-                f"warm_start: the last fit has coef_ of shape {self.coef_.shape}, and {shape} is due: make another "
-                "estimator for other features or classes"
-            )
-        rows = [self.coef_.T]
-        if self.fit_intercept:
-            rows.append(self.intercept_[None] / self.intercept_scaling)
-        return torch.from_numpy(np.concatenate(rows).astype(np.float64))
-
     def _minimum(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
         """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
         classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
             solver = f"gd(learning_rate={self.learning_rate!r})"
-        learner = Learner(self._model, self.loss, self.C, solver, self.tol)
+        learner = Learner(self._model, getattr(self, "loss", None), self.C, solver, self.tol)
         objective = replace(
             learner.objective(classes),
             fit_intercept=self.fit_intercept,
-            intercept_scaling=self.intercept_scaling,
+            intercept_scaling=getattr(self, "intercept_scaling", 1.0),
         )
         problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
-        start = self._start((problem.shape[1], matrix.shape[1]))
+        start, shape = None, (problem.shape[1], matrix.shape[1])
+        before: Any = self
+        if self.warm_start and hasattr(before, "coef_"):
+            if before.coef_.shape != shape:
+                raise BadParameter(
+                    f"warm_start: the last fit has coef_ of shape {before.coef_.shape}, and {shape} is due: make "
+                    "another estimator for other features or classes"
+                )
+            rows = [before.coef_.T]
+            if self.fit_intercept:
+                rows.append(before.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
+            start = torch.from_numpy(np.concatenate(rows).astype(np.float64))
         found = self._trained(matrix, problem, learner.minimiser(classes), start)
         coefficients, intercepts = problem.split(found.weights)
         self.coef_ = coefficients.T.numpy().astype(dtype, order="C")
         self.intercept_ = intercepts.numpy().astype(dtype)
         return found
 
-    def _settings(self, rows: int) -> Settings:
-        """Makes the settings of a run: whole blocks are answered, and no device is expected to vanish.
-
-        Args:
-          rows: of the samples; there are no more partitions.
-
-        Raises:
-          ConfigError: a value out of its range; begins with its name.
-        """
-        partitions = self.partitions
-        if partitions is None:
-            partitions = max(1, self.devices - max(1, self.devices // 4))
-        return Settings(
-            min(partitions, rows), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
-        )
-
     def _trained(
         self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None
     ) -> Iterate:
         """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
 
-        The first devices bring a partition each, consecutive rows. Their labels are the numbers of the rows.
+        The first devices bring a partition each, consecutive rows. Their labels are the numbers of the rows. Whole
+        blocks are answered, and no device is expected to vanish.
         """
-        settings, numbers = self._settings(len(matrix)), torch.arange(len(matrix), dtype=torch.float64)
+        partitions = self.partitions
+        if partitions is None:
+            partitions = max(1, self.devices - max(1, self.devices // 4))
+        settings = Settings(
+            min(partitions, len(matrix)), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
+        )
+        numbers = torch.arange(len(matrix), dtype=torch.float64)
         parts = [(matrix[rows], numbers[rows]) for rows in partitioned(len(matrix), settings.partitions)]
-        weights, found = problem.sample_weights, list[Trained]()
+        weights = problem.sample_weights
 
-        async def coordinate(runtime: VirtualRuntime) -> None:
-            coordinator = Coordinator(runtime, settings)
-            made = await train(
+        def attend(runtime: VirtualRuntime) -> Device:
+            place = runtime.comm.rank - 1
+            return Device(runtime, Holding(str(place), *parts[place]) if place < len(parts) else Holding())
+
+        def train_all(coordinator: Coordinator) -> Awaitable[Trained]:
+            return train(
                 coordinator,
                 problem.objective,
                 solver,
@@ -259,18 +228,9 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 sample_weights=None if weights is None else lambda numbers: weights[numbers.long()],
                 start=start,
             )
-            found.append(made)
-
-        async def attend(runtime: VirtualRuntime) -> None:
-            place = runtime.comm.rank - 1
-            holding = Holding(str(place), *parts[place]) if place < len(parts) else Holding()
-            await Device(runtime, holding).run()
 
         world = VirtualWorld(1 + settings.devices, whole=False)
-        first, *others = world.runtimes
-        bodies: list[Coroutine[Pending[Any], None, None]] = [coordinate(first), *map(attend, others)]
-        world.run(bodies)
-        return found[0].iterate
+        return simulate(world, settings, attend, train_all).iterate
 
 
 def _dense(X: Any) -> Tensor:
@@ -327,6 +287,7 @@ class CodedLogisticRegression(CodedClassifier):
         return margins.log_softmax(dim=1).numpy()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CodedLinearSVC(CodedClassifier):
     """A linear support vector machine, as scikit-learn's ``LinearSVC``; more than two classes are one against the rest.
 
@@ -362,37 +323,5 @@ class CodedLinearSVC(CodedClassifier):
 
     _model = "svc"
 
-    def __init__(
-        self,
-        *,
-        loss: str = "squared_hinge",
-        C: float = 1.0,
-        fit_intercept: bool = True,
-        intercept_scaling: float = 1.0,
-        class_weight: Mapping[Any, float] | str | None = None,
-        solver: str | None = None,
-        tol: float | None = None,
-        max_iter: int = 1000,
-        learning_rate: float | None = None,
-        warm_start: bool = False,
-        devices: int = 4,
-        partitions: int | None = None,
-        code: str = "rlnc",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            C=C,
-            fit_intercept=fit_intercept,
-            class_weight=class_weight,
-            solver=solver,
-            tol=tol,
-            max_iter=max_iter,
-            learning_rate=learning_rate,
-            warm_start=warm_start,
-            devices=devices,
-            partitions=partitions,
-            code=code,
-            seed=seed,
-        )
-        self.loss = loss
-        self.intercept_scaling = intercept_scaling
+    loss: str = "squared_hinge"
+    intercept_scaling: float = 1.0

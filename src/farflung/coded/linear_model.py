@@ -317,20 +317,16 @@ class Products(Protocol):
     @property
     def samples(self) -> int:
         """Rows of :math:`X`, without padding."""
-        ...
 
     @property
     def features(self) -> int:
         """Columns of :math:`X`."""
-        ...
 
     def times(self, weights: Tensor) -> Awaitable[Tensor]:
         """Multiplies :math:`X W`, (features, outputs) to (samples, outputs)."""
-        ...
 
     def transposed_times(self, residuals: Tensor) -> Awaitable[Tensor]:
         """Multiplies :math:`X^T R`, (samples, outputs) to (features, outputs)."""
-        ...
 
 
 class HeldProducts:
@@ -413,6 +409,11 @@ class Problem:
         loss, slopes = self.objective.loss(margins, self.targets, self.sample_weights)
         penalty, gradient = self.penalty(weights)
         return loss + penalty, slopes, gradient
+
+    async def gradient(self, weights: Tensor, margins: Tensor) -> tuple[float, Tensor]:
+        """Computes the objective and its gradient: one product."""
+        objective, slopes, gradient = self.evaluate(weights, margins)
+        return objective, gradient + await self.transposed(slopes)
 
     async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns weights to start from, and their margins: no product, one for given weights.

@@ -86,14 +86,13 @@ class _Course:
     end: float = 0.0
 
 
-def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated: bool = False) -> None:
+def coded_picture(events: Iterable[Event], path: Path, *, title: str) -> None:
     """Draws devices, redundancy and objective of a coded run over time, as a PNG.
 
     Args:
       events: as the coordinator has told them, in order.
       path: the picture; its folder is made, and it appears whole or not at all.
       title: stands above the picture.
-      simulated: marks the picture, and its axis of time, as simulated.
 
     Raises:
       DataError: there is nothing to draw, or an event is damaged.
@@ -103,7 +102,7 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated:
     if not course.devices:
         raise DataError(f"no picture for {path}: no device has joined")
     high = min(9.0, max(1.6, 0.28 * len(course.devices)))
-    with picture(path, (12, 6.4 + high), title, simulated=simulated) as figure:
+    with picture(path, (12, 6.4 + high), title) as figure:
         devices, redundancy, objective = figure.subplots(3, 1, sharex=True, height_ratios=[high, 1.4, 2.4])
         _draw_devices(devices, course)
         _draw_redundancy(redundancy, course)
@@ -112,7 +111,7 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str, simulated:
             for begin in course.begins[1:]:
                 axes.axvline(begin, color=INK, linestyle=":", linewidth=1)
         ticks(objective.xaxis, 8)
-        objective.set_xlabel(time_label(simulated=simulated))
+        objective.set_xlabel(time_label(simulated=False))
         objective.set_xlim(course.start, course.start + (1.02 * (course.end - course.start) or 1.0))
 
 

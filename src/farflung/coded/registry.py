@@ -318,7 +318,7 @@ class Registry:
 
     def determine(self, blocks: Sequence[Block], unknowns: Sequence[int]) -> bool:
         """Tells whether blocks determine all unknowns."""
-        return rank(matrix(blocks, unknowns), len(unknowns)) == len(unknowns)
+        return rank(matrix(blocks, unknowns)) == len(unknowns)
 
     def decodable(self, kind: Kind) -> bool:
         """Tells whether the answers of devices that are heard determine a product."""
@@ -355,7 +355,7 @@ class Registry:
         """
         unknowns, blocks = self.unknowns(kind), self.answering(kind)
         holders = [block.holder for block in blocks]
-        return redundancy([*matrix(blocks, unknowns)], len(unknowns), holders=holders, enough=most)
+        return redundancy(matrix(blocks, unknowns), holders, enough=most)
 
 
 def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
@@ -368,5 +368,5 @@ def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
 def _undetermined(blocks: Sequence[Block], unknowns: Sequence[int], among: Sequence[int]) -> list[int]:
     """Lists those of some unknowns that do not follow from blocks."""
     rows, eye = matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
-    whole = rank(rows, len(unknowns))
-    return [one for one in among if rank([*rows, eye[unknowns.index(one)]], len(unknowns)) > whole]
+    whole = rank(rows)
+    return [one for one in among if rank(torch.cat([rows, eye[unknowns.index(one)][None]])) > whole]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farflung.coded.blocks import piece_of
-from farflung.coded.codes import Decoder, Plans
+from farflung.coded.codes import Decoder, Plan
 from farflung.coded.messages import Malformed, Multiply
 from farflung.coded.registry import Block, Kind, matrix
 from farflung.types import Json, Payload
@@ -33,7 +33,6 @@ class Round:
       operand: (features, outputs) weights, or (samples, outputs) residuals.
       partitions: whose residuals lie in the operand; none where it is weights.
       pieces: into which the product is cut.
-      plans: by which pieces are decoded, shared between rounds.
       due: in a replay, the blocks by which each piece was decoded.
     """
 
@@ -44,7 +43,6 @@ class Round:
     operand: Tensor
     partitions: tuple[int, ...]
     pieces: int
-    plans: Plans[int]
     due: Sequence[frozenset[int]] | None = None
     asked: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that each device was asked to multiply."""
@@ -59,14 +57,14 @@ class Round:
     products: list[Tensor] = field(default_factory=list)
     """The product of each unknown; whole once the round is complete."""
     _blocks: dict[int, Block] = field(default_factory=dict)
-    _rows: dict[int, Tensor] = field(default_factory=dict)
     _decoders: list[Decoder[int]] = field(default_factory=list)
     _answers: list[dict[int, Tensor]] = field(default_factory=list)
-    _used: dict[int, list[int]] = field(default_factory=dict)
+    _plans: dict[int, Plan[int]] = field(default_factory=dict)
+    """By which pieces were decoded."""
 
     def __post_init__(self) -> None:
         self.pieces = max(1, min(self.pieces, max(self.heights)))
-        self._decoders = [Decoder[int](len(self.unknowns), self.plans) for _ in range(self.pieces)]
+        self._decoders = [Decoder[int](len(self.unknowns)) for _ in range(self.pieces)]
         self._answers = [{} for _ in range(self.pieces)]
         outputs = self.operand.shape[1]
         self.products = [torch.empty(height, outputs, dtype=torch.float64) for height in self.heights]
@@ -88,8 +86,7 @@ class Round:
             first = len(self.asked) * self.pieces // devices % self.pieces
             self.asked.setdefault(rank, set()).update(block.number for block in mine)
             self.owed[rank] += self.pieces * len(mine)
-            for block, row in zip(mine, matrix(mine, self.unknowns), strict=True):
-                self._blocks[block.number], self._rows[block.number] = block, row
+            self._blocks.update((block.number, block) for block in mine)
             tasks[rank] = Multiply(
                 self.number,
                 since,
@@ -122,7 +119,7 @@ class Round:
     @property
     def complete(self) -> bool:
         """Whether all pieces are decoded."""
-        return len(self._used) == self.pieces
+        return len(self._plans) == self.pieces
 
     def is_hopeless(self, ranks: Iterable[int]) -> bool:
         """Tells whether none of these devices owes a piece, and the answers overflowed so that pieces are missing."""
@@ -130,7 +127,7 @@ class Round:
 
     def decision(self) -> Json:
         """Lists the blocks by which each piece was decoded, for a replay."""
-        return [list[Json](self._used[piece]) for piece in range(self.pieces)]
+        return [list[Json](self._plans[piece].answers) for piece in range(self.pieces)]
 
     def take(self, rank: int, payload: Payload) -> None:
         """Takes an answer, and decodes its piece where that is possible.
@@ -138,55 +135,38 @@ class Round:
         Raises:
           Malformed: it is none of this round's, or not finite.
         """
-        number, piece, product = self._read(rank, payload)
+        parts = list(payload.tensors())
+        if len(parts) != 2 or parts[0].dtype != torch.int64 or parts[0].shape != (2,):
+            raise Malformed("no answer")
+        (number, piece), product = parts[0].tolist(), parts[1]
+        if number not in self.asked.get(rank, ()) or not 0 <= piece < self.pieces:
+            raise Malformed("an answer that was not asked for")
+        begin, end = piece_of(max(self.heights), self.pieces, piece)
+        block = self._blocks[number]
+        heights = zip(self.unknowns, self.heights, strict=True)
+        height = max(rows for one, rows in heights if one in block.coefficients)
+        rows = max(0, min(end, height) - begin)
+        if product.dtype != torch.float64 or product.shape != (rows, self.operand.shape[1]):
+            raise Malformed("no product of the size that was asked for")
         self.answered.add(rank)
         self.owed[rank] -= 1
         if not bool(torch.isfinite(product).all()):
             self.overflowed = True
             raise Malformed("a product that is not finite")
-        if piece in self._used or number in self._answers[piece]:
+        answers, decoder = self._answers[piece], self._decoders[piece]
+        if piece in self._plans or number in answers:
             self.late += 1
             return
         if self.due is not None and number not in self.due[piece]:
             return
-        self._answers[piece][number] = product
-        decoder = self._decoders[piece]
-        decoder.add(number, self._rows[number])
-        if decoder.rank == len(self.unknowns) and decoder.complete:
-            self._decode(piece, decoder)
-
-    def _decode(self, piece: int, decoder: Decoder[int]) -> None:
-        begin, end = piece_of(max(self.heights), self.pieces, piece)
-        decoded = decoder.plan().apply(self._answers[piece])
-        for product, part in zip(self.products, decoded, strict=True):
-            rows = min(end, len(product)) - begin
-            if rows > 0:
-                product[begin : begin + rows] = part[:rows]
-        self._used[piece] = sorted(decoder.used)
-        self._answers[piece].clear()
-
-    def _read(self, rank: int, payload: Payload) -> tuple[int, int, Tensor]:
-        parts = list(payload.tensors())
-        if len(parts) != 2 or parts[0].dtype != torch.int64 or parts[0].shape != (2,):
-            raise Malformed("no answer")
-        number, piece = parts[0].tolist()
-        product = parts[1]
-        if number not in self.asked.get(rank, ()) or not 0 <= piece < self.pieces:
-            raise Malformed("an answer that was not asked for")
-        begin, end = piece_of(max(self.heights), self.pieces, piece)
-        held = self._blocks[number].coefficients
-        height = max(rows for one, rows in zip(self.unknowns, self.heights, strict=True) if one in held)
-        rows = max(0, min(end, height) - begin)
-        fits = (
-            product.dtype == torch.float64
-            and product.dim() == 2
-            and product.shape[1] == self.operand.shape[1]
-        )
-        if not fits or product.shape[0] != rows:
-            raise Malformed("no product of the size that was asked for")
-        if rows < end - begin:
-            product = pad(product, (0, 0, 0, end - begin - rows))
-        return number, piece, product
+        answers[number] = pad(product, (0, 0, 0, end - begin - rows)) if rows < end - begin else product
+        decoder.add(number, matrix([block], self.unknowns)[0])
+        if (plan := decoder.plan()) is not None:
+            for whole, part in zip(self.products, plan.apply(answers), strict=True):
+                if begin < len(whole):
+                    whole[begin:end] = part[: len(whole[begin:end])]
+            self._plans[piece] = plan
+            answers.clear()
 
 
 class Deadline:
@@ -204,21 +184,16 @@ class Deadline:
     References: Jacobson & Karels 1988; RFC 6298.
     """
 
-    def __init__(self, first_s: float, *, least_s: float = 1.0) -> None:
-        self._first_s, self._least_s = first_s, least_s
+    def __init__(self, first_s: float, least_s: float) -> None:
+        self.seconds, self._least_s = first_s, least_s
         self._mean: float | None = None
         self._deviation = 0.0
-
-    @property
-    def seconds(self) -> float:
-        if self._mean is None:
-            return self._first_s
-        return max(self._least_s, _FACTOR * (self._mean + 4 * self._deviation))
 
     def learn(self, seconds: float) -> None:
         """Takes in a duration."""
         if self._mean is None:
             self._mean, self._deviation = seconds, seconds / 2
-            return
-        self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
-        self._mean += (seconds - self._mean) / 8
+        else:
+            self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
+            self._mean += (seconds - self._mean) / 8
+        self.seconds = max(self._least_s, _FACTOR * (self._mean + 4 * self._deviation))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from farflung.coded.codes import CODES
 from farflung.coded.coordinator import Coordinator, PartitionsChanged, Settings
+from farflung.coded.device import Device
 from farflung.coded.linear_model import (
     LOSSES,
     Classes,
@@ -29,12 +30,15 @@ from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
 from farflung.comm import Endpoint
 from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, UnknownName
 from farflung.files import write_json
+from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.spec import build
+from farflung.tasks import Pending
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
-from farflung.wall import WallRuntime
 
-__all__ = ["CodedRun", "Learner", "Trained", "train"]
+__all__ = ["Learner", "Trained", "coordinate", "simulate", "train"]
+
+T = TypeVar("T")
 
 _MODELS = ("logistic", "svc")
 
@@ -183,90 +187,91 @@ def _restored(solver: Solver[Iterate], tree: State) -> Iterate:
         raise CheckpointError(f"the run has the state of another solver: {error} is missing in it") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodedRun:
-    """The task of a coordinator.
+def simulate(
+    world: VirtualWorld,
+    settings: Settings,
+    attend: Callable[[VirtualRuntime], Device],
+    body: Callable[[Coordinator], Awaitable[T]],
+    record: Record | None = None,
+) -> T:
+    """Runs a coordinator and devices in virtual time, and returns what the coordinator has come to.
+
+    Args:
+      world: of the coordinator, rank 0, and devices; of no whole view.
+      settings: of the run.
+      attend: makes a device, also of a rank that comes again.
+      body: is called once the devices have been gathered; they may go when it is through.
+      record: keeps events and the registry.
+    """
+    found: list[T] = []
+
+    async def lead(runtime: VirtualRuntime) -> None:
+        coordinator = Coordinator(runtime, settings, record=record)
+        await coordinator.gather()
+        found.append(await body(coordinator))
+        await coordinator.end()
+
+    async def take_part(runtime: VirtualRuntime) -> None:
+        await attend(runtime).run()
+
+    first, *others = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, None]] = [lead(first), *map(take_part, others)]
+    world.run(bodies, again=take_part)
+    return found[0]
+
+
+def coordinate(
+    settings: Settings,
+    learner: Learner,
+    folder: Folder,
+    address: Address,
+    endpoint: Endpoint = Endpoint(),
+    *,
+    max_iterations: int,
+    test: tuple[Tensor, Tensor] | None = None,
+    met: Callable[[Address], object] = lambda address: None,
+    told: Sink = lambda event: None,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> dict[str, Json]:
+    """Waits for devices, trains, and writes model and summary; returns the summary.
 
     Args:
       settings: of the devices and the code.
       learner: settings of the model.
       folder: of the run; one that was stopped there goes on.
+      address: of the coordinator.
+      endpoint: its connections to devices.
       max_iterations: of the solver, in all.
       test: features and labels on which the model is tested at the end.
+      met: called with the address at which devices are awaited.
+      told: hears of each event.
+      stop_asked: whether to stop after the iterate under way.
+
+    Raises:
+      ConfigError: the address cannot be used, or another run is in the folder.
+      DataError: the samples of the devices cannot be learned from.
+      RunLost: too few devices have come, or are left.
     """
+    build("code", settings.code, CODES)
+    endpoint.read_keys()
 
-    settings: Settings
-    learner: Learner
-    folder: Folder
-    max_iterations: int
-    test: tuple[Tensor, Tensor] | None = None
-
-    def coordinate(
-        self,
-        address: Address,
-        endpoint: Endpoint = Endpoint(),
-        *,
-        met: Callable[[Address], object] = lambda address: None,
-        told: Sink = lambda event: None,
-        stop_asked: Callable[[], bool] = lambda: False,
-    ) -> dict[str, Json]:
-        """Waits for devices, trains, and writes model and summary; returns the summary.
-
-        Args:
-          address: of the coordinator.
-          endpoint: its connections to devices.
-          met: called with the address at which devices are awaited.
-          told: hears of each event.
-          stop_asked: whether to stop after the iterate under way.
-
-        Raises:
-          ConfigError: the address cannot be used, or another run is in the folder.
-          DataError: the samples of the devices cannot be learned from.
-          RunLost: too few devices have come, or are left.
-        """
-        build("code", self.settings.code, CODES)
-        endpoint.read_keys()
-        settings: dict[str, Json] = {
-            **asdict(self.settings),
-            **asdict(self.learner),
-            "max_iterations": self.max_iterations,
-        }
-        with (
-            self.folder.begun(settings) as name,
-            closing(Record(self.folder.path, told)) as record,
-            coordinating(address, name, endpoint) as (runtime, at),
-        ):
-            met(at)
-            coordinator = Coordinator(runtime, self.settings, run=name, record=record)
-            model, trained = runtime.drive(self._train(coordinator, record, stop_asked))
-            model.save(self.folder.model)
-            summary = self._summary(coordinator, model, trained, runtime)
-            summary["duration_s"] = coordinator.elapsed_s
-        summary.update(of_encoding(self.folder.told()))
-        write_json(self.folder.summary, summary)
-        return summary
-
-    async def _train(
-        self, coordinator: Coordinator, record: Record, stop_asked: Callable[[], bool]
-    ) -> tuple[LinearModel, Trained]:
+    async def train_all(coordinator: Coordinator, record: Record) -> tuple[LinearModel, Trained]:
         try:
             await coordinator.gather()
             labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
-            classes = self.folder.keep_classes(Classes.of(labels, self.learner.positive))
-            coordinator.check_labels = classes.strange
-            if self.test is not None and self.test[0].shape[1] != coordinator.features:
+            classes = folder.keep_classes(Classes.of(labels, learner.positive))
+            coordinator.check_labels, features = classes.strange, coordinator.features
+            if test is not None and test[0].shape[1] != features:
                 raise DataError(
-                    f"the test samples have {self.test[0].shape[1]} features, and those of the devices "
-                    f"{coordinator.features}"
+                    f"the test samples have {test[0].shape[1]} features, and those of the devices {features}"
                 )
-            count, learner = classes.count, self.learner
-            objective = learner.objective(count)
+            objective = learner.objective(classes.count)
             trained = await train(
                 coordinator,
                 objective,
-                learner.minimiser(count),
-                lambda labels: learner.targets(classes.codes(labels), count),
-                max_iterations=self.max_iterations,
+                learner.minimiser(classes.count),
+                lambda labels: learner.targets(classes.codes(labels), classes.count),
+                max_iterations=max_iterations,
                 record=record,
                 stop_asked=stop_asked,
             )
@@ -274,22 +279,28 @@ class CodedRun:
             await coordinator.end(str(error))
             raise
         weights = trained.iterate.weights
-        intercepts = objective.intercept_scaling * weights[coordinator.features :].sum(dim=0)
-        return LinearModel(weights[: coordinator.features].clone(), intercepts, classes), trained
+        intercepts = objective.intercept_scaling * weights[features:].sum(dim=0)
+        return LinearModel(weights[:features].clone(), intercepts, classes), trained
 
-    def _summary(
-        self, coordinator: Coordinator, model: LinearModel, trained: Trained, runtime: WallRuntime
-    ) -> dict[str, Json]:
+    kept = {**asdict(settings), **asdict(learner), "max_iterations": max_iterations}
+    with (
+        folder.begun(kept) as name,
+        closing(Record(folder.path, told)) as record,
+        coordinating(address, name, endpoint) as (runtime, at),
+    ):
+        met(at)
+        coordinator = Coordinator(runtime, settings, run=name, record=record)
+        model, trained = runtime.drive(train_all(coordinator, record))
+        model.save(folder.model)
         iterate, counters = trained.iterate, coordinator.counters
-        sent: dict[str, Json] = {kind: sum(to) for kind, to in runtime.comm.sent.to_json().items()}
-        return {
+        summary: dict[str, Json] = {
             "objective": iterate.objective,
             "gap": iterate.gap,
             "iterations": iterate.iterations,
             "converged": iterate.converged,
             "stalled": iterate.stalled,
             "interrupted": trained.interrupted,
-            "test_accuracy": None if self.test is None else model.accuracy(*self.test),
+            "test_accuracy": None if test is None else model.accuracy(*test),
             "partitions": list(trained.partitions),
             "samples": coordinator.samples,
             "features": coordinator.features,
@@ -299,8 +310,12 @@ class CodedRun:
             "late_answers": counters.late,
             "refused": counters.refused,
             "silences": counters.silences,
-            "bytes_sent": sent,
+            "bytes_sent": {kind: sum(to) for kind, to in runtime.comm.sent.to_json().items()},
+            "duration_s": coordinator.elapsed_s,
         }
+    summary.update(of_encoding(folder.told()))
+    write_json(folder.summary, summary)
+    return summary
 
 
 def of_encoding(events: Iterable[Event]) -> dict[str, Json]:

@@ -114,15 +114,12 @@ class Solver(Protocol[S]):
           weights: to start from; zeros when not given.
           stats: of the columns; measured when not given, where they are needed.
         """
-        ...
 
     async def step(self, problem: Problem, state: S) -> S:
         """Takes one step."""
-        ...
 
     def restored(self, tree: State) -> S:
         """Reads the result of :meth:`Iterate.tree`."""
-        ...
 
 
 async def solve(
@@ -204,27 +201,16 @@ class GD:
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> GDState:
         """Makes the first state by one transposed product, one more for given weights, and the power iteration."""
-        del stats
+        del stats  # this solver needs none
         rate = self.learning_rate
         if rate is None:
             eigenvalue = await _largest_eigenvalue(problem)
             curvature = min(problem.objective.curvature, _CURVATURE)
             rate = 1 / (1 + problem.objective.loss_weight * curvature * eigenvalue)
-        weights, margins = await problem.start(weights)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
-        return GDState(
-            weights=weights,
-            objective=objective,
-            gap=1.0,
-            iterations=0,
-            converged=False,
-            learning_rate=rate,
-            gradient=gradient,
-        )
+        return await self._state_at(problem, *await problem.start(weights), rate, 0)
 
     async def step(self, problem: Problem, state: GDState) -> GDState:
-        """Takes one step by two products, and a third when it may have converged.
+        """Takes one step by two products, and a third when it may have converged: at the best intercept.
 
         Raises:
           ConfigError: the learning rate is so high that the objective is infinite.
@@ -232,32 +218,29 @@ class GD:
         iterations, rate = state.iterations + 1, state.learning_rate
         weights = state.weights - rate * state.gradient
         margins = await problem.margins(weights)
+        ended = await self._state_at(problem, weights, margins, rate, iterations)
+        if ended.gap > self.tol:
+            return ended
+        settled = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
+        if settled.gap > self.tol:
+            return replace(ended, gap=settled.gap)
+        return replace(settled, converged=True)
+
+    async def _state_at(
+        self, problem: Problem, weights: Tensor, margins: Tensor, rate: float, iterations: int
+    ) -> GDState:
         objective, slopes, gradient = problem.evaluate(weights, margins)
         if not math.isfinite(objective):
             raise ConfigError(f"gd: diverged at iterate {iterations}: lower learning_rate {rate}")
         gradient = gradient + await problem.transposed(slopes)
-        gap = problem.gap(objective, gradient, rate * float((gradient * gradient).sum()))
-        ended = GDState(
+        return GDState(
             weights=weights,
             objective=objective,
-            gap=gap,
+            gap=problem.gap(objective, gradient, rate * float((gradient * gradient).sum())),
             iterations=iterations,
             converged=False,
             learning_rate=rate,
             gradient=gradient,
-        )
-        return await self._confirm(problem, ended, margins) if gap <= self.tol else ended
-
-    async def _confirm(self, problem: Problem, state: GDState, margins: Tensor) -> GDState:
-        """Bounds the gap at the best intercept: converged there, or on from the state."""
-        weights, margins = problem.settle(state.weights, margins)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
-        gap = problem.gap(objective, gradient, state.learning_rate * float((gradient * gradient).sum()))
-        if gap > self.tol:
-            return replace(state, gap=gap)
-        return replace(
-            state, weights=weights, objective=objective, gap=gap, converged=True, gradient=gradient
         )
 
     def restored(self, tree: State) -> GDState:
@@ -387,7 +370,11 @@ class LBFGS:
     async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
         """Takes one step by two products, and two more where it may have converged, or finds no lower point."""
         iterations, outputs, direction = state.iterations + 1, problem.shape[1], state.direction
-        if _expects_end(problem, state, direction, self.tol):
+        is_settled = problem.objective.intercept_penalty == 0
+        gain = -0.5 * float((state.gradient * direction).sum())
+        # H may say that the gap is small, where errors in a penalised intercept hide it.
+        expects_end = not is_settled and gain <= 0.01 * self.tol * state.objective
+        if expects_end and state.iterations % _LOOKS == _LOOKS - 1:
             again = await self._restart(problem, state)
             if again.converged:
                 return again
@@ -404,10 +391,9 @@ class LBFGS:
             again = await self._restart(problem, state)
             return replace(again, stalled=not again.converged and not len(state.moves))
         weights, margins = point.weights, point.margins
-        if problem.objective.intercept_penalty == 0:
+        if is_settled:
             weights, margins = problem.settle(weights, margins)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
-        gradient = gradient + await problem.transposed(slopes)
+        objective, gradient = await problem.gradient(weights, margins)
         moves, turns = state.moves, state.turns
         move, turn = weights - state.weights, gradient - state.gradient
         if float((move * turn).sum()) > 0:
@@ -440,7 +426,7 @@ class LBFGS:
     ) -> LBFGSState:
         """Makes the state at some weights, by one transposed product."""
         weights, margins = problem.settle(weights, margins)
-        objective, slopes, gradient = problem.evaluate(weights, margins)
+        objective, gradient = await problem.gradient(weights, margins)
         state = LBFGSState(
             weights=weights,
             objective=objective,
@@ -448,7 +434,7 @@ class LBFGS:
             iterations=0,
             converged=False,
             margins=margins,
-            gradient=gradient + await problem.transposed(slopes),
+            gradient=gradient,
             moves=weights.new_zeros(0, *weights.shape),
             turns=weights.new_zeros(0, *weights.shape),
             scales=preconditioner.scales,
@@ -472,13 +458,6 @@ def _marked(state: LBFGSState) -> LBFGSState:
     if state.objective < (1 - _PROGRESS) * state.mark or state.gap < 0.5 * state.least_gap:
         return replace(state, mark=state.objective, least_gap=min(state.gap, state.least_gap), idle=0)
     return replace(state, idle=state.idle + 1)
-
-
-def _expects_end(problem: Problem, state: LBFGSState, direction: Tensor, tol: float) -> bool:
-    """Tells, now and then, whether H says that the gap is small, where errors in a penalised intercept may hide it."""
-    gain = -0.5 * float((state.gradient * direction).sum())
-    is_settled = problem.objective.intercept_penalty == 0
-    return not is_settled and state.iterations % _LOOKS == _LOOKS - 1 and gain <= 0.01 * tol * state.objective
 
 
 def _gap(problem: Problem, state: LBFGSState) -> float:
@@ -673,8 +652,19 @@ async def _together(
 ) -> list[T]:
     """Runs solvers of one output each side by side; the products that they ask for meanwhile are one round."""
     products, ready = problem.products, deque[Callable[[], None]]()
-    rounds = [_Columns(products.times), _Columns(products.transposed_times)]
-    column = _Output(products.samples, products.features, *(one.ask for one in rounds))
+    rounds: list[tuple[Callable[[Tensor], Awaitable[Tensor]], list[tuple[Tensor, Pending[Tensor]]]]] = [
+        (products.times, []),
+        (products.transposed_times, []),
+    ]
+
+    def asks(waiting: list[tuple[Tensor, Pending[Tensor]]]) -> Callable[[Tensor], Pending[Tensor]]:
+        def ask(factor: Tensor) -> Pending[Tensor]:
+            waiting.append((factor, Pending()))
+            return waiting[-1][1]
+
+        return ask
+
+    column = _Output(products.samples, products.features, *(asks(waiting) for _, waiting in rounds))
     weights = problem.sample_weights
     factors = (
         [None] * problem.shape[1] if weights is None else weights.expand_as(problem.targets).split(1, dim=1)
@@ -687,8 +677,14 @@ async def _together(
     while not all(task.done for task in tasks):
         while ready:
             ready.popleft()()
-        for one in rounds:
-            await one.answer()
+        for product, waiting in rounds:
+            asked = waiting.copy()
+            waiting.clear()
+            if asked:
+                whole = await product(torch.cat([factor for factor, _ in asked], dim=1))
+                parts = whole.split([factor.shape[1] for factor, _ in asked], dim=1)
+                for (_, answer), part in zip(asked, parts, strict=True):
+                    answer.set(part)
     return [task.result() for task in tasks]
 
 
@@ -700,30 +696,6 @@ class _Output:
     features: int
     times: Callable[[Tensor], Pending[Tensor]]
     transposed_times: Callable[[Tensor], Pending[Tensor]]
-
-
-class _Columns:
-    """Factors of one kind of product, a column for each solver that waits, as one product.
-
-    Args:
-      product: of all columns.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Awaitable[Tensor]]) -> None:
-        self._product = product
-        self._asked: list[tuple[Tensor, Pending[Tensor]]] = []
-
-    def ask(self, factor: Tensor) -> Pending[Tensor]:
-        self._asked.append((factor, Pending()))
-        return self._asked[-1][1]
-
-    async def answer(self) -> None:
-        asked, self._asked = self._asked, []
-        if asked:
-            product = await self._product(torch.cat([factor for factor, _ in asked], dim=1))
-            parts = product.split([factor.shape[1] for factor, _ in asked], dim=1)
-            for (_, answer), part in zip(asked, parts, strict=True):
-                answer.set(part)
 
 
 SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
         Labels,
         Partition,
         Share,
-        by_label,
         describe,
-        dirichlet,
-        iid,
-        in_order,
     )
     from farflung.data.sharing import SHARINGS, Injection, MovingSharing, NoSharing, Resharding
     from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, fetch, locate
@@ -30,9 +26,7 @@ else:
         {
             "catalog": "CATALOG Entry entries source_named",
             "datasets": "Holding InMemory Subset TensorDataset",
-            "partition": (
-                "IID PARTITIONS ByOrder Dirichlet Labels Partition Share by_label describe dirichlet iid in_order"
-            ),
+            "partition": "IID PARTITIONS ByOrder Dirichlet Labels Partition Share describe",
             "sharing": "SHARINGS Injection MovingSharing NoSharing Resharding",
             "source": "File Location Source Which cache_folder data_folder fetch locate",
             "streams": "STREAMS",
@@ -63,15 +57,11 @@ __all__ = [
     "Subset",
     "TensorDataset",
     "Which",
-    "by_label",
     "cache_folder",
     "data_folder",
     "describe",
-    "dirichlet",
     "entries",
     "fetch",
-    "iid",
-    "in_order",
     "locate",
     "source_named",
 ]

@@ -10,8 +10,6 @@ machines using sequential minimal optimization", 1998, for the columns.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -56,10 +54,17 @@ def read(
       MissingExtra: scikit-learn is not installed.
     """
     need("data set a9a", "sklearn", extra="sklearn")
+    from sklearn.datasets import load_svmlight_file
+
     sets: list[TensorDataset] = []
     for name, count, positive in zip(found.names, counts, above, strict=True):
         path = found.path(name)
-        rows, targets = _parsed(path)
+        with reading(path, "not a text in LIBSVM's format, or truncated", DataError):
+            found_rows, labels = load_svmlight_file(str(path), n_features=_COLUMNS, zero_based=False)
+        if not (found_rows.data == 1).all() or not np.isin(labels, (-1, 1)).all():
+            raise DataError(f"{path}: expected labels of -1 and 1 and entries of 1, found others")
+        rows = torch.from_numpy(found_rows.toarray().astype(np.uint8))
+        targets = torch.from_numpy(labels.astype(np.int64))
         if (len(rows), int((targets == 1).sum())) != (count, positive):
             raise DataError(
                 f"{path}: expected {count} rows, {positive} of them labelled 1, "
@@ -70,14 +75,3 @@ def read(
             TensorDataset(rows, targets, classes, transform=Tensor.float, origin=f"a9a, {found.folder}")
         )
     return sets[0], sets[1]
-
-
-def _parsed(path: Path) -> tuple[Tensor, Tensor]:
-    """Rows, uint8, and labels of a file in LIBSVM's format."""
-    from sklearn.datasets import load_svmlight_file
-
-    with reading(path, "not a text in LIBSVM's format, or truncated", DataError):
-        rows, labels = load_svmlight_file(str(path), n_features=_COLUMNS, zero_based=False)
-    if not (rows.data == 1).all() or not np.isin(labels, (-1, 1)).all():
-        raise DataError(f"{path}: expected labels of -1 and 1 and entries of 1, found others")
-    return torch.from_numpy(rows.toarray().astype(np.uint8)), torch.from_numpy(labels.astype(np.int64))

@@ -1,12 +1,11 @@
 """Splits one data set among replicas: evenly, by class, by Dirichlet shares, or by order.
 
-Each function gives one tensor of ids per part; together the parts hold every sample exactly once. Random choices
+Each split gives one tensor of ids per part; together the parts hold every sample exactly once. Random choices
 come from NumPy's ``RandomState``, whose streams are frozen, so that a seed means the same split with every version.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,71 +14,134 @@ import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError, DataError
+from farflung.options import number_option, whole_option
 from farflung.seeding import derive
 from farflung.types import Dataset, Json, SampleIds
 from farflung.types.data import Partition
 
-__all__ = [
-    "IID",
-    "PARTITIONS",
-    "ByOrder",
-    "Dirichlet",
-    "Labels",
-    "Partition",
-    "Share",
-    "by_label",
-    "describe",
-    "dirichlet",
-    "iid",
-    "in_order",
-]
+__all__ = ["IID", "PARTITIONS", "ByOrder", "Dirichlet", "Labels", "Partition", "Share", "describe"]
+
+_SMALLEST = 10
+"""Samples that each part of a Dirichlet split has, unless there are too few."""
+_DRAWS = 1_000
+"""Dirichlet splits that are tried for it."""
+_LEAST = 1e-6
+"""The lowest concentration: below, all of a class goes to one part."""
 
 
 @dataclass(frozen=True, slots=True)
 class IID:
-    """A random equal split, see :func:`iid`."""
+    """A random equal split; sizes differ by at most one.
+
+    >>> from farflung.data import TensorDataset
+    >>> [len(part) for part in IID().split(TensorDataset(torch.zeros(10), torch.zeros(10)), 4)]
+    [3, 3, 2, 2]
+    """
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        return iid(len(data), parts, seed=seed)
+        _check(len(data), parts)
+        return _cut(_random(seed, "iid").permutation(len(data)), parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ByOrder:
-    """Consecutive runs, see :func:`in_order`."""
+    """Consecutive runs of nearly equal length: the natural split of data that is ordered by place or time."""
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
         del seed
-        return in_order(len(data), parts)
+        _check(len(data), parts)
+        return _cut(np.arange(len(data)), parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """``k`` labels each, see :func:`by_label`."""
+    """``k`` consecutive labels for each part: part ``p`` holds labels ``p k, ..., p k + k - 1`` (modulo).
+
+    With 10 classes and 10 parts of one label, or 100 classes and 25 parts of four, this is the split of ScaDLES.
+    A label that several parts hold is divided evenly between them, at random.
+
+    Args:
+      k: labels each, at most the number of classes.
+
+    Raises:
+      ConfigError: not a whole number of 1 or more. When a data set is split: fewer places than labels, which would
+        leave samples out; or more labels each than exist.
+      DataError: when a data set is split: it has no classes.
+    """
 
     k: int = 1
 
     def __post_init__(self) -> None:
-        number: object = self.k  # options come out of text, so it may be anything
-        if not isinstance(number, int) or number < 1:
-            raise ConfigError(f"partition labels(k={number!r}): k must be a whole number, 1 or more")
+        whole_option("partition labels", "k", self.k, 1)
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        return by_label(_classes("labels", data), parts, self.k, seed=seed)
+        labels, k = _classes("labels", data, parts), self.k
+        classes = int(labels.max()) + 1
+        if k > classes:
+            raise ConfigError(f"{k} labels each: this data set has {classes}")
+        if parts * k < classes:
+            raise ConfigError(
+                f"{parts} parts of {k} labels leave {classes - parts * k} of {classes} labels out; "
+                f"take at least {-(-classes // parts)} labels each"
+            )
+        random = _random(seed, "labels")
+        places = [place % classes for place in range(parts * k)]
+        held: list[list[np.ndarray]] = [[] for _ in range(parts)]
+        for label in range(classes):
+            owners = [place // k for place, other in enumerate(places) if other == label]
+            members = random.permutation(np.flatnonzero(labels == label))
+            for owner, piece in zip(owners, np.array_split(members, len(owners)), strict=True):
+                held[owner].append(piece)
+        return _shuffled(random, held)
 
 
 @dataclass(frozen=True, slots=True)
 class Dirichlet:
-    """Shares of each class from a Dirichlet distribution of concentration ``alpha``, see :func:`dirichlet`."""
+    r"""Shares of each class drawn from a Dirichlet distribution.
+
+    For every class, :math:`q \sim \mathrm{Dir}(\alpha, \ldots, \alpha)` over the parts, and part :math:`p` gets the
+    share :math:`q_p`. Small ``alpha`` gives parts of few classes, large ``alpha`` nearly equal ones.
+
+    It is drawn again until each part has 10 samples. A part that already has its even share gets nothing of the classes
+    that follow (as in the code of Mercury and FedML), so sizes stay within about one class of each other.
+
+    Args:
+      alpha: concentration, at least 1e-6.
+
+    Raises:
+      ConfigError: ``alpha`` out of its range. When a data set is split: no draw out of 1,000 gives every part its
+        smallest number.
+      DataError: when a data set is split: it has no classes.
+
+    References: Hsu, Qi, Brown 2019, arXiv:1909.06335.
+    """
 
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        number: object = self.alpha  # options come out of text, so it may be anything
-        if not isinstance(number, int | float) or not 0 < number < math.inf:
-            raise ConfigError(f"partition dirichlet(alpha={number!r}): alpha must be a number above 0")
+        number_option("partition dirichlet", "alpha", self.alpha, _LEAST)
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        return dirichlet(_classes("dirichlet", data), parts, self.alpha, seed=seed)
+        labels, random = _classes("dirichlet", data, parts), _random(seed, "dirichlet")
+        total = len(labels)
+        members = [np.flatnonzero(labels == label) for label in range(int(labels.max()) + 1)]
+        for _ in range(_DRAWS):
+            held: list[list[np.ndarray]] = [[] for _ in range(parts)]
+            sizes = np.zeros(parts)
+            for ids in members:
+                shares = random.dirichlet(np.full(parts, self.alpha)) * (sizes < total / parts)
+                if not shares.sum() > 0:  # underflow, or all have enough: the smallest gets all
+                    shares = (np.arange(parts) == sizes.argmin()).astype(float)
+                cuts = np.round(np.cumsum(shares / shares.sum())[:-1] * len(ids)).astype(int)
+                for part, piece in enumerate(np.split(random.permutation(ids), cuts)):
+                    held[part].append(piece)
+                    sizes[part] += len(piece)
+            if sizes.min() >= min(_SMALLEST, total // parts):
+                return _shuffled(random, held)
+        raise ConfigError(
+            f"no Dirichlet({self.alpha}) split of {total} samples gives each of {parts} parts {_SMALLEST}; "
+            "take a larger concentration or fewer parts"
+        )
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {
@@ -89,115 +151,6 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
     "labels": Labels,
 }
 """All of them by name; each is made from its options."""
-
-
-def iid(samples: int, parts: int, *, seed: int = 0) -> list[SampleIds]:
-    """A random equal split; sizes differ by at most one.
-
-    >>> [len(part) for part in iid(10, 4)]
-    [3, 3, 2, 2]
-    """
-    _check(samples, parts)
-    return _cut(_random(seed, "iid").permutation(samples), parts)
-
-
-def in_order(samples: int, parts: int) -> list[SampleIds]:
-    """Consecutive runs of nearly equal length: the natural split of data that is ordered by place or time.
-
-    >>> in_order(5, 2)
-    [tensor([0, 1, 2]), tensor([3, 4])]
-    """
-    _check(samples, parts)
-    return _cut(np.arange(samples), parts)
-
-
-def by_label(labels: Tensor, parts: int, per_part: int = 1, *, seed: int = 0) -> list[SampleIds]:
-    """``per_part`` consecutive labels for each part: part ``p`` holds labels ``p k, ..., p k + k - 1`` (modulo).
-
-    With 10 classes and 10 parts of one label, or 100 classes and 25 parts of four, this is the split of ScaDLES.
-    A label that several parts hold is divided evenly between them, at random.
-
-    Args:
-      labels: class of each sample, 0 to C - 1.
-      parts: how many replicas.
-      per_part: labels each, at most C.
-      seed: for the division of a shared label, and for the order within a part.
-
-    Raises:
-      ConfigError: fewer places than labels, which would leave samples out; or more labels each than exist.
-    """
-    _check(len(labels), parts)
-    classes = int(labels.max()) + 1
-    if not 0 < per_part <= classes:
-        raise ConfigError(f"{per_part} labels each: this data set has {classes}")
-    if parts * per_part < classes:
-        raise ConfigError(
-            f"{parts} parts of {per_part} labels leave {classes - parts * per_part} of {classes} labels out; "
-            f"take at least {-(-classes // parts)} labels each"
-        )
-    random = _random(seed, "labels")
-    holders: list[list[int]] = [[] for _ in range(classes)]
-    for part in range(parts):
-        for offset in range(per_part):
-            holders[(part * per_part + offset) % classes].append(part)
-    held: list[list[np.ndarray]] = [[] for _ in range(parts)]
-    for label, owners in enumerate(holders):
-        members = random.permutation(np.flatnonzero(labels.numpy() == label))
-        for owner, piece in zip(owners, np.array_split(members, len(owners)), strict=True):
-            held[owner].append(piece)
-    return [_shuffled(random, pieces) for pieces in held]
-
-
-def dirichlet(
-    labels: Tensor, parts: int, alpha: float, *, seed: int = 0, smallest: int = 10, balanced: bool = True
-) -> list[SampleIds]:
-    r"""Shares of each class drawn from a Dirichlet distribution.
-
-    For every class, :math:`q \sim \mathrm{Dir}(\alpha, \ldots, \alpha)` over the parts, and part :math:`p` gets the
-    share :math:`q_p`. Small ``alpha`` gives parts of few classes, large ``alpha`` nearly equal ones.
-
-    Args:
-      labels: class of each sample, 0 to C - 1.
-      parts: how many replicas.
-      alpha: concentration, above 0.
-      seed: for everything random.
-      smallest: draws again until each part has this many samples.
-      balanced: a part that already has its even share gets nothing of the classes that follow (as in the code of
-        Mercury and FedML); sizes then stay within about one class of each other.
-
-    Raises:
-      ConfigError: ``alpha`` not above 0, or no draw out of 1,000 gives every part its smallest number.
-
-    References: Hsu, Qi, Brown 2019, arXiv:1909.06335.
-    """
-    _check(len(labels), parts)
-    if not alpha > 0:
-        raise ConfigError(f"Dirichlet concentration {alpha} is not above 0")
-    random = _random(seed, "dirichlet")
-    total = len(labels)
-    members = [np.flatnonzero(labels.numpy() == label) for label in range(int(labels.max()) + 1)]
-    for _ in range(1_000):
-        held: list[list[np.ndarray]] = [[] for _ in range(parts)]
-        sizes = np.zeros(parts)
-        for ids in members:
-            shares = random.dirichlet(np.full(parts, alpha))
-            if balanced:
-                shares = shares * (sizes < total / parts)
-            if (
-                not shares.sum() > 0
-            ):  # underflow at tiny alpha, or all parts have enough: the smallest gets all
-                shares = np.zeros(parts)
-                shares[int(sizes.argmin())] = 1.0
-            cuts = np.round(np.cumsum(shares / shares.sum())[:-1] * len(ids)).astype(int)
-            for part, piece in enumerate(np.split(random.permutation(ids), cuts)):
-                held[part].append(piece)
-                sizes[part] += len(piece)
-        if sizes.min() >= min(smallest, total // parts):
-            return [_shuffled(random, pieces) for pieces in held]
-    raise ConfigError(
-        f"no Dirichlet({alpha}) split of {total} samples gives each of {parts} parts {smallest}; "
-        "take a larger concentration or fewer parts"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +173,7 @@ class Share:
 def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[Share]:
     """Size and label histogram of each part.
 
-    >>> describe(in_order(4, 2), torch.tensor([0, 0, 1, 0]))
+    >>> describe([torch.tensor([0, 1]), torch.tensor([2, 3])], torch.tensor([0, 0, 1, 0]))
     [Share(size=2, histogram=(2, 0)), Share(size=2, histogram=(1, 1))]
     """
     if labels is None:
@@ -231,16 +184,15 @@ def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[S
     ]
 
 
-def _classes(how: str, data: Dataset) -> Tensor:
+def _classes(how: str, data: Dataset, parts: int) -> np.ndarray:
     if data.labels is None:
         raise DataError(f"partition {how} needs classes, and this data set has none; use iid or by_order")
-    return data.labels
+    _check(len(data.labels), parts)
+    return data.labels.numpy()
 
 
 def _check(samples: int, parts: int) -> None:
-    if parts < 1:
-        raise ConfigError(f"cannot split into {parts} parts")
-    if samples < parts:
+    if not 1 <= parts <= samples:
         raise ConfigError(f"cannot split {samples} samples into {parts} parts")
 
 
@@ -253,5 +205,5 @@ def _cut(ids: np.ndarray, parts: int) -> list[SampleIds]:
     return [torch.from_numpy(piece.astype(np.int64)) for piece in np.array_split(ids, parts)]
 
 
-def _shuffled(random: np.random.RandomState, pieces: list[np.ndarray]) -> SampleIds:
-    return torch.from_numpy(random.permutation(np.concatenate(pieces)).astype(np.int64))
+def _shuffled(random: np.random.RandomState, held: Sequence[Sequence[np.ndarray]]) -> list[SampleIds]:
+    return [torch.from_numpy(random.permutation(np.concatenate(pieces)).astype(np.int64)) for pieces in held]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import lazy
 
 if TYPE_CHECKING:
-    from farflung.streams.buffer import Buffer, Buffering
+    from farflung.streams.buffer import Buffer
     from farflung.streams.iterators import iterator
     from farflung.streams.kafka_topic import kafka
     from farflung.streams.live import LiveStream
@@ -16,7 +16,7 @@ else:
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "buffer": "Buffer Buffering",
+            "buffer": "Buffer",
             "iterators": "iterator",
             "kafka_topic": "kafka",
             "live": "LiveStream",
@@ -28,7 +28,6 @@ else:
 
 __all__ = [
     "Buffer",
-    "Buffering",
     "Decoder",
     "LiveStream",
     "RateLimited",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from farflung.files import deciding
 from farflung.options import choice_option, number_option, whole_option
 from farflung.types import Arrivals, Feed, Json, SampleIds, State
 
-__all__ = ["Buffer", "Buffering", "Full", "Policy", "Weigh", "buffered"]
+__all__ = ["Buffer", "Full", "Policy", "Weigh", "buffered"]
 
 S = TypeVar("S", bound=Callable[..., object])
 
@@ -24,18 +24,6 @@ Weigh = Literal["by_batch", "by_rate"]
 
 LEAST, MOST = 8, 1024
 """Samples of a step that is made of what some seconds bring: the bounds of Tyagi & Swany 2022."""
-
-
-class Buffering(TypedDict, total=False):
-    """The options of :class:`Buffer`, which every stream with a buffer takes as its own."""
-
-    policy: Policy
-    least: int | None
-    most: int | None
-    backlog: int | None
-    full: Full
-    window_s: float | None
-    weigh: Weigh
 
 
 class Buffer:
@@ -254,7 +242,7 @@ class Buffer:
             self._choose(step, low, high)
         assert self._chosen is not None
         takes = self._chosen[1]
-        missing = sum(max(0, count - self._held_of(oldest)) for oldest, count in takes)
+        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in takes)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
             nbytes = held * self._sample_nbytes
@@ -266,7 +254,10 @@ class Buffer:
         if self._rate is None or self._rate[0] != step:
             made = self._decide("rate", step, rate)
             with deciding("rate", step):
-                self._rate = step, _rate(made.value)
+                value: Any = made.value
+                if isinstance(value, bool) or not 0 <= value < float("inf"):
+                    raise ValueError(f"{value!r} samples per second")
+                self._rate = step, float(value)
         return self._rate[1]
 
     def _sizes(self, rate: float) -> tuple[int, int]:
@@ -293,8 +284,7 @@ class Buffer:
 
     def _choice(self, high: int) -> Json:
         """Returns the oldest id kept and the number taken of each lane; what arrived first is taken first."""
-        held = self.ids
-        kept = held
+        kept = held = self.ids
         if self._truncates:
             kept = held[-high:]
         elif self._backlog is not None and len(held) > self._backlog:
@@ -341,9 +331,6 @@ class Buffer:
         """Returns what is held of the lane of an id, in the order of arrival."""
         return self._in_lane(self.ids, like % self._stride)
 
-    def _held_of(self, like: int) -> int:
-        return len(self.ids) if self._lanes == 1 else len(self._lane(like))
-
     def _shown(self) -> SampleIds:
         """Returns all that is held; what the step takes is first, lane by lane."""
         held = self.ids
@@ -376,9 +363,3 @@ def buffered(stream: S) -> S:
     of_the_buffer = inspect.signature(Buffer).parameters.values()
     stream.__signature__ = inspect.Signature([*own, *of_the_buffer])  # type: ignore[attr-defined]
     return stream
-
-
-def _rate(value: Any) -> float:
-    if isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} samples per second")
-    return float(value)

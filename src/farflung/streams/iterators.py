@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from queue import Empty, Queue
 from threading import Lock, Thread
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import DataError
-from farflung.streams.buffer import Buffering, buffered
+from farflung.streams.buffer import buffered
 from farflung.streams.live import CHUNK, LiveStream, MessageSource, Reach, Records
 from farflung.streams.messages import function_named
 
@@ -33,7 +33,7 @@ def iterator(
     function: str | Factory,
     skip: int = 0,
     deadline_s: float = 60.0,
-    **buffer: Unpack[Buffering],
+    **buffer: Any,
 ) -> LiveStream:
     """Samples from an iterator of your own.
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from typing_extensions import override
 
@@ -14,7 +14,7 @@ from farflung.errors import ConfigError, DataError
 from farflung.extras import need
 from farflung.files import read_text, reading
 from farflung.options import choice_option, text_option
-from farflung.streams.buffer import Buffering, buffered
+from farflung.streams.buffer import buffered
 from farflung.streams.live import LiveStream, MessageSource, Reach, Records
 from farflung.streams.messages import Decoder
 
@@ -59,7 +59,7 @@ def kafka(
     decoder: str | Decoder | None = None,
     skip: int = 100,
     deadline_s: float = 60.0,
-    **buffer: Unpack[Buffering],
+    **buffer: Any,
 ) -> LiveStream:
     r"""Samples from Apache Kafka, one in a message; :func:`as_messages` says in what form.
 
@@ -98,10 +98,14 @@ def kafka(
 class KafkaSource(MessageSource):
     """Partitions of a topic; the arguments are those of :func:`kafka`."""
 
+    _kafka: Any
+    """The client's module, once it is opened."""
+    _consumer: Consumer
+
     def __init__(self, servers: str, topic: str, begin: Begin, group: str, properties: Path | None) -> None:
         self._servers, self._topic, self._begin, self._group = servers, topic, begin, group
         self._properties = properties
-        self._consumer: Consumer | None = None
+        self._close: Callable[[], object] = lambda: None
         self._partitions: list[int] = []
         self._paused = False
         self.name = f"topic {topic} at {servers}"
@@ -116,8 +120,9 @@ class KafkaSource(MessageSource):
           DataError: no broker answers, or the topic has no partition for this replica.
         """
         need("the stream kafka", "confluent_kafka", extra="kafka")
-        from confluent_kafka import Consumer, KafkaException, TopicPartition
+        import confluent_kafka
 
+        self._kafka = confluent_kafka
         own = {
             "bootstrap.servers": self._servers,
             "group.id": self._group,
@@ -131,8 +136,9 @@ class KafkaSource(MessageSource):
         self._topic = self._topic.replace("{rank}", str(rank))
         self.name = f"topic {self._topic} at {self._servers}"
         try:
-            self._consumer = Consumer({**QUEUE, **_client_settings(self._properties), **own})
-        except (KafkaException, ValueError, TypeError) as error:
+            self._consumer = self._kafka.Consumer({**QUEUE, **_client_settings(self._properties), **own})
+            self._close = self._consumer.close
+        except (self._kafka.KafkaException, ValueError, TypeError) as error:
             raise ConfigError(f"stream kafka: {_reason(error)}") from None
         consumer = self._consumer
         try:
@@ -147,11 +153,11 @@ class KafkaSource(MessageSource):
                     "for each and name it with {rank}"
                 )
             self._partitions = [one for one in sorted(found.partitions) if each or one % size == rank]
-            asked = [TopicPartition(self._topic, one) for one in self._partitions]
+            asked = [self._kafka.TopicPartition(self._topic, one) for one in self._partitions]
             committed = self._begin == "committed"
             begins = self._answer(lambda: consumer.committed(asked, ANSWER_S)) if committed else asked
             return {one.partition: self._reach(one) for one in begins}
-        except KafkaException as error:
+        except self._kafka.KafkaException as error:
             raise DataError(
                 f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
                 "address that can be reached from here?"
@@ -159,14 +165,12 @@ class KafkaSource(MessageSource):
 
     @override
     def start(self, positions: Mapping[int, int]) -> None:
-        from confluent_kafka import TopicPartition
-
-        assert self._consumer is not None
-        self._consumer.assign([TopicPartition(self._topic, one, at) for one, at in positions.items()])
+        self._consumer.assign(
+            [self._kafka.TopicPartition(self._topic, one, at) for one, at in positions.items()]
+        )
 
     @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        assert self._consumer is not None
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
@@ -183,16 +187,13 @@ class KafkaSource(MessageSource):
     @override
     def grown(self) -> Mapping[int, tuple[float, int]]:
         """Asks the broker for the ends of partitions, whatever the consumer has read."""
-        from confluent_kafka import KafkaException, TopicPartition
-
-        assert self._consumer is not None
         found: dict[int, tuple[float, int]] = {}
         for one in self._partitions:
             try:
                 offsets = self._consumer.get_watermark_offsets(
-                    TopicPartition(self._topic, one), timeout=GROWN_S
+                    self._kafka.TopicPartition(self._topic, one), timeout=GROWN_S
                 )
-            except KafkaException:
+            except self._kafka.KafkaException:
                 break
             if offsets is None:
                 break
@@ -201,51 +202,40 @@ class KafkaSource(MessageSource):
 
     @override
     def pause(self, paused: bool) -> None:
-        from confluent_kafka import TopicPartition
-
         if paused == self._paused:
             return
-        assert self._consumer is not None
         self._paused = paused
         change = self._consumer.pause if paused else self._consumer.resume
-        change([TopicPartition(self._topic, one) for one in self._partitions])
+        change([self._kafka.TopicPartition(self._topic, one) for one in self._partitions])
 
     @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
         """Commits offsets, with the step; does not wait for the answer."""
-        from confluent_kafka import TopicPartition
-
-        assert self._consumer is not None
         done = f"step {step}"
         self._consumer.commit(
-            offsets=[TopicPartition(self._topic, one, at, done) for one, at in positions.items()],
+            offsets=[self._kafka.TopicPartition(self._topic, one, at, done) for one, at in positions.items()],
             asynchronous=True,
         )
 
     @override
     def close(self) -> None:
-        if self._consumer is not None:
-            self._consumer.close()
+        self._close()
 
     def _reach(self, partition: Any) -> Reach:
         """Asks for the offsets of one partition, whose own is the committed one, if any."""
         consumer = self._consumer
-        assert consumer is not None
         first, end = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
         committed = partition.offset if first <= partition.offset <= end else first
         return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
 
     def _answer(self, ask: Callable[[], T]) -> T:
         """Returns the broker's answer, once it is ready to give one."""
-        from confluent_kafka import KafkaError, KafkaException
-
-        assert self._consumer is not None
-        not_ready = {getattr(KafkaError, name) for name in NOT_READY}
+        not_ready = {getattr(self._kafka.KafkaError, name) for name in NOT_READY}
         until = time.monotonic() + ANSWER_S
         while True:
             try:
                 return ask()
-            except KafkaException as error:
+            except self._kafka.KafkaException as error:
                 if error.args[0].code() not in not_ready or time.monotonic() > until:
                     raise
             self._consumer.poll(AGAIN_S)
@@ -255,9 +245,7 @@ class KafkaSource(MessageSource):
         self.trouble = error.str()
 
     def _judge(self, error: KafkaError) -> str:
-        from confluent_kafka import KafkaError
-
-        if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:
+        if error.fatal() or error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
             raise DataError(f"{self.name}: {error.str()}")
         return error.str()
 

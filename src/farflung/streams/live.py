@@ -16,7 +16,7 @@ from typing_extensions import override
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
 from farflung.files import deciding
 from farflung.options import number_option, whole_option
-from farflung.streams.buffer import Buffer, Buffering
+from farflung.streams.buffer import Buffer
 from farflung.streams.growth import Growth
 from farflung.streams.messages import Decoder, Messages, function_named
 from farflung.tasks import Pending
@@ -149,7 +149,7 @@ class LiveStream(Stream):
         decoder: str | Decoder | None,
         skip: int,
         deadline_s: float,
-        buffer: Buffering,
+        buffer: Mapping[str, Any],
     ) -> None:
         whole_option("stream", "skip", skip, 0)
         number_option("stream", "deadline_s", deadline_s, 0.001)
@@ -255,8 +255,18 @@ class LiveStream(Stream):
         for partition, growth in self._growth.items():
             growth.rate = state["rates"].get(str(partition))
         self._again = set(self._buffer.ids.tolist())
+        name = self._source.name
         for partition, position in self._starts().items():
-            self._check_there(partition, position)
+            reach = self._reach.get(partition)
+            if reach is None:
+                raise CheckpointError(
+                    f"{name}: partition {partition}, which the checkpoint goes on from, is gone"
+                )
+            if not reach.first <= position <= reach.end:
+                raise CheckpointError(
+                    f"{name}: the checkpoint goes on from position {position} of partition {partition}, which has "
+                    f"{reach.first} to {reach.end}: what was to come is deleted there"
+                )
 
     @override
     def close(self) -> None:
@@ -301,22 +311,14 @@ class LiveStream(Stream):
             fresh: Json = {str(partition): reach.begin for partition, reach in self._reach.items()}
             made = self._feed.decide("positions", step, lambda: fresh)
             with deciding("positions", step):
-                self._next = self._positions(made.value)
+                value: Any = made.value
+                found = {int(partition): position for partition, position in value.items()}
+                is_whole = all(type(one) is int and one >= 0 for one in found.values())
+                if found.keys() != self._reach.keys() or not is_whole:
+                    raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._reach))}")
+                self._next = found
         self._thread = Thread(target=self._follow, args=(self._starts(),), name="stream", daemon=True)
         self._thread.start()
-
-    def _positions(self, value: Any) -> dict[int, int]:
-        """Checks a decision as it was made or read.
-
-        Raises:
-          ValueError: it cannot have been made.
-        """
-        found = {int(partition): position for partition, position in value.items()}
-        if found.keys() != self._reach.keys() or not all(
-            type(one) is int and one >= 0 for one in found.values()
-        ):
-            raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._reach))}")
-        return found
 
     def _starts(self) -> dict[int, int]:
         """Returns the position from which each partition is read: what is held is read again."""
@@ -325,18 +327,6 @@ class LiveStream(Stream):
             position, partition = divmod(one, STRIDE)
             starts[partition] = min(position, starts[partition])
         return starts
-
-    def _check_there(self, partition: int, position: int) -> None:
-        name, reach = self._source.name, self._reach.get(partition)
-        if reach is None:
-            raise CheckpointError(
-                f"{name}: partition {partition}, which the checkpoint goes on from, is gone"
-            )
-        if not reach.first <= position <= reach.end:
-            raise CheckpointError(
-                f"{name}: the checkpoint goes on from position {position} of partition {partition}, which has "
-                f"{reach.first} to {reach.end}: what was to come is deleted there"
-            )
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -433,11 +423,7 @@ class LiveStream(Stream):
         self._again.difference_update(samples)
         self._buffer.put(torch.tensor(new, dtype=torch.int64))
         self._missing -= len(new)
-        self._check_found(partition, following)
-
-    def _check_found(self, partition: int, following: int) -> None:
-        """Checks that what was held is still there, up to where a partition has been read."""
-        for one in self._again:
+        for one in self._again:  # what was held has to be there still, up to where a partition has been read
             position = one // STRIDE
             if one % STRIDE == partition and position < following:
                 raise DataError(

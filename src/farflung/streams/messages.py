@@ -74,7 +74,10 @@ class Messages:
                     f"{name} of {_words(found)}, and a sample of the workload has {_words(wanted)}"
                 )
         if self._remembers and not self._head:
-            self._remember(value)
+            end = 8 + int.from_bytes(value[:8], "little")
+            described = json.loads(value[8:end])
+            self._begins = {name: end + described[name]["data_offsets"][0] for name in self._specs}
+            self._head, self._nbytes = value[:end], len(value)
         return inputs, targets
 
     def rows(self, kept: Sequence[Any]) -> Batch:
@@ -84,12 +87,6 @@ class Messages:
             return Batch(self._cut(table, "inputs"), self._cut(table, "targets"))
         samples = [self._decode(one) if isinstance(one, bytes) else one for one in kept]
         return Batch(torch.stack([one for one, _ in samples]), torch.stack([one for _, one in samples]))
-
-    def _remember(self, value: bytes) -> None:
-        end = 8 + int.from_bytes(value[:8], "little")
-        described = json.loads(value[8:end])
-        self._begins = {name: end + described[name]["data_offsets"][0] for name in self._specs}
-        self._head, self._nbytes = value[:end], len(value)
 
     def _cut(self, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], name: str) -> Tensor:
         begin, spec = self._begins[name], self._specs[name]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Unpack
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from farflung.seeding import Passes, derive
-from farflung.streams.buffer import Buffer, Buffering, buffered
+from farflung.streams.buffer import Buffer, buffered
 from farflung.streams.rates import Rates, courses
 from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, State, Stream
 
@@ -36,7 +36,7 @@ class RateLimited(Stream):
       DataError: a trace that cannot be read.
     """
 
-    def __init__(self, rate: Rates, **buffer: Unpack[Buffering]) -> None:
+    def __init__(self, rate: Rates, **buffer: Any) -> None:
         alone = 1 if isinstance(rate, int | float | str) else len(rate)
         courses(rate, alone, seed=0)
         self._rates = rate

@@ -129,9 +129,16 @@ def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
       DataError: a file that cannot be read.
     """
     if isinstance(rate, str) and rate.startswith(TRACE):
-        return [_trace(Path(rate.removeprefix(TRACE)))] * size
+        path = Path(rate.removeprefix(TRACE))
+        with reading(
+            path, "must hold lines of seconds,samples per second, the first at 0 seconds", DataError
+        ):
+            return [_course(number_pairs(path))] * size
     if isinstance(rate, str):
-        return [RateCourse((0.0,), (one,)) for one in _named(rate, size, seed)]
+        if rate not in RATE_SETS:
+            known = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
+            raise ConfigError(f"stream rate({rate!r}): no such rates; there are {known}")
+        return [RateCourse((0.0,), (one,)) for one in drawn(rate, size, seed)]
     if _is_number(rate):
         return [_course(rate)] * size
     if not isinstance(rate, Sequence):
@@ -141,18 +148,6 @@ def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
     if len(rate) != size:
         raise ConfigError(f"stream rate: {len(rate)} rates for {size} replicas: give one, or one for each")
     return [_course(one) for one in rate]
-
-
-def _named(name: str, size: int, seed: int) -> Sequence[float]:
-    if name in RATE_SETS:
-        return drawn(name, size, seed)
-    known = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
-    raise ConfigError(f"stream rate({name!r}): no such rates; there are {known}")
-
-
-def _trace(path: Path) -> RateCourse:
-    with reading(path, "must hold lines of seconds,samples per second, the first at 0 seconds", DataError):
-        return _course(number_pairs(path))
 
 
 def _is_number(one: object) -> bool:

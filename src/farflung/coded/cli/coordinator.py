@@ -21,7 +21,7 @@ from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
 from farflung.coded.picture import coded_picture
 from farflung.coded.record import Folder
-from farflung.coded.run import CodedRun, Learner
+from farflung.coded.run import Learner, coordinate
 from farflung.errors import ConfigError
 from farflung.report.tables import duration_words
 from farflung.runs import run_folder, settings_of
@@ -78,33 +78,34 @@ class Coordinate(OutputOptions):
         """Carries it out; returns the exit code."""
         if self.max_iterations < 1:
             raise ConfigError(f"--max-iterations {self.max_iterations}: must be 1 or more")
-        run = CodedRun(
-            settings=self._settings(),
-            learner=Learner(**given(self, settings_of(Learner))),
-            folder=Folder(self.folder or run_folder("coded")),
-            max_iterations=self.max_iterations,
-            test=None if self.test is None else read_samples(self.test, test=True),
-        )
+        settings, learner = self._settings(), Learner(**given(self, settings_of(Learner)))
+        folder = Folder(self.folder or run_folder("coded"))
+        test = None if self.test is None else read_samples(self.test, test=True)
         address, endpoint = Address.of(self.at), endpoint_of(self)
         with (
-            CodedProgress(run, quiet=self.quiet or self.json) as progress,
+            CodedProgress(settings, learner, self.max_iterations, quiet=self.quiet or self.json) as progress,
             asked_to_stop(lambda: progress.trains) as stop,
         ):
-            summary = run.coordinate(
+            summary = coordinate(
+                settings,
+                learner,
+                folder,
                 address,
                 endpoint,
+                max_iterations=self.max_iterations,
+                test=test,
                 met=lambda at: None if self.quiet else self._say_where(at),
                 told=progress,
                 stop_asked=stop.is_set,
             )
-        picture = run.folder.picture
+        picture = folder.picture
         title = f"Coded training of {len(summary['partitions'])} partitions"  # type: ignore[arg-type]
-        coded_picture(run.folder.told(), picture, title=title)
+        coded_picture(folder.told(), picture, title=title)
         if self.json:
-            print(json.dumps({**summary, "folder": str(run.folder.path)}))
+            print(json.dumps({**summary, "folder": str(folder.path)}))
         else:
             print_table(("what", "how much"), _summary_lines(summary))
-            print_files(picture=picture, model=run.folder.model)
+            print_files(picture=picture, model=folder.model)
         return 130 if summary["interrupted"] else 0
 
     def _settings(self) -> Settings:
@@ -133,14 +134,16 @@ class CodedProgress(Bar):
     tolerance, or how many of the most iterates there were, whichever is more.
 
     Args:
-      run: that is shown.
+      settings: of the run that is shown.
+      learner: its model.
+      most: iterates, at most.
       quiet: shows nothing at all.
     """
 
-    def __init__(self, run: CodedRun, *, quiet: bool) -> None:
-        super().__init__("waiting for devices", run.settings.devices, quiet=quiet)
-        self._settings, self._most = run.settings, run.max_iterations
-        solver: Any = run.learner.minimiser(2)
+    def __init__(self, settings: Settings, learner: Learner, most: int, *, quiet: bool) -> None:
+        super().__init__("waiting for devices", settings.devices, quiet=quiet)
+        self._settings, self._most = settings, most
+        solver: Any = learner.minimiser(2)
         self._tolerance: float = solver.tol
         self._partitions: dict[int, str] = {}
         self._ordered: set[int] = set()

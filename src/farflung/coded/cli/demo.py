@@ -28,7 +28,7 @@ from farflung.coded.meeting import Address, take_part
 from farflung.coded.parts import partitioned, read_samples
 from farflung.coded.picture import coded_picture
 from farflung.coded.record import Folder
-from farflung.coded.run import CodedRun, Learner
+from farflung.coded.run import Learner, coordinate
 from farflung.coded.solvers import Iterate, solve
 from farflung.comm.interface import loopback_address
 from farflung.data import entries
@@ -97,16 +97,15 @@ class Demo(OutputOptions):
         if self.kill > settings.devices:
             raise ConfigError(f"--kill {self.kill}: there are {settings.devices} devices")
         folder = Folder(self.folder or run_folder("coded-demo"))
-        run = CodedRun(
-            settings=settings, learner=learner, folder=folder, max_iterations=_MAX_ITERATIONS, test=test
-        )
         order = random.Random(derive(self.seed, "killed"))
         victims = order.sample(range(settings.devices), self.kill)
         with ExitStack() as stack:
             stack.enter_context(one_thread())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-coded-")))
             start, processes = stack.enter_context(_processes())
-            progress = stack.enter_context(CodedProgress(run, quiet=self.quiet or self.json))
+            progress = stack.enter_context(
+                CodedProgress(settings, learner, _MAX_ITERATIONS, quiet=self.quiet or self.json)
+            )
             stop = stack.enter_context(asked_to_stop(lambda: progress.trains))
             addresses: list[Address] = []
 
@@ -129,7 +128,17 @@ class Demo(OutputOptions):
                 elif not turn % 2 and turn // 2 <= self.join:
                     start(addresses[0])
 
-            found = run.coordinate(Address(loopback_address(), 0), met=met, told=told, stop_asked=stop.is_set)
+            found = coordinate(
+                settings,
+                learner,
+                folder,
+                Address(loopback_address(), 0),
+                max_iterations=_MAX_ITERATIONS,
+                test=test,
+                met=met,
+                told=told,
+                stop_asked=stop.is_set,
+            )
             alone = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")

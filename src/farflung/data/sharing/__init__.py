@@ -8,7 +8,6 @@ from farflung.types import Sharing
 
 if TYPE_CHECKING:
     from farflung.data.sharing.injection import Injection
-    from farflung.data.sharing.no_sharing import NoSharing
     from farflung.data.sharing.ownership import MovingSharing
     from farflung.data.sharing.resharding import Resharding
 else:
@@ -16,13 +15,24 @@ else:
         __name__,
         {
             "injection": "Injection",
-            "no_sharing": "NoSharing",
             "ownership": "MovingSharing",
             "resharding": "Resharding",
         },
     )
 
 __all__ = ["SHARINGS", "Injection", "MovingSharing", "NoSharing", "Resharding"]
+
+
+class NoSharing(Sharing):
+    """Every replica keeps its samples to itself.
+
+    Args:
+      seed: not needed.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        del seed
+
 
 SHARINGS: Registry[Sharing] = Registry(
     __name__,
