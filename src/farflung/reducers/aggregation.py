@@ -71,7 +71,9 @@ class Exchange:
         if self.dtype is None or self.dtype == tensor.dtype:
             return await self.sum(tensor)
         size, cost = self.channel.size, CodingCost("copy", "", tensor.numel())
-        limit = max(float(self.side[0]), 1.0) * torch.finfo(self.dtype).max / size
+        info = torch.finfo(self.dtype)
+        # Each number, and each sum but the first, may be rounded up.
+        limit = max(float(self.side[0]), 1.0) * info.max / size * (1.0 - (size - 1) * info.eps)
         narrow = self.channel.compute(cost, lambda: limited(tensor.mul(1 / size), limit).to(self.dtype))
         total, side = await self.sum(narrow)
         return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), side
