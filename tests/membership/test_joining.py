@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.elastic.run import SCHEDULES
 from farflung.faults import Fault, FaultPlan
 from farflung.membership.connections import text_payload
-from farflung.membership.joining import NEWS, StateGiver
+from farflung.membership.giving import NEWS, StateGiver
 from farflung.network import NetworkProfile, network_profile
 from farflung.trees import pack_tensors, unpack_tensors
 from tests.covering import thorough
@@ -120,7 +120,7 @@ def test_one_that_is_too_far_behind_is_waited_for(
 
     With delayed results the members tell of some after later ones.
     """
-    monkeypatch.setattr("farflung.membership.joining._BACKLOG_NBYTES", 0)
+    monkeypatch.setattr("farflung.membership.giving._BACKLOG_NBYTES", 0)
     faults = FaultPlan().join(2, at_s=0.3).throttle(2, at_s=0.0, for_s=60.0, bandwidth_bps=2e5)
     how: dict[str, Any] = {"steps": 30, "network": homes, "evaluate_every": 0, "deadline_s": 20.0}
     ended = run(3, faults, f"synchronous(schedule='{schedule}')", workload="large", **how)
@@ -153,7 +153,7 @@ def test_malformed_news_lose_their_sender(
     ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4)
     assert ended.error is None
     joiner: Any = ended.replicas[3].runtime.elastic
-    assert joiner._connections.malformed == {"1"}
+    assert joiner.agreement.connections.malformed == {"1"}
 
 
 def plan_of(seed: int) -> tuple[int, int, FaultPlan, str, str]:
@@ -191,8 +191,10 @@ def joins_under_faults(seed: int) -> None:
     gone = {fault.rank for fault in faults.faults if fault.kind in ("crash", "leave")}
     for rank in range(first, size) if ended.error is None else ():
         elastic: Any = ended.replicas[rank].runtime.elastic
-        over = "the run has ended" in str(elastic._ended) if elastic is not None else False
-        assert rank in gone or over or ended.replicas[rank].step_done == 60, f"rank {rank}: {elastic._ended}"
+        over = "the run has ended" in str(elastic.agreement.error) if elastic is not None else False
+        assert rank in gone or over or ended.replicas[rank].step_done == 60, (
+            f"rank {rank}: {elastic.agreement.error}"
+        )
 
 
 @pytest.mark.parametrize("seed", range(16))

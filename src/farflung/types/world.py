@@ -402,15 +402,23 @@ class Change(NamedTuple):
 class Elastic(Protocol):
     """What a run is asked that goes on where replicas are lost; see :class:`farflung.membership.Elastic`."""
 
-    step: int
-    """The last step that has begun here."""
-    changes: list[Change]
-    """The members that take samples, by the step from which on they do."""
-    given_nbytes: int
-    """Bytes of the state, and of results, that this replica was given before it began."""
-    interrupted: Pending[None]
-    """Fails once this replica has left, the run has ended here, or it goes on without this replica; another one then
-    stands for the next membership."""
+    @property
+    def changes(self) -> list[Change]:
+        """The members that take samples, by the step from which on they do."""
+        ...
+
+    @property
+    def given_nbytes(self) -> int:
+        """Bytes of the state, and of results, that this replica was given before it began."""
+        ...
+
+    @property
+    def interrupted(self) -> Pending[None]:
+        """Fails once this replica has left, the run has ended here, or it goes on without this replica.
+
+        Another one then stands for the next membership.
+        """
+        ...
 
     @property
     def members(self) -> tuple[int, ...]:

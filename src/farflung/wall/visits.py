@@ -74,7 +74,7 @@ def elastic_on(
     key = runtime.launch(_agreed_key(runtime, ranks)).wait() if guest is None else guest.key
     visits = _Visits(runtime, key, page, takes)
     visits.elastic = elastic = Elastic(runtime, key, page=page, members=ranks, told=visits.told, **options)
-    elastic.met = visits.introduce
+    elastic.agreement.met = visits.introduce
     if runtime.comm.size > 1:
         runtime.launch(visits.listen(guest))
     return elastic
@@ -156,7 +156,7 @@ class _Visits:
     def _find(self, question: object) -> Mapping[str, Json]:
         match question:
             case {"certificate": str(text)}:
-                self.elastic.certified(text.encode())
+                self.elastic.agreement.certified(text.encode())
                 return {}
             case {"join": bool(here)} if not self.elastic.joins:
                 return self._invite(here)
@@ -213,7 +213,7 @@ class _Visits:
         known = self._runtime.peers.get(peer.rank)
         if known == peer or peer.rank in self._guests or peer.rank == self._runtime.comm.rank:
             return  # another member has told of it too
-        self.elastic.forget(peer.rank)
+        self.elastic.agreement.giver.close([peer.rank])
         greeted = self._runtime.let_in(peer)
         self._guests[peer.rank] = peer
 
@@ -355,12 +355,12 @@ class Guest:
                         visit = partial(self._access.ask, place, question, wait_s)
                         answer = await runtime.aside(visit)
                         if "again" in answer and self._elastic is not None:
-                            self._elastic.cannot_reach(peer.rank, RunLost(answer["again"]))
+                            self._elastic.agreement.joiner.cannot_reach(peer.rank, RunLost(answer["again"]))
 
     @property
     def has_begun(self) -> bool:
         """Whether this replica has, or had, the state of the run."""
-        return self._elastic is not None and self._elastic.has_begun
+        return self._elastic is not None and self._elastic.agreement.joiner.has_begun
 
     def watch(self, runtime: WallRuntime, elastic: Elastic) -> None:
         """End where a member has not greeted in time, and was one all that time.
@@ -375,7 +375,7 @@ class Guest:
                 again = self._greetings[rank] = runtime.let_in(runtime.peers[rank])
                 again.on_done(partial(greets, rank, elastic.changes[-1].view))
             elif isinstance(greeted.error, (DeadlinePassed, ProtocolError)):
-                elastic.cannot_reach(rank, greeted.error)
+                elastic.agreement.joiner.cannot_reach(rank, greeted.error)
 
         for rank, greeted in self._greetings.items():
             greeted.on_done(partial(greets, rank, self._view))
