@@ -405,7 +405,7 @@ def test_signs_of_life_go_through_a_relay(silent: list[int], group: Callable[...
     for quarter in range(1, 40):
         members.clock = 2.5 * quarter
         for view in awake:
-            view.check_deadline(10.0)
+            view.waits.check(10.0)
         for _ in range(8):  # on loopback what is sent is there at once
             for view in awake:
                 view.transport.poll(0.0)

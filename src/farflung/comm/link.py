@@ -216,7 +216,10 @@ class Link:
     def flush(self) -> None:
         """Sends what there is room for."""
         if not self._blocked and self.state is State.MEMBER:
-            self._guarded(self._write)
+            try:
+                self._write()
+            except (OSError, ValueError) as error:  # an SSLError is an OSError
+                self.end(error)
 
     def _write(self) -> None:
         while not self._broken and (self._out or self._next()):
