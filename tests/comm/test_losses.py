@@ -86,7 +86,7 @@ def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
     waited_for = stayer.recv(1, tag(5))
     members.comms[1].send(numbered(7), 0, tag(5))
     members.leave(1)
-    (link,) = members.transports[0]._members[1].links.values()
+    (link,) = members.transports[0]._remotes[1].links.values()
     link._broken = True  # as sending finds it
     members.until(lambda: 1 in stayer.view._left)
     assert number_in(waited_for.result()) == 7

@@ -172,7 +172,7 @@ class Link:
                 self.end(None)
                 return
         self.state = State.STRANGER
-        self._owner.connected(self)
+        self._owner.entrance.connected(self)
 
     def certificate(self) -> bytes | None:
         """The certificate that the other end has proved to have the key of, in DER."""
@@ -418,7 +418,7 @@ class Link:
     def _hear(self, said: bytes) -> None:
         self._said += said
         if said and len(self._said) == self._due:
-            self._owner.heard(self, self._said)
+            self._owner.entrance.heard(self, self._said)
 
     def _take(self, nbytes: int) -> None:
         assert self.receiver is not None

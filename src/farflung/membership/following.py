@@ -59,7 +59,7 @@ class _Content:
 
 @dataclass(eq=False)
 class _Source:
-    """A member that is asked for pieces; what it offers as in :class:`_Offer`."""
+    """A member that is asked for pieces; what it offers as a member tells it."""
 
     step: int
     parts: Mapping[str, int]
