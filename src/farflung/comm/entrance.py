@@ -221,10 +221,9 @@ class Entrance:
         """A connection is there, and TLS where there is any: the introduction begins."""
         if link.dialled is None:
             link.nonce = secrets.token_bytes(16)
-            link.expect(HELLO.size)
-            link.say(CHALLENGE.pack(MAGIC, VERSION, link.nonce))
+            link.say(CHALLENGE.pack(MAGIC, VERSION, link.nonce), expects=HELLO.size)
         elif self._is_of(link, self._remotes[link.dialled].peer):
-            link.expect(CHALLENGE.size)
+            link.say(b"", expects=CHALLENGE.size)
         else:
             link.end(ConnectionError("another certificate"))
 
@@ -252,9 +251,8 @@ class Entrance:
             link.end(ConnectionError("another protocol or version"))
             return
         link.nonce = secrets.token_bytes(16)
-        link.expect(PROOF_NBYTES)
         proof = _proof(nonce, mine, theirs, self._transport.me.rank, link.index)
-        link.say(HELLO.pack(self._transport.me.rank, link.index, link.nonce, proof))
+        link.say(HELLO.pack(self._transport.me.rank, link.index, link.nonce, proof), expects=PROOF_NBYTES)
 
     def _introduced(self, link: Link, rank: int, index: int, nonce: bytes, proof: bytes) -> None:
         """A connection says that it is of a rank."""
@@ -304,13 +302,12 @@ class Entrance:
             (nbytes,) = LENGTH.unpack(said)
             link.hears = asks
             if 0 < nbytes <= MOST_NBYTES:
-                link.expect(nbytes)
+                link.say(b"", expects=nbytes)
             else:
                 link.end(ConnectionError("no question"))
 
         link.hears = begins
-        link.expect(LENGTH.size)
-        link.say(visit_proof(key, "member", nonces, self._transport.me.key))
+        link.say(visit_proof(key, "member", nonces, self._transport.me.key), expects=LENGTH.size)
 
     def gone(self, link: Link, remote: Remote | None, was: State, error: Exception | None) -> None:
         """A connection has ended before it was a member's."""

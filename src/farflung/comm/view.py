@@ -262,7 +262,8 @@ class View(Meeting):
         if self.routes.comes_from(rank) and self.routes.relay(rank) is None:
             self._greet(rank)
         if self._parting is not None:
-            self._part(rank, *self._parting)
+            kind, parting = self._parting
+            self.say(kind, rank, {**parting, "behind": self.num_sent[rank]}, last=True)
         unlike = self._unlike(rank, body.get("settings"))
         if unlike is not None and rank in self._late:
             self.say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
@@ -408,7 +409,7 @@ class View(Meeting):
         self._parting = (kind, body)
         for rank in others:
             if rank in self._greeted or self.routes.goes_to(rank):
-                self._part(rank, kind, body)
+                self.say(kind, rank, {**body, "behind": self.num_sent[rank]}, last=True)
         # Wait for the peers to leave before closing: a message to a peer that closes at the same moment would wait for
         # a reconnection, and a peer that has not greeted yet would never learn the error.
         until = self.now() + PARTING_S
@@ -418,9 +419,6 @@ class View(Meeting):
             self.transport.poll(left_s)
         if error is None:
             self._go_on_relaying(relays_s)
-
-    def _part(self, rank: int, kind: Kind, body: Mapping[str, Json]) -> None:
-        self.say(kind, rank, {**body, "behind": self.num_sent[rank]}, last=True)
 
     def _go_on_relaying(self, patience_s: float) -> None:
         """Relays until no pair needs it, or no message has been relayed for ``patience_s`` seconds."""

@@ -10,7 +10,7 @@ from typing import Any
 from farflung.comm import Started
 from farflung.comm.failure_detector import BUSY
 from farflung.errors import FarflungError, Left, RunLost, Suspended
-from farflung.membership.connections import PROBE, TAG, Connections, text_payload
+from farflung.membership.connections import PROBE, TAG, Connections, text_of, text_payload
 from farflung.membership.exchanges import ExchangeLog
 from farflung.membership.giving import PLAN, WANT, StateGiver
 from farflung.membership.joining import ADMIT, Joiner
@@ -212,8 +212,12 @@ class Agreement:
     async def _listen(self) -> None:
         while True:
             source, payload = await self._comm.recv_any(TAG, deadline_s=math.inf)
-            (text,) = payload.tensors()
-            self._hear(str(source), bytes(text.numpy()))
+            try:
+                text = text_of(payload)
+            except ValueError:
+                self.lose(str(source), is_malformed=True)
+            else:
+                self._hear(str(source), text)
 
     def _hear(self, source: str, text: bytes) -> None:
         if source in self.connections.malformed:

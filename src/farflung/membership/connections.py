@@ -17,7 +17,7 @@ from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 
-__all__ = ["PROBE", "REPAIR_S", "TAG", "Connections", "as_bytes", "text_payload"]
+__all__ = ["PROBE", "REPAIR_S", "TAG", "Connections", "as_bytes", "text_of", "text_payload"]
 
 TAG = Tag(Purpose.VIEWS.at(0))
 """Of all messages of the agreement."""
@@ -254,6 +254,12 @@ class Connections:
 def text_payload(text: bytes) -> Payload:
     """Make a message of bytes."""
     return Payload((as_bytes(text),))
+
+
+def text_of(payload: Payload) -> bytes:
+    """Returns the bytes of a message; raises ``ValueError`` where it has other tensors too."""
+    (text,) = payload.tensors()
+    return bytes(text.numpy())
 
 
 def as_bytes(text: bytes) -> Tensor:

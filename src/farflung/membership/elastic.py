@@ -15,7 +15,7 @@ from farflung.membership.roster import Roster
 from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending
-from farflung.types import Change, Runtime, Sampler
+from farflung.types import Change, Runtime
 
 __all__ = ["Elastic"]
 
@@ -71,6 +71,10 @@ class Elastic:
             first_step=first_step, told=told,
         )  # fmt: skip
         self._runtime, self._log = runtime, self.agreement.log
+        self.at, self.counted, self.give_back = self.roster.at, self.roster.counted, self.roster.give_back
+        """See :class:`farflung.membership.roster.Roster`."""
+        self.probe = self.agreement.suspicion.probe
+        """See :class:`farflung.membership.suspicion.Suspicion`."""
 
     # --- members ----------------------------------------------------------------------------------------------------
 
@@ -93,22 +97,6 @@ class Elastic:
     def interrupted(self) -> Pending[None]:
         """See :class:`farflung.types.Elastic`."""
         return self.agreement.interrupted
-
-    def at(self, step: int) -> Change:
-        """Returns the change that is in force at a step."""
-        return self.roster.at(step)
-
-    def counted(self, step: int) -> int:
-        """Returns the number of batches that a step adds to those that are taken, less those given back at it."""
-        return self.roster.counted(step)
-
-    def give_back(self, step: int, sampler: Sampler) -> None:
-        """Returns the samples of lost members to a sampler, where a change takes effect at a step."""
-        self.roster.give_back(step, sampler)
-
-    async def probe(self) -> None:
-        """Leaves out the members of the newest view that give no sign of life for all of the patience."""
-        await self.agreement.suspicion.probe()
 
     # --- joining ----------------------------------------------------------------------------------------------------
 

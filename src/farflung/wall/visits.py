@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from farflung.comm import Peer, Purpose
 from farflung.comm.visits import Access, answered
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
 from farflung.membership import Elastic, Page
+from farflung.membership.connections import text_of, text_payload
 from farflung.tasks import Pending
-from farflung.types import Json, Payload, Tag
+from farflung.types import Json, Tag
 
 if TYPE_CHECKING:
     from farflung.wall.runtime import WallRuntime
@@ -83,11 +82,10 @@ def elastic_on(
 async def _agreed_key(runtime: WallRuntime, ranks: Sequence[int]) -> bytes:
     comm, first = runtime.comm, ranks[0]
     if comm.rank != first:
-        (text,) = (await comm.recv(first, _KEY)).tensors()
-        return bytes(text.numpy())
+        return text_of(await comm.recv(first, _KEY))
     key = secrets.token_bytes(32)
     for rank in ranks[1:]:
-        comm.send(_payload(key), rank, _KEY)
+        comm.send(text_payload(key), rank, _KEY)
     return key
 
 
@@ -120,8 +118,8 @@ class _Visits:
         self.told(self.elastic.changes[-1].ranks)
         while True:
             _, payload = await self._runtime.comm.recv_any(_GUEST, deadline_s=math.inf)
-            with suppress(FarflungError):
-                self._admit(Peer.from_json(_text(payload)))
+            with suppress(FarflungError, ValueError):
+                self._admit(Peer.from_json(text_of(payload)))
 
     def told(self, ranks: Sequence[int]) -> None:
         """Note the members of a view."""
@@ -151,7 +149,7 @@ class _Visits:
             self._tell(rank, runtime.peers[other])
 
     def _tell(self, rank: int, peer: Peer) -> None:
-        self._runtime.comm.send(_payload(peer.to_json().encode()), rank, _GUEST)
+        self._runtime.comm.send(text_payload(peer.to_json().encode()), rank, _GUEST)
 
     def _find(self, question: object) -> Mapping[str, Json]:
         match question:
@@ -384,12 +382,3 @@ class Guest:
 def _place(peer: Peer) -> str | None:
     """The address without transport."""
     return None if peer.address is None else peer.address.removeprefix("tcp://")
-
-
-def _payload(text: bytes) -> Payload:
-    return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8),))
-
-
-def _text(payload: Payload) -> bytes:
-    (text,) = payload.tensors()
-    return bytes(text.numpy())
