@@ -99,7 +99,7 @@ def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPat
 
 # --- what they say ----------------------------------------------------------------------------------------------
 
-MANY_NBYTES = 500 << 20
+MANY_NBYTES = 120 << 20
 SAID = {"messages at once": b"", "an introduction of zeros": bytes(60), "the beginning of TLS": CLIENT_HELLO}
 
 

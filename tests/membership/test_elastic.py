@@ -40,7 +40,7 @@ from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
-from tests.covering import thorough
+from tests.covering import diagonal, thorough
 
 STEPS, DEADLINE_S = 12, 2.0
 LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
@@ -559,8 +559,7 @@ def test_one_that_flaps_comes_back_later_each_time() -> None:
     assert delays[2] == pytest.approx(2.0, abs=0.2)
 
 
-@pytest.mark.parametrize("members", CODECS[1:])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@diagonal("schedule, members", SCHEDULES, CODECS[1:])
 def test_a_replica_joins(schedule: str, members: str) -> None:
     ended = run(3, FaultPlan().join(2, at_s=0.2), f"synchronous(schedule='{schedule}', {members})")
     assert len(ended.models) == 3
@@ -690,37 +689,34 @@ def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
     assert "2" in {giver for giver, _ in handed}
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)", "delayed(delay=3)"])
-@pytest.mark.parametrize(
-    "faults",
-    [
-        FaultPlan().crash(0, at_s=0.1).crash(1, at_s=0.1),
-        FaultPlan().crash(0, at_s=0.19),
-        FaultPlan().crash(0, at_s=0.256).crash(1, at_s=0.256),
-        FaultPlan().hang(0, at_s=0.25, for_s=60.0).hang(1, at_s=0.25, for_s=60.0),
-    ],
-    ids=["before it comes", "one before it comes", "while it is let in", "in silence"],
-)
-def test_one_that_joins_ends_by_name_where_none_has_the_state(faults: FaultPlan, schedule: str) -> None:
-    ended = run(3, faults.join(2, at_s=0.25), f"synchronous(schedule='{schedule}')")
+WITHOUT_STATE = {
+    "before it comes": FaultPlan().crash(0, at_s=0.1).crash(1, at_s=0.1),
+    "one before it comes": FaultPlan().crash(0, at_s=0.19),
+    "while it is let in": FaultPlan().crash(0, at_s=0.256).crash(1, at_s=0.256),
+    "in silence": FaultPlan().hang(0, at_s=0.25, for_s=60.0).hang(1, at_s=0.25, for_s=60.0),
+}
+
+
+@diagonal("name, schedule", WITHOUT_STATE, ["synchronous", "pipelined(width=2)", "delayed(delay=3)"])
+def test_one_that_joins_ends_by_name_where_none_has_the_state(name: str, schedule: str) -> None:
+    ended = run(3, WITHOUT_STATE[name].join(2, at_s=0.25), f"synchronous(schedule='{schedule}')")
     check(ended)
     elastic: Any = ended.replicas[2].runtime.elastic
     assert elastic.joins
     assert str(elastic.agreement.error) == "rank 2 cannot begin: members 0, 1 are lost or silent"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    ("faults", "survivors"),
-    [
-        (FaultPlan().leave(0, at_step=4), [1, 2, 3]),
-        (FaultPlan().leave(3, at_s=0.15).leave(0, at_s=0.15), [1, 2]),
-        (FaultPlan().leave(1, at_step=3).crash(2, at_step=3), [0, 3]),
-        (FaultPlan().leave(0, at_step=4).leave(1, at_step=4).leave(3, at_step=4), [2]),
-    ],
-    ids=["the senior", "two at once", "beside a crash", "all but one"],
-)
-def test_the_others_go_on_where_some_leave(faults: FaultPlan, survivors: list[int], schedule: str) -> None:
+LEAVES: dict[str, tuple[FaultPlan, list[int]]] = {
+    "the senior": (FaultPlan().leave(0, at_step=4), [1, 2, 3]),
+    "two at once": (FaultPlan().leave(3, at_s=0.15).leave(0, at_s=0.15), [1, 2]),
+    "beside a crash": (FaultPlan().leave(1, at_step=3).crash(2, at_step=3), [0, 3]),
+    "all but one": (FaultPlan().leave(0, at_step=4).leave(1, at_step=4).leave(3, at_step=4), [2]),
+}
+
+
+@diagonal("name, schedule", LEAVES, SCHEDULES)
+def test_the_others_go_on_where_some_leave(name: str, schedule: str) -> None:
+    faults, survivors = LEAVES[name]
     ended = run(4, faults, f"synchronous(schedule='{schedule}', codec='int8')")
     assert ended.error is None
     assert [replica.runtime.comm.rank for replica in ended.survivors] == survivors

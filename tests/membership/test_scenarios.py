@@ -14,6 +14,7 @@ import torch
 from benchmarks.elastic.run import SCHEDULES
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
+from tests.covering import diagonal
 from tests.membership.test_elastic import check, run
 
 PLAN = FaultPlan()
@@ -42,8 +43,7 @@ def recipe_of(schedule: str, codec: str = "int8") -> str:
     return f"synchronous(schedule='{schedule}', codec='{codec}')"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", SCENARIOS)
+@diagonal("name, schedule", SCENARIOS, SCHEDULES)
 def test_those_that_are_left_end_with_one_model(name: str, schedule: str) -> None:
     faults, views = SCENARIOS[name]
     ended = run(1 + max(map(max, views)), faults, recipe_of(schedule), steps=32)
@@ -54,8 +54,7 @@ def test_those_that_are_left_end_with_one_model(name: str, schedule: str) -> Non
     check(ended)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["two groups are parted", "halves are parted"])
+@diagonal("name, schedule", ["two groups are parted", "halves are parted"], SCHEDULES)
 def test_the_ranks_that_are_parted_from_the_majority_stop_by_name(name: str, schedule: str) -> None:
     faults, (before, left) = SCENARIOS[name]
     for replica in run(len(before), faults, recipe_of(schedule)).replicas:
