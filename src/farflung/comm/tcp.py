@@ -81,6 +81,9 @@ class TcpTransport:
         not open enough files.
     """
 
+    listener: Listener
+    """What is told of members and their messages, from :meth:`open` on."""
+
     def __init__(
         self,
         rank: int,
@@ -105,7 +108,6 @@ class TcpTransport:
         self._said_at = 1
         """How many refusals there are when it is logged next how many."""
         self._connections = connections
-        self._listener: Listener | None = None
         self._remotes: dict[int, Remote] = {}
         self._leaving: set[Link] = set()
         """Those of peers that are members no more, of which something is to leave."""
@@ -130,16 +132,10 @@ class TcpTransport:
         self.entrance = Entrance(self, self._loop, self._remotes, door, size - 1, later)
         _open.add(self)
 
-    @property
-    def listener(self) -> Listener:
-        """What is told of members and their messages."""
-        assert self._listener is not None
-        return self._listener
-
     # --- members ----------------------------------------------------------------------------------------------------
 
     def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
-        self._listener = listener
+        self.listener = listener
         self.entrance.open()
         for peer in others:
             self.dismiss(peer.rank)
