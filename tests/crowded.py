@@ -17,8 +17,8 @@ from tests.helpers import Group
 from tests.late import Late
 from tests.strangers import FRAME, forged, place
 
-COUNT = 1100
-LIMIT = 1024
+COUNT = 400
+LIMIT = 320
 _CROWD = """
 import socket, sys
 host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

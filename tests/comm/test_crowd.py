@@ -92,7 +92,7 @@ def test_in_a_crowd_strangers_have_less_time(stack: ExitStack, monkeypatch: pyte
 
 
 def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (LIMIT, LIMIT))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with pytest.raises(ConfigError, match="1000 replicas take 1256 open files in each process, and 1024 are"):
         TcpTransport(0, 1000)
 

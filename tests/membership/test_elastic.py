@@ -361,8 +361,8 @@ def test_an_exchange_is_made_again_from_the_state_that_its_codec_had() -> None:
     """A connection is closed at any moment of a step, before and after residuals have changed."""
     recipe = "synchronous(codec='error_feedback(topk(density=0.25))')"
     plain = run(3, FaultPlan(), recipe)
-    for moment in range(12):  # a step takes 14 ms
-        ended = run(3, FaultPlan().reset(0, 1, at_s=0.02 + 0.0012 * moment), recipe)
+    for moment in range(6):  # a step takes 14 ms
+        ended = run(3, FaultPlan().reset(0, 1, at_s=0.02 + 0.0024 * moment), recipe)
         assert len(ended.models) == 3
         assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.models[0].items())
 
@@ -646,7 +646,7 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
 def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None:
     """At any moment from before it is let in to after it has begun, with residuals."""
     recipe = f"synchronous(schedule='{schedule}', {CODECS[2]})"
-    for moment in range(8):
+    for moment in range(0, 8, 2):
         faults = FaultPlan().join(3, at_s=0.2).crash(lost, at_s=0.19 + 0.05 * moment)
         ended = run(4, faults, recipe)
         assert [replica.runtime.comm.rank for replica in ended.survivors] == sorted({0, 1, 2, 3} - {lost})

@@ -58,10 +58,8 @@ def slow_run(
     "schedule",
     [
         "synchronous",
-        "pipelined(width=2)",
-        "delayed(delay=2)",
-        "local_sgd(sync_every=5)",
         "diloco(sync_every=5)",
+        *thorough("pipelined(width=2)", "delayed(delay=2)", "local_sgd(sync_every=5)"),
     ],
 )
 def test_others_go_on_while_a_replica_is_given_the_state(schedule: str, homes: NetworkProfile) -> None:
@@ -92,7 +90,7 @@ def test_a_cut_goes_on_where_it_was(homes: NetworkProfile) -> None:
     assert event["nbytes"] < 1.5 * plain["nbytes"]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, *thorough(1)])
 def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkProfile) -> None:
     plain = joined(slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4))
     ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3).crash(lost, at_s=0.75), 4)
@@ -101,7 +99,7 @@ def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkP
     assert joined(ended)["nbytes"] < 1.5 * plain["nbytes"]
 
 
-@pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.1))"])
+@pytest.mark.parametrize("codec", ["error_feedback(topk(density=0.1))", *thorough("identity")])
 def test_a_member_tells_late_of_results_that_are_being_fetched(codec: str, homes: NetworkProfile) -> None:
     faults = FaultPlan().join(2, at_s=0.3).cut(1, 2, at_s=0.6, for_s=3.0)
     how: dict[str, Any] = {"network": homes, "evaluate_every": 0, "seconds_per_sample": 0.01}
@@ -197,7 +195,7 @@ def joins_under_faults(seed: int) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(8), *thorough(*range(8, 60))])
 def test_replicas_join_while_others_fail(seed: int) -> None:
     joins_under_faults(seed)
 
@@ -240,7 +238,7 @@ def test_what_is_mostly_zeros_takes_its_other_values() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "models"),
-    [("delayed(delay=3)", 1), ("pipelined(width=3)", 1), ("streaming_diloco(sync_every=8)", 2)],
+    [("delayed(delay=3)", 1), *thorough(("pipelined(width=3)", 1), ("streaming_diloco(sync_every=8)", 2))],
 )
 def test_nothing_travels_of_what_others_have_given(schedule: str, models: int, homes: NetworkProfile) -> None:
     """Beside results: parameters or an anchor, and the outer momentum."""
