@@ -212,7 +212,7 @@ class Started(Generic[T]):
     result: Pending[T]
 
     async def bring(self) -> T:
-        """Wait for the result, at the same place of the program on all replicas."""
+        """Waits for the result, at the same place of the program on all replicas."""
         return await self.result
 
 
@@ -226,7 +226,7 @@ def start(
     rewind: Callable[[], None] | None = None,
     ends_step: bool = False,
 ) -> Started[T]:
-    """Start an exchange beside the replica, in the same order on all replicas.
+    """Starts an exchange beside the replica, in the same order on all replicas.
 
     Where the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be made several times.
 

@@ -59,7 +59,7 @@ def elastic_on(
     guest: Guest | None = None,
     **options: Any,
 ) -> Elastic:
-    """Have a run outlive the loss of members; all members call it.
+    """Has a run outlive the loss of members; all members call it.
 
     Args:
       runtime: of this member; its view is not whole.
@@ -108,7 +108,7 @@ class _Visits:
         """Until when ranks are kept for replicas that have asked for one."""
 
     async def listen(self, guest: Guest | None) -> None:
-        """Answer from now on, and hear from other members of replicas that join."""
+        """Answers from now on, and hears from other members of replicas that join."""
         if guest is not None:
             guest.watch(self._runtime, self.elastic)
             self._met.update(guest.used)
@@ -122,7 +122,7 @@ class _Visits:
                 self._admit(Peer.from_json(text_of(payload)))
 
     def told(self, ranks: Sequence[int]) -> None:
-        """Note the members of a view."""
+        """Notes the members of a view."""
         runtime = self._runtime
         for rank in ranks:
             self._guests.pop(rank, None)
@@ -140,7 +140,7 @@ class _Visits:
                 runtime.aside(lambda: publish(access))
 
     def introduce(self, rank: int) -> None:
-        """Tell a process that is no member and has come of all others that are here, and these of it."""
+        """Tells a process that is no member and has come of all others that are here, and these of it."""
         runtime, mine = self._runtime, self.elastic
         if mine.joins or rank in mine.members or rank not in runtime.peers:
             return
@@ -166,7 +166,7 @@ class _Visits:
                 raise ValueError("no question")
 
     def _invite(self, here: bool) -> dict[str, Json]:
-        """Give a replica a rank, or name the member to ask for one: one alone gives ranks while it is there."""
+        """Gives a replica a rank, or names the member to ask for one: one alone gives ranks while it is there."""
         if self._takes is None:
             raise ConfigError("the run takes no others (--elastic MIN:MAX)")
         ranks, mine = self.elastic.members, self._runtime.comm.rank
@@ -189,11 +189,11 @@ class _Visits:
         return {"rank": rank, "addresses": addresses, "config": dict(self._takes.config)}
 
     def _used(self) -> set[int]:
-        """Return the ranks of all that are or were members, or have come to be."""
+        """Returns the ranks of all that are or were members, or have come to be."""
         return {rank for change in self.elastic.changes for rank in change.ranks} | self._met
 
     def _welcome(self, peer: Peer) -> dict[str, Json]:
-        """Admit a replica, and have all others do so."""
+        """Admits a replica, and has all others do so."""
         runtime = self._runtime
         is_known = runtime.peers.get(peer.rank) == peer  # by another member
         if not is_known and peer.rank in self._used() | self._guests.keys():
@@ -268,11 +268,11 @@ class Guest:
         return list(self._addresses)
 
     def _prefer(self, addresses: Iterable[str]) -> None:
-        """Ask at some addresses first from now on."""
+        """Asks at some addresses first from now on."""
         self._addresses = list(dict.fromkeys([*map(str, addresses), *self._addresses]))
 
     def _ask(self, question: Mapping[str, Json]) -> dict[str, Any]:
-        """Ask members in turn until one answers, which is asked first from then on; later again if one says so."""
+        """Asks members in turn until one answers, which is asked first from then on; later again if one says so."""
         until = time.monotonic() + LATER_S
         while True:
             answer, refused = self._ask_once(question)
@@ -283,7 +283,7 @@ class Guest:
             time.sleep(_AGAIN_S)
 
     def _ask_once(self, question: Mapping[str, Json]) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Return the first answer, or why there is none, by kind."""
+        """Returns the first answer, or why there is none, by kind."""
         reasons: dict[str, str] = {}
         for address in self._addresses:
             try:
@@ -299,7 +299,7 @@ class Guest:
         return None, dict(sorted(reasons.items(), key=lambda item: item[0] != "refused"))
 
     def come(self, runtime: WallRuntime) -> None:
-        """Tell the members of this replica; return when the first of them has greeted it, while others do yet.
+        """Tells the members of this replica; returns when the first of them has greeted it, while others do yet.
 
         Args:
           runtime: of this replica alone so far.
@@ -339,7 +339,7 @@ class Guest:
         self.members = [rank for rank, one in self._greetings.items() if one.done and one.error is None]
 
     async def _insist(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
-        """Visit members that do not greet: the one that was asked may not have reached them."""
+        """Visits members that do not greet: the one that was asked may not have reached them."""
         question, wait_s = {"peer": runtime.view.transport.me.to_json()}, _INSISTS_S[0]
         while True:
             await runtime.sleep_until(runtime.now() + wait_s)
@@ -361,7 +361,7 @@ class Guest:
         return self._elastic is not None and self._elastic.agreement.joiner.has_begun
 
     def watch(self, runtime: WallRuntime, elastic: Elastic) -> None:
-        """End where a member has not greeted in time, and was one all that time.
+        """Ends where a member has not greeted in time, and was one all that time.
 
         Where a view was without it meanwhile, as without one that stood still, its time begins again.
         """
