@@ -57,3 +57,17 @@ def thorough(*rows: object) -> list[Any]:
     return [
         pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows
     ]
+
+
+def diagonal(names: str, *values: Iterable[object], **options: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test by rows in which each value of each column is met once; the rest of the product is thorough.
+
+    Args:
+      names: of the columns, with commas between.
+      values: those of each column.
+      options: more for ``parametrize``.
+    """
+    columns = [list(each) for each in values]
+    usual = [tuple(each[row % len(each)] for each in columns) for row in range(max(map(len, columns)))]
+    rest = [row for row in itertools.product(*columns) if row not in usual]
+    return pytest.mark.parametrize(names, [*usual, *thorough(*rest)], **options)

@@ -11,14 +11,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from farflung.comm import tcp
+from farflung.comm import entrance
 from farflung.comm.wire import Route
 from tests.helpers import Group
 from tests.late import Late
 from tests.strangers import FRAME, forged, place
 
-COUNT = 1100
-LIMIT = 1024
+COUNT = 400
+LIMIT = 320
 _CROWD = """
 import socket, sys
 host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -52,11 +52,11 @@ def descriptors() -> int:
 
 def scenario() -> None:
     """A crowd is there before a run starts, and comes again once it has."""
-    with mock.patch.object(tcp, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
+    with mock.patch.object(entrance, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
         first = members.comms[0]
         with crowd(first.view.transport.me.where):
             members.meet().exchange(1)
-            members.until(lambda: not members.transports[0]._early)
+            members.until(lambda: not members.transports[0].entrance.early)
         assert first.view.transport.turned_away > 0
         before = descriptors()
         with crowd(first.view.transport.me.where):
@@ -69,7 +69,7 @@ def scenario() -> None:
 def late_scenario() -> None:
     """A crowd is there while one is admitted, who forges, and others send without end, in such a process."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
-    with mock.patch.object(tcp, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
+    with mock.patch.object(entrance, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
         members.meet().exchange(1)
         members.newcomer()
         first, before = members.comms[0], resident_nbytes()

@@ -351,7 +351,7 @@ class Group:
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """What a replica does at its end, on a clock that jumps: it waits for nobody."""
         view = self.views[rank]
-        view._now = itertools.count(0.0, 1e6).__next__
+        view.now = itertools.count(0.0, 1e6).__next__
         view.leave(error)
         self.close(view)
 

@@ -36,15 +36,15 @@ SIZE = 5
 SETTINGS = {"model": "a"}
 
 
-# --- while 44 MB are under way ----------------------------------------------------------------------------------
+# --- while 4 MB are under way ----------------------------------------------------------------------------------
 
 FOUNDERS = [0, 1, 2]
 WRONG, RIGHT = 3, 4
-NUMEL = 11_000_000
+NUMEL = 1_000_000
 
 
 async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, bool]:
-    """One all-reduce of 44 MB among the founders, and whether any of them wants another."""
+    """One all-reduce of 4 MB among the founders, and whether any of them wants another."""
     comm, total = runtime.comm, torch.full((NUMEL,), float(runtime.comm.rank))
     others = [rank for rank in FOUNDERS if rank != comm.rank]
     for rank in others:

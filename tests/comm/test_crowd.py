@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from farflung.comm import TcpTransport, tcp
+from farflung.comm import TcpTransport, entrance
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError
 from tests.crowded import LIMIT, descriptors, hopeless_scenario, late_scenario, resident_nbytes, scenario
@@ -68,23 +68,23 @@ def stack() -> Iterator[ExitStack]:
 def test_only_so_many_strangers_are_accepted_at_once(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Knocked(tcp.CROWD + 20, stack, monkeypatch)
-    assert len(one.transport._early) == tcp.CROWD + 1, "and the member that is due"
+    one = Knocked(entrance.CROWD + 20, stack, monkeypatch)
+    assert len(one.transport.entrance.early) == entrance.CROWD + 1, "and the member that is due"
     for link in one.links[:5]:
         link.shutdown(socket.SHUT_WR)
     one.turn()
     assert one.transport.turned_away == 5
-    assert len(one.transport._early) == tcp.CROWD + 1, "the next are accepted in their place"
+    assert len(one.transport.entrance.early) == entrance.CROWD + 1, "the next are accepted in their place"
 
 
 def test_in_a_crowd_strangers_have_less_time(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = tcp.CROWD // 2 + 1
+    few = entrance.CROWD // 2 + 1
     one = Knocked(few + 7, stack, monkeypatch)
-    one.turn(tcp.CROWDED_S - 0.1)
+    one.turn(entrance.CROWDED_S - 0.1)
     assert one.transport.turned_away == 0
     one.turn(0.2)
     assert one.transport.turned_away == 7, "those that came when more than half were there"
-    one.turn(tcp.HANDSHAKE_S - tcp.CROWDED_S - 0.2)
+    one.turn(entrance.HANDSHAKE_S - entrance.CROWDED_S - 0.2)
     assert one.transport.turned_away == 7
     one.turn(0.2)
     assert one.transport.turned_away == few + 7
@@ -92,14 +92,14 @@ def test_in_a_crowd_strangers_have_less_time(stack: ExitStack, monkeypatch: pyte
 
 
 def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (LIMIT, LIMIT))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with pytest.raises(ConfigError, match="1000 replicas take 1256 open files in each process, and 1024 are"):
         TcpTransport(0, 1000)
 
 
 # --- what they say ----------------------------------------------------------------------------------------------
 
-MANY_NBYTES = 500 << 20
+MANY_NBYTES = 120 << 20
 SAID = {"messages at once": b"", "an introduction of zeros": bytes(60), "the beginning of TLS": CLIENT_HELLO}
 
 
@@ -133,7 +133,7 @@ def test_without_descriptors_it_accepts_later() -> None:
             with suppress(OSError):
                 while True:
                     filled.append(os.open(os.devnull, os.O_RDONLY))
-            members.until(lambda: members.transports[0]._rests)
+            members.until(lambda: members.transports[0].entrance.rests)
         finally:
             for one in filled:
                 os.close(one)

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from farflung.comm import Endpoint, TcpTransport, tcp
+from farflung.comm import Endpoint, TcpTransport, entrance
 from farflung.comm import keys as keys_module
 from farflung.comm.keys import Keys, certificate_of
 from farflung.comm.wire import VERSION
@@ -195,7 +195,7 @@ def test_a_certificate_that_verifies_has_to_be_the_one_published(
         return context
 
     stranger = Keys.fresh()
-    monkeypatch.setattr(tcp, "tls_context", lenient)
+    monkeypatch.setattr(entrance, "tls_context", lenient)
     first = encrypted.comms[0]
     first.view.connect(encrypted.peers)
     let_in: list[bool] = []
@@ -254,8 +254,8 @@ def test_no_rank_gets_in_before_the_list_is_known(encrypted: Sealed) -> None:
 def test_a_second_connection_of_a_member_is_refused(members: Group) -> None:
     """Even with all that the member knows: another process that has stolen it does not take its place."""
     group = members.meet()
-    group.transports[0]._due = 1
-    group.transports[0]._mind()
+    group.transports[0].entrance.due = 1
+    group.transports[0].entrance.mind()
     for index in (0, 1, 200):
         let_in: list[bool] = []
 
@@ -409,12 +409,12 @@ def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock)
         links = [stack.enter_context(knock(first)) for _ in range(5)]
         for link in links[::2]:
             link.sendall(CLIENT_HELLO[:5])
-        early = members.transports[0]._early
+        early = members.transports[0].entrance.early
         members.until(lambda: sum(link.dialled is None for link in early) == 5)
-        clock.now_s = tcp.HANDSHAKE_S - 0.1
+        clock.now_s = entrance.HANDSHAKE_S - 0.1
         work(members)
         assert first.view.transport.turned_away == 0
-        clock.now_s = tcp.HANDSHAKE_S + 0.1
+        clock.now_s = entrance.HANDSHAKE_S + 0.1
         members.until(lambda: first.view.transport.turned_away == 5)
         for link in links:
             until_closed(link)

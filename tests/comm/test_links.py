@@ -25,7 +25,7 @@ LARGE_NUMEL = 3_000_000
 
 
 def links_of(members: Group, rank: int, peer: int) -> list[int]:
-    return sorted(members.transports[rank]._members[peer].links)
+    return sorted(members.transports[rank]._remotes[peer].links)
 
 
 # --- several connections ----------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_a_tensor_arrives_in_the_memory_that_is_named_for_it(several: Group) -> 
 
 def test_one_of_several_that_breaks_loses_the_peer(several: Group) -> None:
     waiting = several.comms[0].recv(1, tag(5))
-    several.transports[1]._members[0].links[2].sock.shutdown(socket.SHUT_RDWR)
+    several.transports[1]._remotes[0].links[2].sock.shutdown(socket.SHUT_RDWR)
     several.until(lambda: waiting.done)
     assert isinstance(waiting.error, PeerLost)
     assert waiting.error.rank == 1
@@ -105,7 +105,7 @@ def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch:
     with closing(Group(2)) as members:
         members.meet()
         transport = members.transports[dialler]
-        member = transport._members[1 - dialler]
+        member = transport._remotes[1 - dialler]
         link = member.links[0]
         monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.02, "reno", 2e6))
         for _ in range(6):
@@ -124,10 +124,10 @@ def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch:
 def test_within_a_machine_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Group(2)) as members:
         members.meet()
-        link = members.transports[0]._members[1].links[0]
+        link = members.transports[0]._remotes[1].links[0]
         link.busy_s, link.busy_nbytes = 100.0, 1 << 30
         members.transports[0].busy(link)
-        assert members.transports[0]._members[1].wanted == 1
+        assert members.transports[0]._remotes[1].wanted == 1
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Watched:
 def test_the_kernel_takes_the_records_of_a_sealed_piece_at_once() -> None:
     with closing(Group(2, keys=Keys.fresh())) as members:
         members.meet()
-        link = members.transports[0]._members[1].links[0]
+        link = members.transports[0]._remotes[1].links[0]
         link.sock = watched = Watched(link.sock)  # type: ignore[assignment]
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(40_000),)), 1, tag(5))
@@ -164,7 +164,7 @@ def test_a_piece_is_what_the_kernel_has_seen_a_link_carry(
 ) -> None:
     with closing(Group(2, keys=Keys.fresh())) as members:
         members.meet()
-        link = members.transports[0]._members[1].links[0]
+        link = members.transports[0]._remotes[1].links[0]
         monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.0, "bbr", rate_bps))
         monkeypatch.setattr(link, "_adapt", lambda: None)
         link._adapts, link._piece = True, 1 << 14
@@ -181,7 +181,7 @@ def test_the_rate_is_read_where_the_kernel_has_it() -> None:
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
         members.until(lambda: arrived.done)
-        path = members.transports[0]._members[1].links[0].path()
+        path = members.transports[0]._remotes[1].links[0].path()
         if path is None:
             pytest.skip("only Linux tells")
         assert 1e6 < path.rate_bps < 1e13
@@ -244,7 +244,7 @@ def test_a_child_closes_what_it_has_inherited() -> None:
 def test_settled_is_what_the_other_kernel_has() -> None:
     with closing(Group(2)) as members:
         members.meet()
-        link = members.transports[0]._members[1].links[0]
+        link = members.transports[0]._remotes[1].links[0]
         members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
         assert link.unsettled_nbytes()
         arrived = members.comms[1].recv(0, tag(1))
@@ -262,8 +262,8 @@ def sums(members: Group, between: int, seed: int) -> list[torch.Tensor]:
     transport = members.transports[0]
     for number in range(50):
         for _ in range(between):
-            transport._due = 1  # as if a member were to come
-            transport._mind()
+            transport.entrance.due = 1  # as if a member were to come
+            transport.entrance.mind()
             said = [mutated(draw), bytes(HELLO.size) + mutated(draw), CLIENT_HELLO + mutated(draw)]
             with knock(members.comms[0]) as stranger, suppress(OSError):
                 stranger.sendall(draw.choice(said)[: 1 << 16])
@@ -303,7 +303,7 @@ def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whol
         with closing(Group(3, keys=Keys.fresh() if sealed else None, about={"whole": whole})) as members:
             members.meet()
             waiting = members.comms[0].recv(1, tag(5))
-            link = members.transports[1]._members[0].links[0]
+            link = members.transports[1]._remotes[0].links[0]
             link._put(b"\xff" * 8 + draw.randbytes(100))
             link._write()
             members.until(lambda: waiting.done)  # noqa: B023

@@ -86,7 +86,7 @@ def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
     waited_for = stayer.recv(1, tag(5))
     members.comms[1].send(numbered(7), 0, tag(5))
     members.leave(1)
-    (link,) = members.transports[0]._members[1].links.values()
+    (link,) = members.transports[0]._remotes[1].links.values()
     link._broken = True  # as sending finds it
     members.until(lambda: 1 in stayer.view._left)
     assert number_in(waited_for.result()) == 7
@@ -116,7 +116,7 @@ def test_who_has_said_farewell_and_goes_has_left_although_something_is_missing(
     members = group()
     stayer = members.comms[0]
     waited_for = stayer.recv(1, tag(5))
-    members.views[1]._sent[0] += 1  # what never comes
+    members.views[1].num_sent[0] += 1  # what never comes
     members.leave(1)
     members.until(lambda: waited_for.done)
     assert str(waited_for.error) == "lost rank 1: it had left the run"
@@ -243,7 +243,7 @@ def test_a_message_that_is_refused_loses_its_sender_at_once(
 def test_what_is_refused_through_a_relay_is_its_sources(group: Callable[..., Group]) -> None:
     members = group(3, hidden=(0, 2))
     waiting = members.comms[2].recv(0, tag(5))
-    members.views[0]._say(Kind.LEAVE, 2, {})
+    members.views[0].say(Kind.LEAVE, 2, {})
     members.until(lambda: waiting.done)
     assert str(waiting.error) == (
         "lost rank 0: refused 2 bytes from it: a leave without the number of messages sent before it"
@@ -261,11 +261,11 @@ def at(members: Group, clock: float, *, without: Collection[int] = ()) -> list[f
     members.clock = clock
     awake = [comm for comm in members.comms if comm.rank not in without]
     for comm in awake:
-        comm.view.check_deadline(DEADLINE_S)
+        comm.view.waits.check(DEADLINE_S)
     for _ in range(8):  # on loopback what is sent is there at once
         for comm in awake:
             comm.view.transport.poll(0.0)
-    return [comm.view.check_deadline(DEADLINE_S) for comm in awake]
+    return [comm.view.waits.check(DEADLINE_S) for comm in awake]
 
 
 def pass_time(members: Group, begin: float, end: float, *, without: Collection[int] = ()) -> None:
@@ -316,7 +316,7 @@ def test_a_rank_that_answers_is_waited_for_while_it_makes_steps(group: Callable[
     members = group()
     waiting = members.comms[0].recv(1, tag(7))
     pass_time(members, 0.0, 90.0)
-    members.views[1].events = lambda: 1
+    members.views[1].waits.events = lambda: 1
     pass_time(members, 90.0, 190.0)
     assert not waiting.done
     at(members, 192.5)
@@ -444,9 +444,9 @@ def test_what_large_messages_carry_is_counted_at_both_ends(group: Callable[..., 
 def test_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
     members = group()
     waiting = members.comms[0].recv(1, tag(7))
-    members.views[1].waits_for_data(Pending())
+    members.views[1].waits.wait_for_data(Pending())
     pass_time(members, 0.0, 500.0)
-    members.views[1].has_data()
+    members.views[1].waits.end_wait_for_data()
     pass_time(members, 500.0, 597.5)
     assert not waiting.done
     pass_time(members, 597.5, 602.5)
@@ -456,7 +456,7 @@ def test_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
 def test_who_falls_silent_while_it_waits_for_data_is_put_out(group: Callable[..., Group]) -> None:
     members = group()
     waiting = members.comms[0].recv(1, tag(7))
-    members.views[1].waits_for_data(Pending())
+    members.views[1].waits.wait_for_data(Pending())
     pass_time(members, 0.0, 5.0)
     pass_time(members, 5.0, 12.5, without=[1])
     assert not waiting.done
@@ -468,7 +468,7 @@ def test_who_falls_silent_while_it_waits_for_data_is_put_out(group: Callable[...
 def test_whoever_is_held_up_by_who_waits_for_data_is_not_put_out(group: Callable[..., Group]) -> None:
     members = group(3)
     waits = [members.comms[0].recv(1, tag(7)), members.comms[1].recv(2, tag(7))]
-    members.views[2].waits_for_data(Pending())
+    members.views[2].waits.wait_for_data(Pending())
     pass_time(members, 0.0, 500.0)
     assert not any(waiting.done for waiting in waits)
 
@@ -476,7 +476,7 @@ def test_whoever_is_held_up_by_who_waits_for_data_is_not_put_out(group: Callable
 def test_who_is_silent_is_put_out_although_another_waits_for_data(group: Callable[..., Group]) -> None:
     members = group(3)
     waiting = members.comms[0].recv(1, tag(7))
-    members.views[2].waits_for_data(Pending())
+    members.views[2].waits.wait_for_data(Pending())
     pass_time(members, 0.0, 10.0, without=[1])
     assert isinstance(waiting.error, DeadlinePassed)
     assert waiting.error.rank == 1

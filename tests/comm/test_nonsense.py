@@ -132,7 +132,7 @@ def test_a_probe_of_the_port_before_the_start_is_not_taken_for_a_member(group: C
     members.comms[0].view.connect(members.peers)
     host, _, port = members.comms[0].view.transport.me.where.removeprefix("tcp://").partition(":")
     with socket.create_connection((host, int(port))) as probe:
-        members.until(lambda: bool(members.transports[0]._early))
+        members.until(lambda: bool(members.transports[0].entrance.early))
         assert probe.recv(1)
     members.meet()
     members.exchange(2)

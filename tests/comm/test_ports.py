@@ -124,7 +124,7 @@ def test_a_replica_is_reached_through_a_forwarded_port() -> None:
     with forwarded(behind) as port:
         members = Group(2, advertise=f"127.0.0.1:{port}")
         assert members.comms[0].view.transport.me.address == f"tcp://127.0.0.1:{port}"
-        door = members.transports[0]._door
+        door = members.transports[0].entrance.door
         assert door is not None
         behind.append(door.getsockname()[1])
         members.meet()

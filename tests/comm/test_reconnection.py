@@ -33,7 +33,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
 
 def cut(members: Group, one: int, other: int) -> None:
     """Shuts the connection of two members down, and waits until both have lost the other."""
-    for link in members.transports[one]._members[other].links.values():
+    for link in members.transports[one]._remotes[other].links.values():
         link.sock.shutdown(socket.SHUT_RDWR)
     members.until(
         lambda: other not in members.views[one].present() and one not in members.views[other].present()

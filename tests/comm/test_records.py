@@ -328,9 +328,9 @@ def mutated(draw: random.Random) -> bytes:
     return b"".join(said)
 
 
-def test_ten_thousand_mutations_are_refused_or_read_within_bounds() -> None:
+def test_mutations_are_refused_or_read_within_bounds() -> None:
     draw, refused = random.Random(1), 0
-    for _ in range(10_000):
+    for _ in range(3000):
         pipe = Pipe()
         said = mutated(draw)
         pipe.ways[0].append(said)
@@ -344,4 +344,4 @@ def test_ten_thousand_mutations_are_refused_or_read_within_bounds() -> None:
         )
         assert taken <= len(landings._begun) * ROOM
         assert sum(message.payload.nbytes for message in pipe.came) <= len(said)
-    assert refused > 3000
+    assert refused > 900

@@ -145,9 +145,9 @@ def test_all_reach_all(hidden: tuple[int, ...], group: Callable[..., Group]) -> 
     assert all(one.refused == 0 for one in members.transports)
     assert all(not view._early for view in members.views)
     for rank in hidden:
-        assert members.transports[rank]._door is None, "it listens"
+        assert members.transports[rank].entrance.door is None, "it listens"
     for rank, transport in enumerate(members.transports):
-        connected = [other for other, member in transport._members.items() if member.links]
+        connected = [other for other, member in transport._remotes.items() if member.links]
         assert sorted(connected) == [b for b in range(size) if b != rank and not {rank, b} <= set(hidden)]
 
 
@@ -405,7 +405,7 @@ def test_signs_of_life_go_through_a_relay(silent: list[int], group: Callable[...
     for quarter in range(1, 40):
         members.clock = 2.5 * quarter
         for view in awake:
-            view.check_deadline(10.0)
+            view.waits.check(10.0)
         for _ in range(8):  # on loopback what is sent is there at once
             for view in awake:
                 view.transport.poll(0.0)

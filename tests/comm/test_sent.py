@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, Purpose, WallCommunicator
+from farflung.comm import ExchangeChannel, Peer, Purpose, View, WallCommunicator
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import native
-from farflung.comm.mailbox import Mailbox
+from farflung.comm.staging import Stage, at_once
 from farflung.errors import PeerLost
 from farflung.tasks import Pending, done
 from farflung.types import Payload, Sent, Tag
@@ -20,11 +20,16 @@ from farflung.types import Payload, Sent, Tag
 NUMBERS = Payload((torch.zeros(3), Payload((torch.zeros(2, dtype=torch.uint8),))))
 
 
-def communicator(left: Pending[None] | None = None, **settings: Any) -> WallCommunicator:
+def communicator(
+    left: Pending[None] | None = None, stage: Stage = at_once, **settings: Any
+) -> WallCommunicator:
     """Makes rank 1 of 3; a message of it has left once ``left`` is done, or at once."""
-    view: Any = SimpleNamespace(
-        rank=1, size=3, relay=SimpleNamespace(), mailbox=Mailbox(), send=lambda *_: left or done(None)
+    transport: Any = SimpleNamespace(
+        me=Peer(1, None, b"", None, None), send=lambda *_, **__: done(None) if left is None else left
     )
+    view = View(transport, 3, now=lambda: 0.0)
+    view._greeted.update((0, 2))
+    view.stage = stage
     return WallCommunicator(view, **settings)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from farflung.codecs import TopK, error_feedback
-from farflung.comm import ExchangeChannel, communicator
+from farflung.comm import ExchangeChannel, view
 from farflung.reducers import CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.types import Payload, Reducer, Runtime
 from tests.helpers import Cluster, joined, number_in, numbered, parted, same_bits
@@ -23,7 +23,7 @@ class Elsewhere:
         self.copies = 0
         self.wait: Callable[[], object] = lambda: None
         self._here: dict[int, Payload] = {}  # kept, for an id is another's once its payload is gone
-        monkeypatch.setattr(communicator, "on_host", lambda payload: id(payload) in self._here)
+        monkeypatch.setattr(view, "on_host", lambda payload: id(payload) in self._here)
         monkeypatch.setattr("farflung.wall.runtime.to_host", self.to_host)
 
     def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], object]]:

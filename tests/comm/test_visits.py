@@ -43,7 +43,7 @@ class Member:
         self.access = Access(KEY, encrypted, [self.place])
         self.asked: list[bytes] = []
         self.transport.open([], cast("Listener", None))
-        self.transport._listener = cast("Listener", object())
+        self.transport.listener = cast("Listener", object())
         self.transport.expects(0)
         self.transport.receive(KEY, self._answer)
         self._ends = False

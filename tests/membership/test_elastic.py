@@ -23,7 +23,11 @@ from farflung.faults import Fault, FaultPlan
 from farflung.loop import Replica
 from farflung.loop.summary import Summary
 from farflung.membership import Elastic, View
+from farflung.membership.agreement import Agreement
 from farflung.membership.among import ViewChannel
+from farflung.membership.exchanges import ExchangeLog
+from farflung.membership.joining import Joiner
+from farflung.membership.roster import Roster
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import RECIPES
 from farflung.runs.config import SimulatedConfig
@@ -36,7 +40,7 @@ from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
 from farflung.workloads.synthetic import Quadratic
-from tests.covering import thorough
+from tests.covering import diagonal, thorough
 
 STEPS, DEADLINE_S = 12, 2.0
 LONG: dict[str, Any] = {"steps": 80, "deadline_s": 0.1, "evaluate_every": 80}
@@ -113,19 +117,20 @@ class Ended:
         done = [
             replica for replica in done if not replica.runtime.elastic.joins
         ]  # these have followed to the end
-        newest = max((one.runtime.elastic._view.number for one in done), default=0)
-        return [one for one in done if one.runtime.elastic._view.number == newest]
+        newest = max((one.runtime.elastic.view_number for one in done), default=0)
+        return [one for one in done if one.runtime.elastic.view_number == newest]
 
 
 def note(elastic: Any, ended: Ended) -> None:
     """Note the step of each exchange of steps that is whole at a member, and the ranks that contributed, by number."""
     made: dict[int, tuple[int, set[int]]] = {}
-    has, adopt = elastic._has, elastic._adopt
+    log = elastic.agreement.log
+    hold, adopt = log._hold, log._adopt
 
-    def noted_has(logged: Any, value: Any) -> None:
+    def noted_hold(logged: Any, value: Any) -> None:
         if logged.exchange in (Purpose.STEP.at(logged.step), Purpose.FLUSH.at(logged.step)):
-            made[logged.number] = logged.step, set(elastic._among(logged).ranks)
-        has(logged, value)
+            made[logged.number] = logged.step, set(elastic.roster.contributors(logged.begun))
+        hold(logged, value)
 
     async def noted_adopt(logged: Any, view: View, giver: int) -> None:
         await adopt(logged, view, giver)
@@ -134,7 +139,7 @@ def note(elastic: Any, ended: Ended) -> None:
         if of_others:
             made[logged.number] = of_others[0][logged.number]
 
-    elastic.made, elastic._has, elastic._adopt = made, noted_has, noted_adopt
+    elastic.made, log._hold, log._adopt = made, noted_hold, noted_adopt
 
 
 def run(
@@ -251,7 +256,7 @@ def check(ended: Ended) -> None:
         known_made: Any = replica.runtime.elastic
         for step, ranks in known_made.made.values():
             contributed[step] = contributed.get(step, ranks) & ranks
-    begun = min(elastic._begins.get(replica.runtime.comm.rank, 0) for replica in survivors)
+    begun = min(elastic.roster.begins.get(replica.runtime.comm.rank, 0) for replica in survivors)
     for step in range(begun, max(contributed, default=-1) + 1):
         lacking = set(elastic.at(step).ranks) - contributed[min(at for at in contributed if at >= step)]
         given_back = {rank for change in elastic.changes if step in change.again for rank in change.lost}
@@ -358,8 +363,8 @@ def test_an_exchange_is_made_again_from_the_state_that_its_codec_had() -> None:
     """A connection is closed at any moment of a step, before and after residuals have changed."""
     recipe = "synchronous(codec='error_feedback(topk(density=0.25))')"
     plain = run(3, FaultPlan(), recipe)
-    for moment in range(12):  # a step takes 14 ms
-        ended = run(3, FaultPlan().reset(0, 1, at_s=0.02 + 0.0012 * moment), recipe)
+    for moment in range(6):  # a step takes 14 ms
+        ended = run(3, FaultPlan().reset(0, 1, at_s=0.02 + 0.0024 * moment), recipe)
         assert len(ended.models) == 3
         assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.models[0].items())
 
@@ -407,15 +412,15 @@ def test_without_a_fault_an_elastic_run_is_bit_identical(schedule: str) -> None:
 def test_results_are_freed_without_the_garbage_collector(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has, held = Elastic._has, list[weakref.ref[torch.Tensor]]()
+    hold, held = ExchangeLog._hold, list[weakref.ref[torch.Tensor]]()
 
-    def noted(self: Elastic, logged: Any, value: Any) -> None:
+    def noted(self: ExchangeLog, logged: Any, value: Any) -> None:
         given = logged.make.__closure__ or ()
         held.extend(weakref.ref(cell.cell_contents) for cell in given if torch.is_tensor(cell.cell_contents))
-        has(self, logged, value)
+        hold(self, logged, value)
         held.extend(map(weakref.ref, logged.kept))
 
-    monkeypatch.setattr(Elastic, "_has", noted)
+    monkeypatch.setattr(ExchangeLog, "_hold", noted)
     gc.disable()
     try:
         ended = run(3, FaultPlan(), f"synchronous(schedule='{schedule}')")
@@ -425,11 +430,6 @@ def test_results_are_freed_without_the_garbage_collector(
     assert ended.error is None
     assert len(held) > 3 * 3
     assert alive <= 3 * 2, "of each replica's exchanges the last two"
-
-
-def test_a_run_ends_where_too_few_are_left() -> None:
-    ended = run(3, FaultPlan((Fault("crash", rank=1, at_step=3), Fault("crash", rank=2, at_step=6))), least=2)
-    assert str(ended.error) == "view 3 has 1 members, and the run needs 2"
 
 
 def test_the_junior_of_two_stops_where_the_death_of_the_senior_is_not_certified() -> None:
@@ -485,7 +485,7 @@ def test_one_that_is_back_after_the_end_of_the_run_ends_by_name() -> None:
     ended = run(3, FaultPlan().hang(1, at_step=3, for_s=10.0))
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
     elastic: Any = ended.replicas[1].runtime.elastic
-    assert "no agreement on view 2" in str(elastic._ended)
+    assert "no agreement on view 2" in str(elastic.agreement.error)
     assert elastic._runtime.now() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
 
 
@@ -493,8 +493,8 @@ def test_one_whose_first_step_is_beyond_the_last_of_the_run_leaves() -> None:
     ended = run(3, FaultPlan().join(2, at_step=STEPS - 1))
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1]
     elastic: Any = ended.replicas[2].runtime.elastic
-    assert isinstance(elastic._ended, Left)
-    assert str(elastic._ended) == "the run has ended before this replica could begin"
+    assert isinstance(elastic.agreement.error, Left)
+    assert str(elastic.agreement.error) == "the run has ended before this replica could begin"
     check(ended)
 
 
@@ -556,8 +556,7 @@ def test_one_that_flaps_comes_back_later_each_time() -> None:
     assert delays[2] == pytest.approx(2.0, abs=0.2)
 
 
-@pytest.mark.parametrize("members", CODECS[1:])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@diagonal("schedule, members", SCHEDULES, CODECS[1:])
 def test_a_replica_joins(schedule: str, members: str) -> None:
     ended = run(3, FaultPlan().join(2, at_s=0.2), f"synchronous(schedule='{schedule}', {members})")
     assert len(ended.models) == 3
@@ -568,13 +567,13 @@ def test_a_replica_joins(schedule: str, members: str) -> None:
 
 
 def test_one_that_is_connected_is_admitted_once_its_replica_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Elastic._given
+    given = Joiner.receive_state
 
-    async def late(self: Elastic) -> list[torch.Tensor]:
+    async def late(self: Joiner) -> list[torch.Tensor]:
         await self._runtime.sleep_until(0.5)
         return await given(self)
 
-    monkeypatch.setattr(Elastic, "_given", late)
+    monkeypatch.setattr(Joiner, "receive_state", late)
     ended = run(3, FaultPlan().join(2, at_s=0.1), **LONG)
     (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
     assert (change.joined, len(ended.models)) == ((2,), 3)
@@ -647,7 +646,7 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
 def test_a_replica_joins_while_another_is_lost(schedule: str, lost: int) -> None:
     """At any moment from before it is let in to after it has begun, with residuals."""
     recipe = f"synchronous(schedule='{schedule}', {CODECS[2]})"
-    for moment in range(8):
+    for moment in range(0, 8, 2):
         faults = FaultPlan().join(3, at_s=0.2).crash(lost, at_s=0.19 + 0.05 * moment)
         ended = run(4, faults, recipe)
         assert [replica.runtime.comm.rank for replica in ended.survivors] == sorted({0, 1, 2, 3} - {lost})
@@ -674,13 +673,13 @@ def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
     schedule: str, joined_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica's last results do not arrive at another one; it gives them to one that joins, and crashes."""
-    hand, handed = Elastic.hand, list[tuple[str, int]]()
+    hand, handed = Agreement.hand, list[tuple[str, int]]()
 
-    def noted(self: Elastic, view: View) -> None:
+    def noted(self: Agreement, view: View) -> None:
         handed.extend((x.giver, x.exchange) for x in view.transfers() if x.receiver in view.holders[0])
         hand(self, view)
 
-    monkeypatch.setattr(Elastic, "hand", noted)
+    monkeypatch.setattr(Agreement, "hand", noted)
     for before_ms in range(10, 30, 4):
         cut_s = joined_s - before_ms / 1000
         faults = FaultPlan().join(2, at_s=0.2).cut(0, 1, at_s=cut_s, for_s=3.0, one_way=True)
@@ -690,58 +689,55 @@ def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
     assert "2" in {giver for giver, _ in handed}
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)", "delayed(delay=3)"])
-@pytest.mark.parametrize(
-    "faults",
-    [
-        FaultPlan().crash(0, at_s=0.1).crash(1, at_s=0.1),
-        FaultPlan().crash(0, at_s=0.19),
-        FaultPlan().crash(0, at_s=0.256).crash(1, at_s=0.256),
-        FaultPlan().hang(0, at_s=0.25, for_s=60.0).hang(1, at_s=0.25, for_s=60.0),
-    ],
-    ids=["before it comes", "one before it comes", "while it is let in", "in silence"],
-)
-def test_one_that_joins_ends_by_name_where_none_has_the_state(faults: FaultPlan, schedule: str) -> None:
-    ended = run(3, faults.join(2, at_s=0.25), f"synchronous(schedule='{schedule}')")
+WITHOUT_STATE = {
+    "before it comes": FaultPlan().crash(0, at_s=0.1).crash(1, at_s=0.1),
+    "one before it comes": FaultPlan().crash(0, at_s=0.19),
+    "while it is let in": FaultPlan().crash(0, at_s=0.256).crash(1, at_s=0.256),
+    "in silence": FaultPlan().hang(0, at_s=0.25, for_s=60.0).hang(1, at_s=0.25, for_s=60.0),
+}
+
+
+@diagonal("name, schedule", WITHOUT_STATE, ["synchronous", "pipelined(width=2)", "delayed(delay=3)"])
+def test_one_that_joins_ends_by_name_where_none_has_the_state(name: str, schedule: str) -> None:
+    ended = run(3, WITHOUT_STATE[name].join(2, at_s=0.25), f"synchronous(schedule='{schedule}')")
     check(ended)
     elastic: Any = ended.replicas[2].runtime.elastic
     assert elastic.joins
-    assert str(elastic._ended) == "rank 2 cannot begin: members 0, 1 are lost or silent"
+    assert str(elastic.agreement.error) == "rank 2 cannot begin: members 0, 1 are lost or silent"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    ("faults", "survivors"),
-    [
-        (FaultPlan().leave(0, at_step=4), [1, 2, 3]),
-        (FaultPlan().leave(3, at_s=0.15).leave(0, at_s=0.15), [1, 2]),
-        (FaultPlan().leave(1, at_step=3).crash(2, at_step=3), [0, 3]),
-        (FaultPlan().leave(0, at_step=4).leave(1, at_step=4).leave(3, at_step=4), [2]),
-    ],
-    ids=["the senior", "two at once", "beside a crash", "all but one"],
-)
-def test_the_others_go_on_where_some_leave(faults: FaultPlan, survivors: list[int], schedule: str) -> None:
+LEAVES: dict[str, tuple[FaultPlan, list[int]]] = {
+    "the senior": (FaultPlan().leave(0, at_step=4), [1, 2, 3]),
+    "two at once": (FaultPlan().leave(3, at_s=0.15).leave(0, at_s=0.15), [1, 2]),
+    "beside a crash": (FaultPlan().leave(1, at_step=3).crash(2, at_step=3), [0, 3]),
+    "all but one": (FaultPlan().leave(0, at_step=4).leave(1, at_step=4).leave(3, at_step=4), [2]),
+}
+
+
+@diagonal("name, schedule", LEAVES, SCHEDULES)
+def test_the_others_go_on_where_some_leave(name: str, schedule: str) -> None:
+    faults, survivors = LEAVES[name]
     ended = run(4, faults, f"synchronous(schedule='{schedule}', codec='int8')")
     assert ended.error is None
     assert [replica.runtime.comm.rank for replica in ended.survivors] == survivors
     for fault in faults.faults:
         elastic: Any = ended.replicas[fault.rank].runtime.elastic
-        assert isinstance(elastic._ended, Left) == (fault.kind == "leave")
+        assert isinstance(elastic.agreement.error, Left) == (fault.kind == "leave")
     check(ended)
 
 
 def test_an_exchange_is_made_once_where_a_view_ends_as_soon_as_it_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install, under_way = Elastic.install, list[int]()
+    install, under_way = Agreement.install, list[int]()
 
-    def twice(self: Elastic, view: View) -> None:
+    def twice(self: Agreement, view: View) -> None:
         install(self, view)
-        under_way.append(sum(logged.kept is None for logged in self._log.values()))
+        under_way.append(sum(logged.kept is None for logged in self.log._logged.values()))
         self.freeze()
         install(self, view._replace(number=view.number + 1))
 
-    monkeypatch.setattr(Elastic, "install", twice)
+    monkeypatch.setattr(Agreement, "install", twice)
     ended = run(2, FaultPlan().crash(1, at_s=0.05))
     assert ended.error is None
     assert under_way == [1]
@@ -753,8 +749,8 @@ def test_one_that_cannot_leave_by_a_view_has_not_left() -> None:
     ended = run(2, FaultPlan().crash(0, at_step=3).leave(1, at_step=3))
     assert "no agreement on view 2" in str(ended.error)
     elastic: Any = ended.replicas[1].runtime.elastic
-    assert type(elastic._ended) is RunLost
-    assert elastic._leaves.error is elastic._ended
+    assert type(elastic.agreement.error) is RunLost
+    assert elastic.agreement.leaves.error is elastic.agreement.error
 
 
 def test_a_result_that_is_given_teaches_what_all_share() -> None:
@@ -775,19 +771,19 @@ def test_one_that_leaves_hands_over_what_it_alone_holds(
     members: str, cut_s: float, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is lost before that, the exchange is made again without it."""
-    hand, handed = Elastic.hand, Counter[str]()
+    hand, handed = Agreement.hand, Counter[str]()
 
-    def noted(self: Elastic, view: View) -> None:
+    def noted(self: Agreement, view: View) -> None:
         handed.update(one.giver for one in view.transfers())
         if not lost:
             hand(self, view)
 
-    monkeypatch.setattr(Elastic, "hand", noted)
+    monkeypatch.setattr(Agreement, "hand", noted)
     faults = FaultPlan().cut(0, 1, at_s=cut_s, for_s=0.5, one_way=True).leave(0, at_s=cut_s + 0.02)
     ended = run(3, faults, f"synchronous(collective='ring', {members})")
     assert handed == {"0": 2}
     elastic: Any = ended.survivors[0].runtime.elastic
-    assert elastic._view.number == 2 + lost
+    assert elastic.view_number == 2 + lost
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [1, 2]
     check(ended)
 
@@ -821,7 +817,7 @@ def test_broken_connections_are_made_again(faults: FaultPlan, survivors: set[int
     ended = run(5, faults, "synchronous(codec='int8')")
     assert {replica.runtime.comm.rank for replica in ended.survivors} == survivors
     first: Any = ended.survivors[0].runtime.elastic
-    assert first._view.number == views
+    assert first.view_number == views
     check(ended)
 
 
@@ -846,6 +842,6 @@ def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise ValueError("what nothing expects")
 
-    monkeypatch.setattr(Elastic, "_change", fails)
+    monkeypatch.setattr(Roster, "change", fails)
     with pytest.raises(RunLost, match="the agreement on members failed: ValueError: what nothing expects"):
         raise run(3, FaultPlan().crash(1, at_s=0.1)).error or AssertionError

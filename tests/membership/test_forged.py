@@ -10,8 +10,8 @@ import torch
 from typing_extensions import override
 
 from farflung.faults import FaultPlan
-from farflung.membership import Elastic, Malformed, MessageCodec, Report, Vote
-from tests.membership import test_elastic
+from farflung.membership import Malformed, MessageCodec, Report, Vote, elastic
+from farflung.membership.agreement import Agreement
 from tests.membership.test_elastic import Ended, check, run
 
 COUNT, SEEDS, AT_ONCE = 10_000, 5, 40
@@ -39,7 +39,7 @@ def damaged(draw: random.Random, text: bytes) -> bytes:
     return bytes(data)
 
 
-class Forged(Elastic):
+class Forged(Agreement):
     """Hears forged messages beside each that is not.
 
     Reports are believed, so a damaged text that is another message is decoded alone.
@@ -60,39 +60,39 @@ class Forged(Elastic):
             Forged.left -= 1
             kind = self._forge(said)
             self.counts[kind] += 1
-            self.counts["while a view changes"] += self._frozen
+            self.counts["while a view changes"] += self.log.is_frozen
 
     def _forge(self, said: list[tuple[str, bytes]]) -> str:
         """Make one and hear it; return what became of it."""
         source, text = self.draw.choice(said)
         match self.draw.randrange(4):
             case 0:
-                dead = self.draw.choice(self._view.members)
+                dead = self.draw.choice(self.roster.view.members)
                 with pytest.raises(Malformed, match="signature"):
                     self.certified(OTHER.encode(OTHER.certify(dead, -9, None)))
                 return "wrong key"
-            case 1 if str(CRASHED) in self._connections.closed:
-                certificate = self._codec.certify(str(CRASHED), -9, None)
-                super()._hear(source, self._codec.encode(certificate))
+            case 1 if str(CRASHED) in self.connections.closed:
+                certificate = self.codec.certify(str(CRASHED), -9, None)
+                super()._hear(source, self.codec.encode(certificate))
                 return "certificate again"
             case 2 if old := [one for one in said if self._is_old(one[1])]:
                 super()._hear(*self.draw.choice(old))
                 return "another view"
         text = damaged(self.draw, text)
         try:
-            message = self._codec.decode(text)
+            message = self.codec.decode(text)
         except Malformed:
-            gone = [str(CRASHED)] if str(CRASHED) in self._connections.closed else []
+            gone = [str(CRASHED)] if str(CRASHED) in self.connections.closed else []
             for name in gone:
                 super()._hear(name, text)
             return "malformed, of a rank that has crashed" if gone else "malformed"
-        assert self._codec.decode(self._codec.encode(message)) == message
+        assert self.codec.decode(self.codec.encode(message)) == message
         return "another message"
 
     def _is_old(self, text: bytes) -> bool:
-        message = self._codec.decode(text)
-        return (isinstance(message, Report) and message.view.number < self._view.number) or (
-            isinstance(message, Vote) and message.value.number <= self._view.number
+        message = self.codec.decode(text)
+        return (isinstance(message, Report) and message.view.number < self.roster.view.number) or (
+            isinstance(message, Vote) and message.value.number <= self.roster.view.number
         )
 
 
@@ -102,7 +102,7 @@ def equal(ended: Ended, other: Ended) -> bool:
 
 def test_forged_messages_while_views_change(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run(5, PLAN)
-    monkeypatch.setattr(test_elastic, "Elastic", Forged)
+    monkeypatch.setattr(elastic, "Agreement", Forged)
     Forged.counts = Counter()
     for seed in range(SEEDS):
         Forged.draw, Forged.left = random.Random(seed), COUNT // SEEDS
@@ -115,14 +115,14 @@ def test_forged_messages_while_views_change(monkeypatch: pytest.MonkeyPatch) -> 
     assert Forged.counts["while a view changes"] > COUNT / 4
 
 
-class Deaf(Elastic):
+class Deaf(Agreement):
     """Some members get malformed messages of the agreement from rank 2."""
 
     receivers: tuple[str, ...]
 
     @override
     def _hear(self, source: str, text: bytes) -> None:
-        malformed = source == "2" and self._member.name in self.receivers and text.startswith(b"[")
+        malformed = source == "2" and self.member.name in self.receivers and text.startswith(b"[")
         super()._hear(source, b"{" if malformed else text)
 
 
@@ -143,7 +143,7 @@ CRASH, RESET = FaultPlan().crash(1, at_step=3), FaultPlan().reset(3, 1, at_step=
 def test_the_run_goes_on_where_a_member_sends_malformed_messages(
     receivers: str, faults: FaultPlan, left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_elastic, "Elastic", Deaf)
+    monkeypatch.setattr(elastic, "Agreement", Deaf)
     Deaf.receivers = tuple(receivers)
     ended = run(4, faults, "synchronous(codec='int8')")
     assert ended.error is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.elastic.run import SCHEDULES
 from farflung.faults import Fault, FaultPlan
 from farflung.membership.connections import text_payload
-from farflung.membership.joining import NEWS, StateGiver
+from farflung.membership.giving import NEWS, StateGiver
 from farflung.network import NetworkProfile, network_profile
 from farflung.trees import pack_tensors, unpack_tensors
 from tests.covering import thorough
@@ -58,10 +58,8 @@ def slow_run(
     "schedule",
     [
         "synchronous",
-        "pipelined(width=2)",
-        "delayed(delay=2)",
-        "local_sgd(sync_every=5)",
         "diloco(sync_every=5)",
+        *thorough("pipelined(width=2)", "delayed(delay=2)", "local_sgd(sync_every=5)"),
     ],
 )
 def test_others_go_on_while_a_replica_is_given_the_state(schedule: str, homes: NetworkProfile) -> None:
@@ -92,7 +90,7 @@ def test_a_cut_goes_on_where_it_was(homes: NetworkProfile) -> None:
     assert event["nbytes"] < 1.5 * plain["nbytes"]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, *thorough(1)])
 def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkProfile) -> None:
     plain = joined(slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4))
     ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3).crash(lost, at_s=0.75), 4)
@@ -101,7 +99,7 @@ def test_others_go_on_with_what_one_has_begun_to_give(lost: int, homes: NetworkP
     assert joined(ended)["nbytes"] < 1.5 * plain["nbytes"]
 
 
-@pytest.mark.parametrize("codec", ["identity", "error_feedback(topk(density=0.1))"])
+@pytest.mark.parametrize("codec", ["error_feedback(topk(density=0.1))", *thorough("identity")])
 def test_a_member_tells_late_of_results_that_are_being_fetched(codec: str, homes: NetworkProfile) -> None:
     faults = FaultPlan().join(2, at_s=0.3).cut(1, 2, at_s=0.6, for_s=3.0)
     how: dict[str, Any] = {"network": homes, "evaluate_every": 0, "seconds_per_sample": 0.01}
@@ -120,7 +118,7 @@ def test_one_that_is_too_far_behind_is_waited_for(
 
     With delayed results the members tell of some after later ones.
     """
-    monkeypatch.setattr("farflung.membership.joining._BACKLOG_NBYTES", 0)
+    monkeypatch.setattr("farflung.membership.giving._BACKLOG_NBYTES", 0)
     faults = FaultPlan().join(2, at_s=0.3).throttle(2, at_s=0.0, for_s=60.0, bandwidth_bps=2e5)
     how: dict[str, Any] = {"steps": 30, "network": homes, "evaluate_every": 0, "deadline_s": 20.0}
     ended = run(3, faults, f"synchronous(schedule='{schedule}')", workload="large", **how)
@@ -153,7 +151,7 @@ def test_malformed_news_lose_their_sender(
     ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4)
     assert ended.error is None
     joiner: Any = ended.replicas[3].runtime.elastic
-    assert joiner._connections.malformed == {"1"}
+    assert joiner.agreement.connections.malformed == {"1"}
 
 
 def plan_of(seed: int) -> tuple[int, int, FaultPlan, str, str]:
@@ -191,11 +189,13 @@ def joins_under_faults(seed: int) -> None:
     gone = {fault.rank for fault in faults.faults if fault.kind in ("crash", "leave")}
     for rank in range(first, size) if ended.error is None else ():
         elastic: Any = ended.replicas[rank].runtime.elastic
-        over = "the run has ended" in str(elastic._ended) if elastic is not None else False
-        assert rank in gone or over or ended.replicas[rank].step_done == 60, f"rank {rank}: {elastic._ended}"
+        over = "the run has ended" in str(elastic.agreement.error) if elastic is not None else False
+        assert rank in gone or over or ended.replicas[rank].step_done == 60, (
+            f"rank {rank}: {elastic.agreement.error}"
+        )
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(8), *thorough(*range(8, 60))])
 def test_replicas_join_while_others_fail(seed: int) -> None:
     joins_under_faults(seed)
 
@@ -238,7 +238,7 @@ def test_what_is_mostly_zeros_takes_its_other_values() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "models"),
-    [("delayed(delay=3)", 1), ("pipelined(width=3)", 1), ("streaming_diloco(sync_every=8)", 2)],
+    [("delayed(delay=3)", 1), *thorough(("pipelined(width=3)", 1), ("streaming_diloco(sync_every=8)", 2))],
 )
 def test_nothing_travels_of_what_others_have_given(schedule: str, models: int, homes: NetworkProfile) -> None:
     """Beside results: parameters or an anchor, and the outer momentum."""

@@ -14,6 +14,7 @@ import torch
 from benchmarks.elastic.run import SCHEDULES
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
+from tests.covering import diagonal
 from tests.membership.test_elastic import check, run
 
 PLAN = FaultPlan()
@@ -42,8 +43,7 @@ def recipe_of(schedule: str, codec: str = "int8") -> str:
     return f"synchronous(schedule='{schedule}', codec='{codec}')"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", SCENARIOS)
+@diagonal("name, schedule", SCENARIOS, SCHEDULES)
 def test_those_that_are_left_end_with_one_model(name: str, schedule: str) -> None:
     faults, views = SCENARIOS[name]
     ended = run(1 + max(map(max, views)), faults, recipe_of(schedule), steps=32)
@@ -54,14 +54,15 @@ def test_those_that_are_left_end_with_one_model(name: str, schedule: str) -> Non
     check(ended)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["two groups are parted", "halves are parted"])
+@diagonal("name, schedule", ["two groups are parted", "halves are parted"], SCHEDULES)
 def test_the_ranks_that_are_parted_from_the_majority_stop_by_name(name: str, schedule: str) -> None:
     faults, (before, left) = SCENARIOS[name]
     for replica in run(len(before), faults, recipe_of(schedule)).replicas:
         elastic: Any = replica.runtime.elastic
-        assert (elastic._ended is None) == (replica.runtime.comm.rank in left)
-        assert elastic._ended is None or "no agreement on view 2; connected: " in str(elastic._ended)
+        assert (elastic.agreement.error is None) == (replica.runtime.comm.rank in left)
+        assert elastic.agreement.error is None or "no agreement on view 2; connected: " in str(
+            elastic.agreement.error
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -69,8 +70,8 @@ def test_an_exchange_that_fails_is_made_again_with_the_same_bits(schedule: str) 
     recipe = recipe_of(schedule, "error_feedback(topk(density=0.25))")
     plain, ended = run(3, PLAN, recipe), run(3, PLAN.reset(0, at_step=1), recipe)
     elastic: Any = ended.replicas[0].runtime.elastic
-    assert elastic._view.number == 2
-    assert elastic._view.members == ("0", "1", "2")
+    assert elastic.view_number == 2
+    assert elastic.roster.view.members == ("0", "1", "2")
     assert len(ended.models) == 3
     for model in ended.models:
         assert all(torch.equal(model[name], tensor) for name, tensor in plain.models[0].items())

@@ -66,16 +66,16 @@ class Run:
         guest.come(runtime)
         elastic = self._elastic(runtime, guest.members, guest=guest)
         elastic.admitted = Pending[View]()
-        install = elastic.install
+        install = elastic.agreement.install
 
         def noted(view: View) -> None:
             install(view)
             elastic.admitted.set(view)
 
         async def ask() -> None:
-            elastic._ask_to_be_admitted()
+            elastic.agreement.joiner.ask_to_be_admitted()
 
-        elastic.install = noted
+        elastic.agreement.install = noted
         runtime.launch(ask())
         return elastic
 
@@ -194,7 +194,7 @@ def test_one_that_joins_itself_is_asked_later(
     run: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = run(2)
-    monkeypatch.setattr(one.members[0], "joins", True)
+    monkeypatch.setattr(type(one.members[0]), "joins", True)
     asked = list[float]()
 
     def passes(seconds: float) -> None:

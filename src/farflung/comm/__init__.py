@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from farflung.comm.channel import RELAYED, ExchangeChannel, Purpose, Started, Values, start
     from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
-    from farflung.comm.communicator import WallCommunicator
     from farflung.comm.endpoint import Endpoint
+    from farflung.comm.group import Group, WallCommunicator
     from farflung.comm.mailbox import Mailbox, Waiting
     from farflung.comm.peer import Peer
     from farflung.comm.tcp import TcpTransport
@@ -22,7 +22,7 @@ else:
             "channel": "RELAYED ExchangeChannel Purpose Started Values start",
             "choice": "SIDE_NBYTES choose cost_s resolve_collective",
             "collectives": "AUTO COLLECTIVES Coding Collective collective_named",
-            "communicator": "WallCommunicator",
+            "group": "Group WallCommunicator",
             "endpoint": "Endpoint",
             "mailbox": "Mailbox Waiting",
             "peer": "Peer",
@@ -41,6 +41,7 @@ __all__ = [
     "Collective",
     "Endpoint",
     "ExchangeChannel",
+    "Group",
     "Listener",
     "Mailbox",
     "Peer",

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from farflung.tasks import Pending, done
-from farflung.types import AllReduce, CodingCost, Communicator, Counts, Payload, Runtime, Tag, TensorSpec
+from farflung.types import AllReduce, CodingCost, Counts, Group, Payload, Runtime, Tag, TensorSpec
 
 __all__ = [
     "PURPOSES",
@@ -115,12 +115,12 @@ class ExchangeChannel:
     """Numbers the hops of one exchange and counts its bytes; see :class:`farflung.types.Channel`.
 
     Args:
-      comm: the membership view's communicator.
+      comm: the ranks that take part.
       exchange: the exchange's number, from :meth:`Purpose.at`; alike on all ranks.
       part: which of the parts that this exchange moves.
     """
 
-    def __init__(self, comm: Communicator, exchange: int, part: int) -> None:
+    def __init__(self, comm: Group, exchange: int, part: int) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.kind = kind_of(exchange)
@@ -212,7 +212,7 @@ class Started(Generic[T]):
     result: Pending[T]
 
     async def bring(self) -> T:
-        """Wait for the result, at the same place of the program on all replicas."""
+        """Waits for the result, at the same place of the program on all replicas."""
         return await self.result
 
 
@@ -226,7 +226,7 @@ def start(
     rewind: Callable[[], None] | None = None,
     ends_step: bool = False,
 ) -> Started[T]:
-    """Start an exchange beside the replica, in the same order on all replicas.
+    """Starts an exchange beside the replica, in the same order on all replicas.
 
     Where the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be made several times.
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from farflung.comm.framing import LEAST_PIECE_NBYTES, LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES, piece_nbytes
@@ -172,20 +173,18 @@ class Link:
                 self.end(None)
                 return
         self.state = State.STRANGER
-        self._owner.connected(self)
+        self._owner.entrance.connected(self)
 
     def certificate(self) -> bytes | None:
         """The certificate that the other end has proved to have the key of, in DER."""
         return None if self._secure is None else self._secure.getpeercert(True)
 
-    def expect(self, nbytes: int) -> None:
-        """Tells the owner when so many bytes more are there."""
-        self._due, self._said = nbytes, b""
-
-    def say(self, said: bytes) -> None:
-        """Sends a few bytes of the introduction."""
-        self._put(said)
-        self._guarded(self._write)
+    def say(self, said: bytes, *, expects: int = 0) -> None:
+        """Sends a few bytes of the introduction, and tells the owner when so many have come in answer."""
+        self._due, self._said = expects, b""
+        if said:
+            self._put(said)
+            self._guarded(self._write)
 
     def promote(self, rank: int, sender: Sender, receiver: Receiver, links: Mapping[int, Link]) -> None:
         """The other end has proved to be a member.
@@ -201,7 +200,7 @@ class Link:
         with suppress(OSError):
             self._adapts = self.sock.getpeername()[0] != self.sock.getsockname()[0]
         if self._adapts:
-            self._hold_little()
+            self._hold(self._piece)
         else:
             self._piece = LOCAL_PIECE_NBYTES if self._tls is None else SEALED_PIECE_NBYTES
         self.flush()
@@ -216,10 +215,13 @@ class Link:
     def flush(self) -> None:
         """Sends what there is room for."""
         if not self._blocked and self.state is State.MEMBER:
-            self._guarded(self._write)
+            try:
+                self._write()
+            except (OSError, ValueError) as error:  # an SSLError is an OSError
+                self.end(error)
 
     def _write(self) -> None:
-        while not self._broken and (self._out or self._next()):
+        while not self._broken and self.state is not State.GONE and (self._out or self._next()):
             try:
                 sent = self.sock.sendmsg(self._out)
             except _AGAIN:
@@ -296,13 +298,13 @@ class Link:
         """Makes a piece what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
         piece = piece_nbytes(rate_bps)
         if not 0.8 < piece / self._piece < 1.25:
-            self._piece = piece
-            self._hold_little()
+            self._hold(piece)
 
-    def _hold_little(self) -> None:
-        """Has the kernel take no more than a piece that it cannot send yet."""
+    def _hold(self, piece: int) -> None:
+        """Has the kernel take no more than a piece of so many bytes that it cannot send yet."""
+        self._piece = piece
         with suppress(OSError):
-            self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, self._piece)
+            self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, piece)
 
     def path(self) -> Path | None:
         """Reads what the kernel has found of the way; ``None`` where it does not tell, which only Linux does."""
@@ -328,12 +330,8 @@ class Link:
             self._loop.watch(
                 self._fd,
                 readable=None if paused else self.read,
-                writable=self._write_on if self._blocked else None,
+                writable=partial(self._guarded, self._write) if self._blocked else None,
             )
-
-    def _write_on(self) -> None:
-        if self.state is not State.GONE:
-            self._guarded(self._write)
 
     def read(self) -> bool:
         """Reads what there is, up to a piece; whether there may be more."""
@@ -370,7 +368,9 @@ class Link:
             elif self.receiver is None:
                 said = memoryview(bytearray(self._due - len(self._said)))
                 nbytes = self._receive(said)
-                self._hear(bytes(said[:nbytes]))
+                self._said += said[:nbytes]
+                if nbytes and len(self._said) == self._due:
+                    self._owner.entrance.heard(self, self._said)
             elif self.receiver.paused:
                 return False
             else:
@@ -411,11 +411,6 @@ class Link:
         self.read_nbytes += nbytes
         self.read_s = time.monotonic()
         return nbytes
-
-    def _hear(self, said: bytes) -> None:
-        self._said += said
-        if said and len(self._said) == self._due:
-            self._owner.heard(self, self._said)
 
     def _take(self, nbytes: int) -> None:
         assert self.receiver is not None

@@ -46,12 +46,12 @@ class Meeting(Listener):
         self.rank, self.size = transport.me.rank, size
         self.ready: Pending[None] = Pending()
         """Done once every member has greeted."""
-        self._whole = whole
+        self.is_whole = whole
         self._settings = {"number of replicas": size, **(settings or {})}
         self._members = set(range(size) if members is None else members)
         self._addresses: dict[int, str | None] = {}
         """The peers' addresses, from :meth:`connect` on; ``None``: the peer accepts no connections."""
-        self._routes = Routes(transport.me)
+        self.routes = Routes(transport.me)
         self._greeted: set[int] = set()
         self._late: dict[int, Pending[None]] = {}
         """The members admitted after the first meeting; each is done once it has greeted."""
@@ -82,12 +82,12 @@ class Meeting(Listener):
         """
         others = [peer for peer in peers if peer.rank != self.rank]
         check_peers(self.transport.me, others, self.transport.keys)
-        self._routes.meet(others)
+        self.routes.meet(others)
         self._addresses = {peer.rank: peer.address for peer in others}
-        self.transport.open([peer for peer in others if self._routes.relay(peer.rank) is None], self)
+        self.transport.open([peer for peer in others if self.routes.relay(peer.rank) is None], self)
         self._expect()
         for peer in others:
-            if self._routes.goes_to(peer.rank):
+            if self.routes.goes_to(peer.rank):
                 self._greet(peer.rank)
 
     def admit(self, peer: Peer) -> Pending[None]:
@@ -105,7 +105,7 @@ class Meeting(Listener):
             relay between it and another.
           ProtocolError: the view is whole; the rank is present already, or is none of the run's.
         """
-        if self._whole:
+        if self.is_whole:
             raise ProtocolError(
                 f"rank {peer.rank} cannot join later: every exchange of this run needs all replicas"
             )
@@ -114,7 +114,7 @@ class Meeting(Listener):
                 f"rank {peer.rank} of {self.size} is present already, or not a rank of this run"
             )
         check_peers(self.transport.me, [peer], self.transport.keys)
-        self._routes.meet([peer], self._left - {peer.rank})
+        self.routes.meet([peer], self._left - {peer.rank})
         return self._let_in(peer)
 
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
@@ -129,12 +129,12 @@ class Meeting(Listener):
           Done once it has greeted again; fails with :class:`PeerLost` where its process has ended, or its address is
           not known.
         """
-        if rank not in self._routes:
+        if rank not in self.routes:
             return failed(PeerLost(rank, "its address is not known"))
         if rank in self.present():
             self._give_up(rank)
-        self._routes.detour(self.rank, rank, relay)
-        return self._let_in(self._routes.peer(rank), again=True)
+        self.routes.detour(self.rank, rank, relay)
+        return self._let_in(self.routes.peer(rank), again=True)
 
     @override
     def ended(self, rank: int) -> None:
@@ -147,13 +147,13 @@ class Meeting(Listener):
         self._members.add(peer.rank)
         admitted = self._late[peer.rank] = Pending()
         self._addresses[peer.rank] = peer.address
-        relay = self._routes.relay(peer.rank)
+        relay = self.routes.relay(peer.rank)
         if relay is None:
             self.transport.open([peer], self, again=again)
         else:
             self.transport.dismiss(peer.rank)
         self._expect()
-        if self._routes.goes_to(peer.rank) or relay in self.present():
+        if self.routes.goes_to(peer.rank) or relay in self.present():
             self._greet(peer.rank)
         return admitted
 
@@ -170,21 +170,21 @@ class Meeting(Listener):
     def missing(self) -> list[int]:
         """Lists the members that have not greeted yet, those behind a relay last."""
         missing = self._members - self._greeted - {self.rank}
-        return sorted(missing, key=lambda rank: (self._routes.relay(rank) is not None, rank))
+        return sorted(missing, key=lambda rank: (self.routes.relay(rank) is not None, rank))
 
     def _expect(self) -> None:
-        self.transport.expects(sum(map(self._routes.comes_from, self.missing())))
+        self.transport.expects(sum(map(self.routes.comes_from, self.missing())))
 
     def greeting_of(self, rank: int) -> str:
         """Describes a wait for a member's greeting, with its relay or the reason why it is missing, for errors."""
-        theirs, mine = self._routes.peer(rank).machine, self.transport.me.machine
+        theirs, mine = self.routes.peer(rank).machine, self.transport.me.machine
         if theirs is not None and mine is not None and theirs != mine:
             return (
                 f"its greeting: {self._addresses[rank]} is reached from {theirs} alone, and this is {mine}: "
                 f"{how_to_be_reached()}"
             )
         if not self.transport.failed_at(rank):
-            return f"its greeting{self._through(rank)}"
+            return f"its greeting{self.through(rank)}"
         return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
 
     def _has_greeted(self, rank: int) -> None:
@@ -208,7 +208,7 @@ class Meeting(Listener):
                 )
         return None
 
-    def _through(self, rank: int | None) -> str:
+    def through(self, rank: int | None) -> str:
         """Names the relay of a rank's messages, for errors; empty where there is none."""
-        relay = None if rank is None else self._routes.relay(rank)
+        relay = None if rank is None else self.routes.relay(rank)
         return "" if relay is None else f", through rank {relay}"

@@ -6,21 +6,23 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm.channel import of_no_view
-from farflung.comm.mailbox import KEPT_NBYTES, QUESTIONS, Full, Mailbox
+from farflung.comm.channel import RELAYED, kind_of, of_no_view
+from farflung.comm.mailbox import KEPT_NBYTES, Full, Mailbox
 from farflung.comm.meeting import Meeting
 from farflung.comm.records import CONTROL
 from farflung.comm.relay import Relay
-from farflung.comm.transport import FIRST, LAST, Traffic, Transport
+from farflung.comm.staging import Stage, at_once, on_host
+from farflung.comm.transport import FIRST, LAST, Transport
+from farflung.comm.waits import Waits
 from farflung.comm.wire import (
     DIRECT,
-    Frame,
     Head,
     Kind,
     Message,
@@ -31,11 +33,8 @@ from farflung.comm.wire import (
     json_of,
 )
 from farflung.errors import DeadlinePassed, FarflungError, PeerFailed, PeerLost, ProtocolError
-from farflung.tasks import Pending, done, failed
-from farflung.types import Json, Payload, Tag
-
-if TYPE_CHECKING:
-    from farflung.comm.failure_detector import FailureDetector
+from farflung.tasks import Pending, failed
+from farflung.types import Json, Payload, Sent, Tag
 
 __all__ = ["View"]
 
@@ -88,24 +87,23 @@ class View(Meeting):
         self.left = "it had left the run"
         """The detail of a wait's error where the sender has left."""
         transport.max_nbytes = max_nbytes
-        self._now = now
-        self.relay = Relay(transport, self._routes, size, detours=not whole)
+        self.now = now
+        """The clock, in seconds."""
+        self.sent = Sent(size)
+        """The payload bytes sent so far."""
+        self.stage: Stage = at_once
+        """How a payload of another device comes to the host."""
+        self.waits = Waits(self)
+        self.relay = Relay(transport, self.routes, size, detours=not whole)
+        self.relay.passed = partial(self.sent.add, RELAYED)
         self._early: dict[int, list[Message]] = {}
         """Relayed messages that arrived before their sender's greeting, by sender."""
-        self._sent: Counter[int] = Counter()
+        self.num_sent: Counter[int] = Counter()
         """The number of messages that this rank has sent to each peer."""
-        self._heard: Counter[int] = Counter()
+        self.num_heard: Counter[int] = Counter()
         """The number of messages received from each peer."""
         self._leaving: dict[int, int] = {}
         """Peers that have announced their leave and the number of messages each had sent, until all have arrived."""
-        self._failure_detector: FailureDetector | None = None
-        """Made for the first wait that lasts."""
-        self._waits_for_data = False
-        self._deadline_s = math.inf
-        """Of the run, as of the last check."""
-        self.events: Callable[[], int] = lambda: 0
-        """Counts the steps and computations of this rank so far."""
-        self._data: Pending[None] = done(None)
         self._parting: tuple[Kind, dict[str, Json]] | None = None
         """The kind and body of the message that announces this rank's own end."""
 
@@ -115,37 +113,47 @@ class View(Meeting):
         counts = {"messages": self.transport.refused, "connections": self.transport.turned_away}
         return dict(counts) if any(counts.values()) else {}
 
-    @property
-    def number(self) -> int:
-        """The view's number, which only grows."""
-        return self.mailbox.view
-
-    def advance(self, number: int) -> None:
+    def advance(self, view: int) -> None:
         """Replaces the view by a newer one: ends the waits of the older and withdraws its unsent messages.
 
         Raises:
           ValueError: the number is not higher.
         """
-        older = self.number
-        self.mailbox.advance(number)
+        older = self.mailbox.view
+        self.mailbox.advance(view)
         self.transport.withdraw(older)
         self.relay.settle()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
-        """Done when the message has left, see :meth:`farflung.comm.transport.Transport.send`."""
+    def send(
+        self, payload: Payload, dst: int, tag: Tag, priority: int = 0, *, is_counted: bool = False
+    ) -> Pending[None]:
+        """Done when the message has left, see :meth:`farflung.comm.transport.Transport.send`.
+
+        A payload of another device is brought to the host first, and counts (``is_counted``) before it is.
+        """
+        if not is_counted:
+            self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
+        if not on_host(payload):
+            left: Pending[None] = Pending()
+
+            def staged(host: Pending[Payload]) -> None:
+                if host.error is not None:
+                    left.fail(host.error)
+                else:
+                    left.follow(self.send(host.result(), dst, tag, priority, is_counted=True))
+
+            self.stage(payload).on_done(staged)
+            return left
         if dst in self._left or dst not in self._greeted:
             return failed(PeerLost(dst, "its connection is gone"))
-        self._sent[dst] += 1
-        frames = self._frames(Kind.DATA, tag, payload, dst, priority)
-        hop = self._routes.next_hop(dst)
-        view = CONTROL if of_no_view(tag.exchange) else self.number
+        self.num_sent[dst] += 1
+        hop = self.routes.next_hop(dst)
+        route = DIRECT if hop == dst else Route(self.rank, dst, priority)
+        frames = encode(Kind.DATA, self.mailbox.view, tag, payload, route=route)
+        view = CONTROL if of_no_view(tag.exchange) else self.mailbox.view
         return self.transport.send(hop, frames, priority=priority, view=view)
-
-    def now(self) -> float:
-        """The view's clock, in seconds."""
-        return self._now()
 
     @override
     def arrived(self, rank: int, message: Message) -> None:
@@ -165,7 +173,7 @@ class View(Meeting):
             return
         error = PeerLost(rank, f"refused {nbytes:,} bytes from it: {why}")
         if rank in self._greeted:
-            self._say(Kind.ABORT, rank, {"detail": str(error), "rank": rank})
+            self.say(Kind.ABORT, rank, {"detail": str(error), "rank": rank})
         self._lose(rank, error)
         self._tell_gone(rank, error.detail)
         self.transport.dismiss(rank)
@@ -178,11 +186,10 @@ class View(Meeting):
         elif destination != self.rank:
             self._has_greeted(rank)
             self.relay.take(rank, message)
-        elif self._routes.relay(source) != rank:
+        elif self.routes.relay(source) != rank:
             raise Unauthorized("another rank's message, by a member that does not relay it")
         elif source in self._greeted or message.kind is Kind.HELLO:
-            if self._failure_detector is not None:
-                self._failure_detector.hear(source, self._now())
+            self.waits.hear(source)
             self._take(source, message)
         else:
             self._keep(source, message)
@@ -207,7 +214,7 @@ class View(Meeting):
             return
         self._has_greeted(rank)
         if message.kind is Kind.DATA:
-            self._heard[rank] += 1
+            self.num_heard[rank] += 1
             try:
                 self.mailbox.deliver(rank, message.tag, message.payload, message.view)
             except Full as error:
@@ -231,16 +238,16 @@ class View(Meeting):
     def _tell_gone(self, rank: int, why: str) -> None:
         """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as lost."""
         self._tell_lost(rank, why)
-        for behind in self._routes.behind(rank):
+        for behind in self.routes.behind(rank):
             self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
 
     def _tell_lost(self, rank: int, why: str) -> None:
         """Reports the loss of a peer to the ranks that reach it through this one, behind all its relayed messages."""
         self.relay.lost(rank)
-        for other in self._routes.relayed_to(rank):
+        for other in self.routes.relayed_to(rank):
             if other in self.present():
-                body: dict[str, Json] = {"rank": rank, "token": self._routes.token(rank), "detail": why}
-                self._say(Kind.LOST, other, body, last=True)
+                body: dict[str, Json] = {"rank": rank, "token": self.routes.token(rank), "detail": why}
+                self.say(Kind.LOST, other, body, last=True)
 
     @override
     def denied(self, rank: int) -> None:
@@ -252,18 +259,19 @@ class View(Meeting):
     def _hello(self, rank: int, body: dict[str, Any]) -> None:
         if body.get("rank") != rank:
             raise Unauthorized("a greeting with another rank as its source")
-        if self._routes.comes_from(rank) and self._routes.relay(rank) is None:
+        if self.routes.comes_from(rank) and self.routes.relay(rank) is None:
             self._greet(rank)
         if self._parting is not None:
-            self._part(rank, *self._parting)
+            kind, parting = self._parting
+            self.say(kind, rank, {**parting, "behind": self.num_sent[rank]}, last=True)
         unlike = self._unlike(rank, body.get("settings"))
         if unlike is not None and rank in self._late:
-            self._say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
+            self.say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
             self._tell_lost(rank, str(unlike))
             self.dismiss(rank, unlike)
             return
         self._greeted.add(rank)
-        for behind in self._routes.behind(rank):
+        for behind in self.routes.behind(rank):
             self._greet(behind)
         if unlike is not None:
             self.end(unlike)
@@ -287,21 +295,19 @@ class View(Meeting):
         elif message.kind is Kind.LOST:
             self._hear_lost(rank, body)
         elif message.kind is Kind.WAITING:
-            self._detector().hear_report(rank, body, self._now(), self._deadline_s)
-            if body.get("asks") is True:
-                self._report_to(rank, asks=False)
+            self.waits.hear_report(rank, body)
         elif message.kind is Kind.ABORT:
             failed_rank, detail = body.get("rank"), str(body.get("detail"))
             if failed_rank == rank:
                 self._lose(rank, PeerFailed(rank, detail))
-            elif self._whole and isinstance(failed_rank, int) and failed_rank != self.rank:
+            elif self.is_whole and isinstance(failed_rank, int) and failed_rank != self.rank:
                 self._lose(rank, PeerLost(failed_rank, f"rank {rank} says: {detail}"))
             else:
                 self._lose(rank, PeerLost(rank, f"it left, saying: {detail}"))
 
     def _see_off(self, rank: int) -> None:
         """Ends a peer's membership once it has announced its leave and every message that it sent has arrived."""
-        if rank in self._leaving and self._heard[rank] >= self._leaving[rank]:
+        if rank in self._leaving and self.num_heard[rank] >= self._leaving[rank]:
             self._leaves(rank)
 
     def _leaves(self, rank: int) -> None:
@@ -319,11 +325,11 @@ class View(Meeting):
     def _hear_lost(self, relay: int, body: Mapping[str, Any]) -> None:
         """Handles a relay's report that a rank behind it is lost."""
         rank = body.get("rank")
-        if not self._whole and isinstance(rank, int) and self._routes.relay(rank) != relay:
+        if not self.is_whole and isinstance(rank, int) and self.routes.relay(rank) != relay:
             return  # it has another route since
-        if not isinstance(rank, int) or self._routes.relay(rank) != relay:
+        if not isinstance(rank, int) or self.routes.relay(rank) != relay:
             raise Unauthorized("a loss told by a member that does not relay")
-        if body.get("token") == self._routes.token(rank):
+        if body.get("token") == self.routes.token(rank):
             self._is_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
 
     @override
@@ -337,121 +343,27 @@ class View(Meeting):
         self.relay.lost(rank)
         self._early.pop(rank, None)
         self._leaving.pop(rank, None)
-        if self._failure_detector is not None:
-            self._failure_detector.forget(rank)
-        self._heard[rank] = self._sent[rank] = 0
+        self.waits.forget(rank)
+        self.num_heard[rank] = self.num_sent[rank] = 0
 
     @override
     def _greet(self, rank: int) -> None:
         """Sends the greeting: rank, settings, and through a relay the receiver's token."""
         body: dict[str, Json] = {"rank": self.rank, "settings": self._settings}
-        if self._routes.relay(rank) is not None:
-            body["to"] = self._routes.token(rank)
-        self._say(Kind.HELLO, rank, body, last=True)
+        if self.routes.relay(rank) is not None:
+            body["to"] = self.routes.token(rank)
+        self.say(Kind.HELLO, rank, body, last=True)
 
-    def _say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
+    def say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
+        """Tells a member something ahead of all queued messages, or with ``last`` behind them."""
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
-        frames = self._frames(kind, _CONTROL, Payload((text,)), rank, LAST if last else FIRST)
-        hop = self._routes.next_hop(rank)
+        hop = self.routes.next_hop(rank)
+        route = DIRECT if hop == rank else Route(self.rank, rank, LAST if last else FIRST)
+        frames = encode(kind, self.mailbox.view, _CONTROL, Payload((text,)), route=route)
         try:
             self.transport.say(hop, frames, last=last)
         except PeerLost as error:
             self._lose(hop, error)
-
-    def _frames(self, kind: Kind, tag: Tag, payload: Payload, dst: int, priority: int) -> list[Frame]:
-        route = DIRECT if self._routes.next_hop(dst) == dst else Route(self.rank, dst, priority)
-        return encode(kind, self.number, tag, payload, route=route)
-
-    # --- waits ------------------------------------------------------------------------------------------------------
-
-    def check_deadline(self, deadline_s: float) -> float | None:
-        """Fails waits that have passed their deadline.
-
-        A wait without a deadline of its own ends the view, or fails alone where the view is not whole, where what it
-        depends on is silent for ``deadline_s``, or stands still for long; see
-        :class:`farflung.comm.failure_detector.FailureDetector`.
-
-        Returns:
-          The time of the next check; ``None``: there is no wait.
-        """
-        now = self._now()
-        self._deadline_s = deadline_s
-        self.mailbox.fail_due(now)
-        again = [self.mailbox.next_due(), self._check_oldest(now, deadline_s)]
-        return min((each for each in again if each is not None), default=None)
-
-    def _check_oldest(self, now: float, deadline_s: float) -> float | None:
-        """Checks the oldest wait without a deadline of its own, and asks the peers for signs of life where it is due.
-
-        Returns:
-          The time of the next check; ``None``: there is no such wait.
-        """
-        waiting, asks_at = self.mailbox.oldest(), math.inf
-        if waiting is not None:
-            asks_at = waiting.since + deadline_s / QUESTIONS
-        if self._failure_detector is None and now < asks_at:
-            return None if waiting is None else asks_at
-        detector = self._detector(asks_at)
-        if waiting is None:
-            detector.rest()
-            return None
-        check = detector.check(waiting, self.present(), now, deadline_s)
-        if check.failure is not None:
-            what = f"{waiting.what}{self._through(waiting.src)}"
-            rank, why = check.failure
-            passed = DeadlinePassed(rank, what, now - waiting.since, why=why)
-            if not self._whole:
-                self.mailbox.fail(waiting, passed)
-                return self._check_oldest(now, deadline_s)
-            self.end(passed)
-            return None
-        if check.asks:
-            for rank in self.present():
-                self._report_to(rank, asks=True)
-        return check.due_s
-
-    def _detector(self, due_s: float = math.inf) -> FailureDetector:
-        """Returns the failure detector, which is made for the first wait that lasts; its first look was due then."""
-        if self._failure_detector is None:
-            from farflung.comm.failure_detector import FailureDetector
-
-            self._failure_detector = FailureDetector(self.rank, self._traffic, due_s)
-        return self._failure_detector
-
-    def _report_to(self, rank: int, *, asks: bool) -> None:
-        """Tells a peer what blocks this rank and how far it is, and may ask the same of it."""
-        events = self.events() + self._sent.total() + self._heard.total()
-        waiting = self.mailbox.any_wait()
-        blocked_on = "data" if self._waits_for_data else None if waiting is None else waiting.src
-        body: dict[str, Json] = {
-            "for": blocked_on,
-            "count": events,
-            "nbytes": self.moved_nbytes(),
-            "asks": asks,
-        }
-        self._say(Kind.WAITING, rank, body)
-
-    def moved_nbytes(self, rank: int | None = None) -> int:
-        """Returns the bytes of large tensors that have gone to and come from a peer, or all of them, so far."""
-        ranks = self.present() if rank is None else [self._routes.next_hop(rank)]
-        return sum(self.transport.traffic(each).moved_nbytes for each in ranks)
-
-    def _traffic(self, rank: int) -> Traffic:
-        """Returns what the connections to a peer or its relay carry; a relay's bytes are no signs of life of others."""
-        hop = self._routes.next_hop(rank)
-        traffic = self.transport.traffic(hop)
-        return traffic if hop == rank else traffic._replace(heard_nbytes=0)
-
-    def waits_for_data(self, ready: Pending[None]) -> None:
-        """Marks this rank as waiting for samples; ``ready`` fails when the view ends."""
-        self._waits_for_data = True
-        self._data = ready
-        if self.lost is not None:
-            ready.fail(self.lost)
-
-    def has_data(self) -> None:
-        """Ends :meth:`waits_for_data`."""
-        self._waits_for_data = False
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -461,13 +373,13 @@ class View(Meeting):
             self.lost = error
         self.mailbox.end(self.lost)
         self.ready.fail(self.lost)
-        self._data.fail(self.lost)
+        self.waits.end(self.lost)
 
     def _lose(self, rank: int, error: BaseException) -> None:
         """Marks a member as lost: ends the view, or the waits for that member where the view is not whole."""
         self.dismiss(rank, error)
         self._left.add(rank)
-        if self._whole:
+        if self.is_whole:
             self.end(error)
         else:
             self.mailbox.fail_from(rank, error)
@@ -485,7 +397,7 @@ class View(Meeting):
         if error is None and self.lost is None:
             self._send_all()
         else:
-            self.transport.withdraw(self.number)
+            self.transport.withdraw(self.mailbox.view)
         body: dict[str, Json]
         if error is None:
             kind, body = Kind.LEAVE, {}
@@ -496,36 +408,33 @@ class View(Meeting):
             kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
         self._parting = (kind, body)
         for rank in others:
-            if rank in self._greeted or self._routes.goes_to(rank):
-                self._part(rank, kind, body)
+            if rank in self._greeted or self.routes.goes_to(rank):
+                self.say(kind, rank, {**body, "behind": self.num_sent[rank]}, last=True)
         # Wait for the peers to leave before closing: a message to a peer that closes at the same moment would wait for
         # a reconnection, and a peer that has not greeted yet would never learn the error.
-        until = self._now() + PARTING_S
-        while (left_s := until - self._now()) > 0:
+        until = self.now() + PARTING_S
+        while (left_s := until - self.now()) > 0:
             if not self._addresses.keys() - self._left and not self.transport.held_nbytes:
                 break
             self.transport.poll(left_s)
         if error is None:
             self._go_on_relaying(relays_s)
 
-    def _part(self, rank: int, kind: Kind, body: Mapping[str, Json]) -> None:
-        self._say(kind, rank, {**body, "behind": self._sent[rank]}, last=True)
-
     def _go_on_relaying(self, patience_s: float) -> None:
         """Relays until no pair needs it, or no message has been relayed for ``patience_s`` seconds."""
-        until, passed = self._now() + patience_s, self.relay.count
-        while self.relay.serves(self._left) and (left_s := until - self._now()) > 0:
+        until, passed = self.now() + patience_s, self.relay.count
+        while self.relay.serves(self._left) and (left_s := until - self.now()) > 0:
             self.transport.poll(left_s)
             if self.relay.count != passed:
-                until, passed = self._now() + patience_s, self.relay.count
+                until, passed = self.now() + patience_s, self.relay.count
 
     def _send_all(self) -> None:
         """Sends all queued messages; gives up where no byte leaves for :data:`STUCK_S` seconds."""
-        until, held = self._now() + STUCK_S, self.transport.held_nbytes
-        while held and self.lost is None and (left_s := until - self._now()) > 0:
+        until, held = self.now() + STUCK_S, self.transport.held_nbytes
+        while held and self.lost is None and (left_s := until - self.now()) > 0:
             self.transport.poll(left_s)
             if self.transport.held_nbytes != held:
-                until, held = self._now() + STUCK_S, self.transport.held_nbytes
+                until, held = self.now() + STUCK_S, self.transport.held_nbytes
 
     def close(self) -> None:
         """Closes the transport; while members are present, sends what is queued first, for a few seconds at most."""

@@ -76,14 +76,14 @@ class Access:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Access:
-        """Read :meth:`to_json`; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is something else."""
+        """Reads :meth:`to_json`; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is something else."""
         key, encrypted = bytes.fromhex(fields["key"]), fields["encrypted"]
         if len(key) < PROOF_NBYTES or not isinstance(encrypted, bool):
             raise ValueError("no key of a run")
         return Access(key, encrypted, [str(address) for address in fields["addresses"]])
 
     def ask(self, address: str, question: Mapping[str, Json], patience_s: float) -> dict[str, Any]:
-        """Visit a member.
+        """Visits a member.
 
         Args:
           address: of the member.
@@ -116,7 +116,7 @@ class Access:
 
 
 def _sealed(plain: socket.socket) -> ssl.SSLSocket:
-    """Set up TLS; that the member is the right one is proved afterwards."""
+    """Sets up TLS; that the member is the right one is proved afterwards."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -13,7 +13,7 @@ from farflung.comm import ExchangeChannel
 from farflung.comm.channel import describe
 from farflung.errors import Unsupported, WaitEnded
 from farflung.tasks import Pending, failed
-from farflung.types import AllReduce, Communicator, Counts, Payload, Tag, TensorSpec
+from farflung.types import AllReduce, Counts, Group, Payload, Tag, TensorSpec
 
 __all__ = ["Among", "ViewChannel"]
 
@@ -31,7 +31,7 @@ class ViewChannel(ExchangeChannel):
     """
 
     def __init__(self, within: Among, counts: ExchangeChannel, current: Callable[[], bool]) -> None:
-        super().__init__(cast("Communicator", within), *counts.tag(0)[:2])
+        super().__init__(within, *counts.tag(0)[:2])
         self.sent = counts.sent
         self._ranks, self._current = within.ranks, current
 
@@ -62,16 +62,16 @@ class ViewChannel(ExchangeChannel):
 
 
 class Among:
-    """The communicator among some of the ranks of another; see :class:`farflung.types.Communicator`.
+    """Some of the ranks of a group; see :class:`farflung.types.Group`.
 
     Args:
-      comm: of all ranks.
+      comm: all ranks.
       ranks: some of them, by their rank here.
     """
 
     lane: Any
 
-    def __init__(self, comm: Communicator, ranks: Sequence[int]) -> None:
+    def __init__(self, comm: Group, ranks: Sequence[int]) -> None:
         self._comm, self.ranks = comm, tuple(ranks)
         self.rank, self.size = self.ranks.index(comm.rank), len(self.ranks)
         self.lane, self.sent = comm.lane, comm.sent
@@ -96,9 +96,6 @@ class Among:
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
         return self._comm.recv(self.ranks[src], tag, expect, deadline_s=deadline_s)
-
-    def quiet_s(self, rank: int) -> float:
-        return self._comm.quiet_s(self.ranks[rank])
 
     def land(self, src: int, tag: Tag, into: Tensor) -> None:
         self._comm.land(self.ranks[src], tag, into)

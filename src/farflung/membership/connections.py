@@ -17,7 +17,7 @@ from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 
-__all__ = ["PROBE", "REPAIR_S", "TAG", "Connections", "as_bytes", "text_payload"]
+__all__ = ["PROBE", "REPAIR_S", "TAG", "Connections", "as_bytes", "text_of", "text_payload"]
 
 TAG = Tag(Purpose.VIEWS.at(0))
 """Of all messages of the agreement."""
@@ -80,14 +80,14 @@ class Connections:
     # --- signs of life ----------------------------------------------------------------------------------------------
 
     def ask(self, names: Iterable[str]) -> set[str]:
-        """Ask those of some processes that are connected whether they are there, and return these."""
+        """Asks those of some processes that are connected whether they are there, and returns these."""
         asked = self._member.connected.intersection(names)
         for name in sorted(asked):
             self._comm.send(text_payload(PROBE), int(name), TAG, -1)
         return asked
 
     async def asked(self, seconds: float) -> set[str]:
-        """Return the members that were asked so many seconds ago whether they are there."""
+        """Returns the members that were asked so many seconds ago whether they are there."""
         while True:
             asked, asked_s = self.ask(self._view().members), self._runtime.now()
             await self._runtime.sleep_until(asked_s + seconds)
@@ -96,13 +96,13 @@ class Connections:
             self.awake_s = self._runtime.now()  # it stood still itself: what has arrived is not heard yet
 
     def silent_s(self, name: str) -> float:
-        """Return for how many seconds nothing of a member has arrived, while this process did not stand still."""
+        """Returns for how many seconds nothing of a member has arrived, while this process did not stand still."""
         now = self._runtime.now()
         heard = max(self.heard.get(name, -math.inf), self.awake_s, now - self._comm.quiet_s(int(name)))
         return now - heard
 
     def are_silent(self, names: Iterable[str]) -> None:
-        """Take connected members for lost."""
+        """Takes connected members for lost."""
         for name in sorted(self._member.connected.intersection(names)):
             self.silent.add(name)
             self._dials.pop(name, None)
@@ -110,7 +110,7 @@ class Connections:
             self._settle()
 
     def hear(self, name: str) -> bool:
-        """Note that a message of a process has arrived, and return whether it was not known or had been silent."""
+        """Notes that a message of a process has arrived, and returns whether it was not known or had been silent."""
         self.heard[name] = self._runtime.now()
         if name in self._member.connected or name in self.closed:
             return False
@@ -119,13 +119,13 @@ class Connections:
         return True
 
     def come(self, name: str) -> None:
-        """Note that a process is connected again."""
+        """Notes that a process is connected again."""
         self.closed.discard(name)
         self.silent.discard(name)
         self._member.back(name)
 
     def go(self, name: str) -> bool:
-        """Note that the connection of a process is gone, and return whether that is new."""
+        """Notes that the connection of a process is gone, and returns whether that is new."""
         if name in self.closed:
             return False  # it was given up here
         self.closed.add(name)
@@ -137,7 +137,7 @@ class Connections:
     # --- processes that are no members any more ---------------------------------------------------------------------
 
     def await_back(self, names: Iterable[str]) -> None:
-        """Connect again to processes that are not connected; the other ends do so too, where they are alive."""
+        """Connects again to processes that are not connected; the other ends do so too, where they are alive."""
         if not self._returns or self._member.stopped:
             return
         for name in sorted({*names} - self._member.connected - self.malformed - {self._member.name}):
@@ -147,7 +147,7 @@ class Connections:
                 made.on_done(partial(self._back_or_again, name))
 
     def _back_or_again(self, name: str, made: Pending[None]) -> None:
-        """Connect once more where a connection was lost before both ends had greeted."""
+        """Connects once more where a connection was lost before both ends had greeted."""
 
         async def again() -> None:
             await self._runtime.sleep_until(self._runtime.now() + _AGAIN_S)
@@ -158,7 +158,7 @@ class Connections:
             self._runtime.launch(again())
 
     def may_be_back(self) -> bool:
-        """Return whether the process of another member of the view may be alive, as far as is known."""
+        """Returns whether the process of another member of the view may be alive, as far as is known."""
         errors = [made.error for name in self._view().members if (made := self._made.get(name)) is not None]
         ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
         return self._returns and ended < len({*self._view().members} - {self._member.name})
@@ -166,7 +166,7 @@ class Connections:
     # --- members ----------------------------------------------------------------------------------------------------
 
     def repair(self) -> bool:
-        """Connect to members again whose connections are broken, directly at first and then through a relay.
+        """Connects to members again whose connections are broken, directly at first and then through a relay.
 
         Returns:
           Whether votes wait for a connection.
@@ -214,7 +214,7 @@ class Connections:
         return waits
 
     def settle_at(self, t: float) -> None:
-        """Have the member act at a time."""
+        """Has the member act at a time."""
 
         async def wait() -> None:
             await self._runtime.sleep_until(t)
@@ -223,7 +223,7 @@ class Connections:
         self._runtime.launch(wait())
 
     def more_cuts(self) -> bool:
-        """Return whether pairs of members have no connection that :meth:`repair` has not seen."""
+        """Returns whether pairs of members have no connection that :meth:`repair` has not seen."""
         return bool(self._member.cuts().difference(self._cuts))
 
     def _reconnect(self, name: str, relay: str | None) -> Pending[None]:
@@ -238,12 +238,12 @@ class Connections:
         return made
 
     def _flaps(self, name: str) -> bool:
-        """Return whether the connection to a member breaks again and again."""
+        """Returns whether the connection to a member breaks again and again."""
         since = self._runtime.now() - _FLAPS_S
         return sum(t > since for t in self._breaks.get(name, ())) > _FLAPS
 
     def _relay(self, pair: frozenset[str]) -> str | None:
-        """Return the most senior member that is connected to both of a pair."""
+        """Returns the most senior member that is connected to both of a pair."""
         cut = {name for other in self._cuts if other & pair for name in other}
         return next((name for name in self._view().members if name not in pair and name not in cut), None)
 
@@ -252,10 +252,16 @@ class Connections:
 
 
 def text_payload(text: bytes) -> Payload:
-    """Make a message of bytes."""
+    """Makes a message of bytes."""
     return Payload((as_bytes(text),))
 
 
+def text_of(payload: Payload) -> bytes:
+    """Returns the bytes of a message; raises ``ValueError`` where it has other tensors too."""
+    (text,) = payload.tensors()
+    return bytes(text.numpy())
+
+
 def as_bytes(text: bytes) -> Tensor:
-    """Make a tensor of bytes."""
+    """Makes a tensor of bytes."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

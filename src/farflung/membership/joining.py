@@ -1,659 +1,262 @@
-"""How a replica that joins is given the state of a run that goes on: a snapshot, and the results of exchanges since.
-
-Members make the snapshot at one step, and keep what becomes whole afterwards. The replica that joins asks all of them
-for pieces of both, so it goes on with others where one is lost, and needs no byte twice. It follows the run by these
-results, and asks to be admitted once it has caught up.
-"""
+"""How a member comes into a run: it is given the state, follows and is admitted; again after it was suspended."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from farflung.comm import Purpose
-from farflung.errors import StateOutdated, Suspended
-from farflung.membership.connections import as_bytes, text_payload
+from farflung.comm import ExchangeChannel, Values
+from farflung.comm.failure_detector import BUSY
+from farflung.errors import RunLost, Suspended
+from farflung.membership.connections import REPAIR_S, TAG, text_payload
+from farflung.membership.exchanges import ExchangeLog, Logged
+from farflung.membership.following import Follower
+from farflung.membership.giving import NEWS, PIECES, WANT
+from farflung.membership.views import View
 from farflung.tasks import Pending
-from farflung.trees import unpack_tensors
-from farflung.types import Payload, Runtime, Tag
+from farflung.types import Tag
 
-__all__ = ["NEWS", "PIECES", "Follower", "Result", "StateGiver"]
+if TYPE_CHECKING:
+    from farflung.membership.agreement import Agreement
 
-NEWS, PIECES, _REQUESTS = (Tag(Purpose.STATE.at(number)) for number in range(3))
-_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 14, 1 << 20
-_QUEUE_S, _WAITED_FOR_S = 0.1, 1.0
-"""For how long answers may wait in queues: where others use the link, less is asked for, so that these come first (as
-LEDBAT does, RFC 6817); and once the others wait for the replica."""
-_BACKLOG_NBYTES = 1 << 23
-"""The size of results that are always kept for a replica that follows."""
+__all__ = ["ADMIT", "Joiner"]
 
-Name: TypeAlias = "str | int"
-"""Of what is fetched: the digest of a part of the snapshot, or the number of an exchange."""
+T = TypeVar("T")
+
+ADMIT = b"again"
+"""Asks to be admitted, or admitted again."""
+_BACK_OFF_S = 60.0
+"""The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
 
 
-class Result(NamedTuple):
-    """The result of an exchange, for those that follow.
+class Joiner:
+    """The part of a member that joins, or was suspended, until it takes part with the state of the run.
 
     Args:
-      number: of the exchange in the run.
-      exchange: its number by purpose and step.
-      part: which part it moves.
-      begun: the last step that had begun when it started.
-      content: see :func:`farflung.trees.pack_tensors`.
+      agreement: of this member.
+      log: its exchanges.
+      joins: whether it joins the run, rather than being there from the start.
     """
 
-    number: int
-    exchange: int
-    part: int
-    begun: int
-    content: Tensor
-
-
-@dataclass(eq=False)
-class _Offer:
-    """What one replica that joins may ask for.
-
-    Args:
-      request: the number of its request for a snapshot.
-      step: the snapshot is of the state before it.
-      parts: the snapshot, as bytes, by digest.
-      needed: the numbers of exchanges whose results the snapshot still lacks, of those that had started.
-      started: how many had.
-    """
-
-    request: int
-    step: int
-    parts: Mapping[str, Tensor]
-    needed: Collection[int]
-    started: int
-    results: dict[int, Result] = field(default_factory=dict)
-    """Results that the replica has not fetched, by number."""
-    begins: Mapping[str, Any] | None = None
-    """Where it begins, once that is known."""
-    view: int = 0
-    """The number of the last view that the replica was told of."""
+    def __init__(self, agreement: Agreement, log: ExchangeLog, joins: bool) -> None:
+        self._agreement, self._log, self._roster = agreement, log, agreement.roster
+        self._runtime, self._comm = agreement.runtime, agreement.runtime.comm
+        self._member, self._connections = agreement.member, agreement.connections
+        self.follower = self._new_follower() if joins else None
+        """Fetches the state of the run; ``None`` once this member takes part."""
+        self.given_nbytes = 0
+        """Bytes of the state, and of results, that this member was given before it began."""
+        self.suspended: Suspended | None = None
+        """Why exchanges fail, until this member is admitted again."""
+        self._unseen: list[View] = []
+        """Views that were installed before the state was there."""
+        self._suspensions: list[float] = []
+        """When this member was suspended."""
+        self._asks = self._seeks = False
+        """Whether it asks to be admitted, and whether it looks for members that have the state."""
 
     @property
-    def is_stale(self) -> bool:
-        """Whether a new snapshot is shorter than the results that are left."""
-        snapshot_nbytes = sum(part.nbytes for part in self.parts.values())
-        left_nbytes = sum(result.content.nbytes for result in self.results.values())
-        return left_nbytes > max(snapshot_nbytes, _BACKLOG_NBYTES)
+    def has_begun(self) -> bool:
+        """Whether this member has, or had, the state of the run."""
+        return self.follower is None or bool(self._suspensions)
 
+    def _new_follower(self) -> Follower:
+        def want() -> None:
+            self._agreement.launch(self.ask())
 
-class StateGiver:
-    """The end of a member: offers the state of the run to replicas that join, and answers their requests.
-
-    Args:
-      runtime: the world.
-      view_news: returns what is told of the newest view.
-    """
-
-    def __init__(self, runtime: Runtime, view_news: Callable[[], Mapping[str, Any]]) -> None:
-        self._comm, self._view_news = runtime.comm, view_news
-        self._offers: dict[int, _Offer] = {}
-        self._wanted: dict[int, tuple[int, int | None]] = {}
-        """The number of each replica's request for a snapshot, and the step before which it is to be made; ``None``:
-        no member has named one."""
-
-    @property
-    def ranks(self) -> list[int]:
-        """The replicas that follow."""
-        return list(self._offers)
-
-    def want(self, rank: int, request: int) -> None:
-        """Notes that a replica wants a snapshot."""
-        known = max(
-            self._wanted.get(rank, (0, None))[0], self._offers[rank].request if rank in self._offers else 0
+        return Follower(
+            self._runtime, want, self.ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
         )
-        if request > known:
-            self._wanted[rank] = request, None
-
-    def refuse(self, rank: int) -> None:
-        """Tells a replica that no snapshot can be made any more of a state before it begins."""
-        self._tell(rank, {"late": True})
-
-    def unplanned(self) -> list[tuple[int, int]]:
-        """Returns rank and request of replicas for which no step was named."""
-        return [(rank, request) for rank, (request, step) in self._wanted.items() if step is None]
-
-    def plan(self, rank: int, request: int, step: int) -> None:
-        """Plans a snapshot before a step."""
-        if rank not in self._offers or self._offers[rank].request < request:
-            self._wanted[rank] = request, step
-
-    def due(self, step: int) -> list[int]:
-        """Returns the replicas for which a snapshot is to be made before a step."""
-        return [rank for rank, (_, at) in tuple(self._wanted.items()) if at is not None and at <= step]
-
-    def offer(
-        self, ranks: Iterable[int], step: int, parts: Sequence[Tensor], needed: Collection[int], started: int
-    ) -> None:
-        """Offers a snapshot to replicas; see :class:`_Offer`."""
-        content = {blake2b(cast("Any", part.numpy()), digest_size=16).hexdigest(): part for part in parts}
-        for rank in ranks:
-            request, _ = self._wanted.pop(rank, (0, None))
-            self._offers[rank] = _Offer(request, step, content, needed, started)
-            self.greet(rank)
-
-    def greet(self, rank: int) -> None:
-        """Tells a replica all that it is offered; again where it is connected again."""
-        if (offer := self._offers.get(rank)) is None:
-            return
-        sizes = [[digest, part.nbytes] for digest, part in offer.parts.items()]
-        view = self._view_news()
-        told = {
-            "step": offer.step,
-            "parts": sizes,
-            "needed": [*offer.needed],
-            "started": offer.started,
-            "view": view["number"],
-        }
-        self._tell(rank, {"offer": told})
-        self._tell_view(rank, view)
-        for result in offer.results.values():
-            self._tell_result(rank, result, 0)
-        if offer.begins is not None:
-            self._tell(rank, {"begins": offer.begins})
-
-    def add(self, result: Result, least: int, admitted: Collection[int]) -> None:
-        """Keeps a result that is whole for the replicas that follow.
-
-        Args:
-          result: of an exchange.
-          least: all members have the results of exchanges below this number.
-          admitted: the replicas that the others wait for; any other begins anew once it is too far behind.
-        """
-        for rank, offer in list(self._offers.items()):
-            if result.number <= offer.started and result.number not in offer.needed:
-                continue
-            offer.results[result.number] = result
-            self._tell_result(rank, result, least)
-            if offer.is_stale and rank not in admitted:
-                self.close([rank])
-
-    def _tell_result(self, rank: int, result: Result, least: int) -> None:
-        self._tell(rank, {"result": [*result[:4], result.content.nbytes, least]})
-
-    def let_begin(self, rank: int, begins: Mapping[str, Any], results: Iterable[Result]) -> None:
-        """Tells a replica where it begins, with results that another member may lack."""
-        if (offer := self._offers.get(rank)) is None:
-            return
-        offer.begins = begins
-        for result in results:
-            if result.number <= offer.started and result.number not in offer.needed:
-                offer.results[result.number] = result
-                self._tell_result(rank, result, 0)
-        self._tell(rank, {"begins": begins})
-
-    def close(self, ranks: Iterable[int]) -> None:
-        """Keeps nothing for some replicas any more, and tells those so that had an offer."""
-        for rank in ranks:
-            self._wanted.pop(rank, None)
-            if self._offers.pop(rank, None) is not None:
-                self._tell(rank, {"closed": True})
-
-    def tell_view(self) -> None:
-        """Tells the replicas that follow of the newest view."""
-        view = self._view_news()
-        for rank in self._offers:
-            self._tell_view(rank, view)
-
-    def _tell_view(self, rank: int, view: Mapping[str, Any]) -> None:
-        self._offers[rank].view = view["number"]
-        self._tell(rank, {"view": view})
-
-    def _tell(self, rank: int, news: Mapping[str, Any]) -> None:
-        self._comm.send(text_payload(json.dumps(news).encode()), rank, NEWS, -1)
-
-    async def serve(self) -> None:
-        """Answers requests for pieces: behind all other messages, unless the others wait for the replica."""
-        while True:
-            rank, payload = await self._comm.recv_any(_REQUESTS, deadline_s=math.inf)
-            with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
-                view, fetched, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
-                self._answer(rank, view, fetched, name, begin, nbytes)
-
-    def _answer(
-        self, rank: int, view: int, fetched: Iterable[int], name: Name, begin: int, nbytes: int
-    ) -> None:
-        """Sends a piece of a part of the snapshot or of a result, and drops results that have been fetched.
-
-        Results may have been made again in a newer view than the replica knew of when it named them.
-        """
-        if (offer := self._offers.get(rank)) is None:
-            return
-        for number in fetched if view >= offer.view else ():
-            offer.results.pop(number, None)
-        content = offer.parts.get(name) if isinstance(name, str) else offer.results[name].content
-        if content is not None and 0 <= begin < begin + nbytes <= content.nbytes:
-            head = as_bytes(json.dumps([name, begin]).encode())
-            priority = 1 if offer.begins is None else -1
-            self._comm.send(Payload((head, content[begin : begin + nbytes])), rank, PIECES, priority)
-
-
-class _Content:
-    """Bytes that are fetched.
-
-    Args:
-      nbytes: how many.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.data = torch.empty(nbytes, dtype=torch.uint8)
-        self.missing_nbytes = nbytes
-        self.ranges = [(0, nbytes)] if nbytes else []
-        """Begin and end of what has not been asked for."""
-
-    def next_piece(self, most_nbytes: int) -> tuple[int, int]:
-        """Returns begin and size of what is asked for next."""
-        begin, end = self.ranges.pop(0)
-        if end - begin > most_nbytes:
-            self.ranges.insert(0, (begin + most_nbytes, end))
-        return begin, min(most_nbytes, end - begin)
-
-    def put(self, begin: int, piece: Tensor) -> None:
-        """Takes in a piece."""
-        self.data[begin : begin + len(piece)] = piece
-        self.missing_nbytes -= len(piece)
-
-
-@dataclass(eq=False)
-class _Source:
-    """A member that is asked for pieces; what it offers as in :class:`_Offer`."""
-
-    step: int
-    parts: Mapping[str, int]
-    needed: frozenset[int]
-    started: int
-    results: set[int] = field(default_factory=set)
-    """The numbers of the results that it holds."""
-    fetched: list[int] = field(default_factory=list)
-    """Those of them that are here, until it is told so."""
-    begins: Mapping[str, Any] | None = None
-    asked: dict[tuple[Name, int], tuple[int, float]] = field(default_factory=dict)
-    """Size and time of each request without an answer, by name and begin."""
-    window_nbytes: int = 2 * _PIECE_NBYTES
-    """How many bytes may be asked for at a time."""
-    least_s: float = math.inf
-    """The shortest time that an answer took."""
-
-    @property
-    def snapshot(self) -> tuple[int, tuple[str, ...]]:
-        """What it offers; equal for members that offer the same."""
-        return self.step, tuple(self.parts)
-
-    @property
-    def room_nbytes(self) -> int:
-        """How many more bytes may be asked for."""
-        return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
-
-    def note_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
-        """Adapts the window to how long an answer took, of which so many seconds may be in queues."""
-        self.least_s = min(self.least_s, seconds)
-        if seconds < self.least_s + queue_s:
-            self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
-        else:
-            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes * 3 // 4)
-
-
-class Follower:
-    """The end of a replica that joins: fetches a snapshot, then the results since, until it begins.
-
-    It belongs to the thread that carries exchanges.
-
-    Args:
-      runtime: the world.
-      want: asks members for a snapshot.
-      ask: asks members to be admitted.
-      give_up: ends this replica, which cannot begin: the others have begun the step that it was to begin at.
-      take_changes: is given the changes of members, as JSON, whenever a member tells them.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        want: Callable[[], None],
-        ask: Callable[[], None],
-        give_up: Callable[[], None],
-        take_changes: Callable[[Sequence[Any]], None],
-    ) -> None:
-        self._runtime, self._comm = runtime, runtime.comm
-        self._want, self._ask, self._give_up, self._take_changes = want, ask, give_up, take_changes
-        self._parts: dict[str, _Content] = {}
-        """Those of snapshots, by digest."""
-        self._view = 0
-        self.is_waited_for = False
-        """Whether the others wait for this replica, which is a member."""
-        self.is_too_far_behind = False
-        """Whether results come faster than this replica can fetch them, so that it is given the state once admitted."""
-        self.nbytes = 0
-        """Of snapshots and results that have come."""
-        self.request = 1
-        """The number of the request for a snapshot."""
-        self._ended: BaseException | None = None
-        self._again: StateOutdated | None = None
-        """Why what the replica follows is of no use any more, until it is given another snapshot."""
-        self._event = Pending[None]()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._sources: dict[int, _Source] = {}
-        self._chosen: _Source | None = None
-        self._contents: dict[int, _Content] = {}
-        """Results that are fetched, by number."""
-        self._index: dict[int, tuple[int, int, int]] = {}
-        """Exchange, part and last begun step of results that members hold, by number."""
-        self._numbers: dict[tuple[int, int], int] = {}
-        self.results: dict[int, tuple[Tensor, ...]] = {}
-        """Those that are here, by number."""
-        self.followed: dict[int, Any] = {}
-        """The exchanges that were given their results, by number."""
-        self._waiting: dict[tuple[int, int], Any] = {}
-        """Those that wait for theirs, by exchange and part."""
-        self._step: int | None = None
-        """The step that the replica follows; ``None``: it has not taken the snapshot."""
-        self._kept_from = 0
-        """The members may lack results from this number on; all have those below it."""
-        self._round, self._fetched = 0, 0
-        """How many results were lacking when the last round began, and how many were fetched since."""
-        self._asks = False
 
     # --- for the replica --------------------------------------------------------------------------------------------
 
-    async def snapshot(self) -> list[Tensor]:
-        """Waits for a snapshot, and returns its parts."""
-        self._again = None
-        while not self._is_complete():
-            await self._next_event()
-        assert self._chosen is not None
-        self._step = self._chosen.step
-        return [self._parts[digest].data for digest in self._chosen.parts]
-
-    async def follows(self, step: int) -> Mapping[str, Any] | None:
-        """Waits until a step can be followed (``None``), or for what is told of the step where this replica begins."""
-        if (error := self._useless()) is not None:
+    async def receive_state(self) -> list[Tensor]:
+        """Waits for a snapshot of the state of the run, and returns its parts."""
+        if (error := self._agreement.error) is not None:
             raise error
-        self._step = step
-        self._forget()
-        while True:
-            begins = next((one.begins for one in self._sources.values() if one.begins is not None), None)
-            if begins is not None and step >= begins["step"]:
-                if not self._lacks(begins["started"], begins["log"]):
-                    return begins
-            elif begins is not None or any(begun >= step for _, _, begun in self._index.values()):
-                return None
-            elif not self._contents:
-                self._ask_once()
-            await self._next_event()
+        assert self.follower is not None
+        if not self._seeks:
+            self._seeks = True
+            self._agreement.launch(self._seek())
+        self._agreement.launch(self.ask())
+        return await self.follower.snapshot()
 
-    def follow(self, logged: Any) -> None:
-        """Gives an exchange its result once that is here."""
-        if (error := self._useless()) is not None:
+    async def follows(self, step: int) -> bool:
+        """Waits until a step can be followed; returns False where this member begins at it."""
+        assert self.follower is not None
+        self._log.step = step
+        begins = await self.follower.follows(step)
+        if begins is not None:
+            self._begin(begins)
+        return begins is None
+
+    def _begin(self, begins: Mapping[str, Any]) -> None:
+        """Takes part from now on, with all that is whole."""
+        follower, self.follower, self._seeks = self.follower, None, False
+        assert follower is not None
+        self.given_nbytes = follower.nbytes
+        self._comm.auto = dict(begins["auto"])
+        followed = []
+        for number in begins["log"]:
+            if number not in follower.results:
+                continue  # all members have it
+            logged = follower.followed.get(number)
+            if logged is None:  # this replica had no use for it
+                logged = self._logged(*follower.exchange_of(number), number=number)
+                self._log.taken.append(logged)
+            followed.append(logged)
+        self._log.begin(begins, follower.results, followed)
+        told_of = self._roster.changes[-1].view
+        for before, view in pairwise(self._unseen):
+            if view.number > told_of:
+                self._log.change(before.members, view)
+
+    def _logged(self, exchange: int, part: int, *more: Any, number: int = 0) -> Logged[Any]:
+        channel = ExchangeChannel(self._comm, exchange, part)
+        return Logged(channel, Pending(), self._log, number, exchange, part, *more)
+
+    def follow(self, number: int, part: int, make: Callable[..., Any], values: Values[T]) -> Logged[T]:
+        """Starts an exchange that takes the result which members have had."""
+        logged = self._logged(number, part, make, values)
+        self._agreement.launch(self._follow(logged))
+        return logged
+
+    async def _follow(self, logged: Logged[Any]) -> None:
+        if self.follower is None:
+            error = self._agreement.error or Suspended("it was started before this replica began")
             logged.result.fail(error)
             return
-        self._waiting[logged.exchange, logged.part] = logged
-        self._give_results()
+        followed = self.follower.followed
+        self._log.taken = [one for one in self._log.taken if one.number in followed]
+        self.follower.follow(logged)
 
-    def exchange_of(self, number: int) -> tuple[int, int]:
-        """Returns exchange and part of a result that is here."""
-        exchange, part, _ = self._index[number]
-        return exchange, part
+    # --- events -----------------------------------------------------------------------------------------------------
 
-    def _useless(self) -> BaseException | None:
-        """Returns why a replica that follows cannot go on, if it cannot."""
-        error = self._ended or self._again
-        if error is None and self._step is None:
-            return Suspended("this replica was suspended while it followed the run")
-        return error
+    def listen(self) -> None:
+        """Hears from now on what members tell and send."""
+        self._agreement.launch(self._take(NEWS, Follower.hear))
+        self._agreement.launch(self._take(PIECES, Follower.take))
+
+    async def _take(self, tag: Tag, take: Callable[..., None]) -> None:
+        while True:
+            source, payload = await self._comm.recv_any(tag, deadline_s=math.inf)
+            if self.follower is not None:
+                try:
+                    text, *piece = payload.tensors()
+                    take(self.follower, source, bytes(text.numpy()), *piece)
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    self._agreement.lose(str(source), is_malformed=True)
+
+    def hear_of(self, view: View) -> None:
+        """Hears of a view that has not admitted this member: its members are those to be reached from now on."""
+        is_news = view.number > self._roster.view.number and view.holders
+        if self.follower is not None and is_news and self._member.name not in view.members:
+            self._agreement.enter(view)
+
+    def come(self, name: str) -> None:
+        """Notes that a process is connected again."""
+        if self.follower is not None:
+            self.follower.ask_again(int(name))
+
+    def go(self, name: str) -> None:
+        """Notes that a process is not connected any more."""
+        if self.follower is not None:
+            self.follower.drop(int(name))
+            self._connections.await_back([name])
+            self._agreement.launch(self._miss())
+
+    def install(self, view: View) -> bool:
+        """Notes a view that has this member; returns whether it lacks the state yet."""
+        self.suspended, self._asks = None, False
+        if self.follower is None:
+            return False
+        self._unseen.append(view)
+        self.follower.is_waited_for = True
+        return True
+
+    def suspend(self, error: Suspended) -> None:
+        """Begins anew, with a snapshot."""
+        self._unseen = []
+        self.end(error)
+        self.follower, self._asks = self._new_follower(), False
+        self._suspensions.append(self._runtime.now())
 
     def end(self, error: BaseException) -> None:
         """Ends all waits."""
-        self._ended = error
-        self._fail(error)
+        if self.follower is not None:
+            self.follower.end(error)
 
-    async def _next_event(self) -> None:
-        if (error := self._ended or self._again) is not None:
-            raise error
-        await self._event
-        if (error := self._ended or self._again) is not None:
-            raise error
+    # --- asking -----------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        event, self._event = self._event, Pending()
-        event.set(None)
-
-    def _fail(self, error: BaseException) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for logged in waiting.values():
-            logged.result.fail(error)
-        self._wake()
-
-    def _is_enough(self, source: _Source) -> bool:
-        """Returns True if a member has all of the snapshot and of the results that are not here."""
-        chosen = self._chosen
-        assert chosen is not None
-        if self._step is None:
-            return source.snapshot == chosen.snapshot
-        lacking = {*chosen.needed, *range(chosen.started + 1, source.started + 1)} - source.needed
-        return all(n > source.started or n < self._kept_from or n in self.results for n in lacking)
-
-    def _is_complete(self) -> bool:
-        return self._chosen is not None and not any(
-            self._parts[digest].missing_nbytes for digest in self._chosen.parts
-        )
-
-    def _lacks(self, last: int, log: Iterable[int]) -> bool:
-        """Returns True if a result is not here of those that the snapshot lacks, or of some others."""
-        assert self._chosen is not None
-        numbers = {*self._chosen.needed, *range(self._chosen.started + 1, last + 1), *log}
-        return any(number >= self._kept_from and number not in self.results for number in numbers)
-
-    def _forget(self) -> None:
-        """Forgets results that all members have and this replica needs no more."""
-        assert self._step is not None
-        for number, (_, _, begun) in list(self._index.items()):
-            if number < self._kept_from and begun < self._step and number in self.results:
-                del self.results[number], self._index[number]
-                self.followed.pop(number, None)
-
-    def _ask_once(self) -> None:
-        if not self._asks:
+    def ask_to_be_admitted(self) -> None:
+        """Asks all members to be admitted, from now on."""
+        if self._member.name not in self._roster.view.members:
             self._asks = True
-            self._ask()
+            self._agreement.launch(self.ask())
 
-    def _restart(self, why: str) -> None:
-        """Begins anew; parts of a snapshot that are here are not fetched again."""
-        waiting = self._waiting
-        self._reset()
-        self._waiting = waiting
-        self.request += 1
-        self._again = StateOutdated(why)
-        self._fail(self._again)
+    async def ask(self, *names: str) -> None:
+        """Asks others for the state, and to admit this member where it has caught up, or cannot.
 
-    # --- what members tell ------------------------------------------------------------------------------------------
-
-    def hear(self, rank: int, text: bytes) -> None:
-        """Takes what a member tells; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is malformed."""
-        news = json.loads(text)
-        if (offer := news.get("offer")) is not None and offer["view"] >= self._view:
-            self._release(rank)
-            parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}
-            self._sources[rank] = _Source(offer["step"], parts, frozenset(offer["needed"]), offer["started"])
-            self._choose()
-        if news.get("late") and self._chosen is None:
-            self._give_up()
-        if (source := self._sources.get(rank)) is None:
+        A member that was suspended before asks later.
+        """
+        if (count := len(self._suspensions)) > 1:
+            wait_s = min(2.0 ** (count - 2), _BACK_OFF_S)
+            await self._runtime.sleep_until(self._suspensions[-1] + wait_s)
+        if self.follower is None or self._agreement.error is not None:
             return
-        if (result := news.get("result")) is not None:
-            self._hear_result(source, *result)
-        if (view := news.get("view")) is not None:
-            self._hear_view(**view)
-        if (begins := news.get("begins")) is not None:
-            source.begins = begins
-        if news.get("closed"):
-            self.is_too_far_behind |= self._sources.keys() == {rank}
-            self.drop(rank)
-            if not self._sources:
-                self._restart("this replica is too far behind: the others wait while it is given the state")
-                self._ask_once()
-        self._request()
-        self._wake()
+        wants = [] if self.follower.is_too_far_behind else [WANT + b"%d" % self.follower.request]
+        for name in sorted(self._member.connected.intersection(names or self._member.connected)):
+            for text in [*wants, *([ADMIT] if self._asks else [])]:
+                self._comm.send(text_payload(text), int(name), TAG, -1)
 
-    def _hear_result(
-        self, source: _Source, number: int, exchange: int, part: int, begun: int, nbytes: int, least: int
-    ) -> None:
-        assert self._chosen is not None
-        self._kept_from = max(self._kept_from, least)
-        if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
-            return
-        if number in self.results or (number < self._kept_from and number not in self._contents):
-            source.fetched.append(number)
-            return
-        source.results.add(number)
-        if number not in self._index:
-            self._index[number] = exchange, part, begun
-            self._numbers[exchange, part] = number
-            self._contents[number] = _Content(nbytes)
+    async def _seek(self) -> None:
+        """Ends a member that joins where those that have the state are silent, or had ended before it came.
 
-    def _hear_view(
-        self, number: int, members: Sequence[int], newest: Sequence[int], changes: Sequence[Any]
-    ) -> None:
-        """Goes on in a view that members tell of: results that it does not hold are made again."""
-        if number <= self._view:
-            return
-        self._view = number
-        self._take_changes(changes)
-        for rank in self._sources.keys() - set(members):
-            self.drop(rank)
-        base, *later = newest
-        lost = [each for each in self._index if each > base and each not in later]
-        if any(each in self.followed for each in lost):
-            self._restart("a result that this replica has followed is made again")
-            self._want()
-            return
-        for each in lost:
-            exchange, part, _ = self._index.pop(each)
-            self._numbers.pop((exchange, part), None)
-            self._contents.pop(each, None)
-            self.results.pop(each, None)
-            for source in self._sources.values():
-                source.results.discard(each)
-                source.fetched = [number for number in source.fetched if number != each]
-                source.asked = {asked: told for asked, told in source.asked.items() if asked[0] != each}
+        One that was suspended waits for them to be back.
+        """
+        rounds = 0
+        while self.follower is not None and self._agreement.error is None:
+            view, began_s = self._roster.view, self._runtime.now()
+            self._connections.ask(view.holders[0])
+            await self._runtime.sleep_until(began_s + self._agreement.patience_s)
+            heard = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
+            if view is not self._roster.view or any(t >= began_s for t in heard):
+                rounds = 0
+                continue
+            rounds += 1
+            if self.suspended is None or rounds >= BUSY or not self._connections.may_be_back():
+                self._cannot_begin()
+                return
+            self._connections.are_silent(view.holders[0])
+            self._connections.await_back(view.holders[0])
 
-    def drop(self, rank: int) -> None:
-        """Goes on without a member."""
-        self._release(rank)
-        if self._sources.pop(rank, None) is None:
-            return
-        if self._sources:
-            self._choose()
-            self._request()
-        else:
-            self._want()
-        self._wake()
+    def _is_alone(self) -> bool:
+        """Returns True if no member that has the state is connected."""
+        return not self._member.connected.intersection(self._roster.view.holders[0])
 
-    def ask_again(self, rank: int) -> None:
-        """Asks anew for what a member was asked for, once it is connected again."""
-        self._release(rank)
-        self._request()
+    async def _miss(self) -> None:
+        """Ends a member that joins where no member that has the state is connected, or is again in time."""
+        if self._is_alone():
+            await self._runtime.sleep_until(
+                self._runtime.now() + min(REPAIR_S, self._agreement.patience_s / 2)
+            )
+        if self.suspended is None and self._is_alone():
+            self._cannot_begin()
 
-    def _release(self, rank: int) -> None:
-        """Takes back what a member was asked for."""
-        if (source := self._sources.get(rank)) is None:
-            return
-        asked, source.asked = source.asked, {}
-        for (name, begin), (nbytes, _) in asked.items():
-            content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
-            if content is not None:
-                content.ranges.insert(0, (begin, begin + nbytes))
+    def _cannot_begin(self) -> None:
+        lost = ", ".join(self._roster.view.holders[0])
+        self._stop(RunLost(f"rank {self._member.name} cannot begin: members {lost} are lost or silent"))
 
-    def _choose(self) -> None:
-        """Chooses a snapshot that is offered; where the replica follows another one, it begins anew."""
-        if self._chosen is not None and any(map(self._is_enough, self._sources.values())):
-            return
-        if self._step is not None:
-            self._restart("no member is left that has what this replica lacks")
-            self._want()
-            return
-        self._chosen = max(self._sources.values(), key=lambda source: source.step)
-        self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
-        for digest, nbytes in self._chosen.parts.items():
-            self._parts.setdefault(digest, _Content(nbytes))
+    def cannot_reach(self, rank: int, error: RunLost) -> None:
+        """Ends this member where it cannot reach one that has to admit it."""
+        members = self._roster.view.members
+        if str(rank) in members and self._member.name not in members:
+            self._stop(error)
 
-    # --- fetching ---------------------------------------------------------------------------------------------------
-
-    def _request(self) -> None:
-        """Asks members for the next pieces, as many as their windows have room for."""
-        if self._chosen is None:
-            return
-        wanted: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
-        if self._is_complete():
-            wanted = sorted(self._contents.items())
-        wanted = [(name, content) for name, content in wanted if content.ranges]
-        for rank, source in sorted(self._sources.items()):
-            for name, content in wanted:
-                holds = name in source.parts if isinstance(name, str) else name in source.results
-                while holds and content.ranges and source.room_nbytes > 0:
-                    most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
-                    begin, nbytes = content.next_piece(most_nbytes)
-                    source.asked[name, begin] = nbytes, self._runtime.now()
-                    text = json.dumps([self._view, source.fetched, name, begin, nbytes]).encode()
-                    source.fetched.clear()
-                    self._comm.send(text_payload(text), rank, _REQUESTS, -1)
-
-    def take(self, rank: int, head: bytes, piece: Tensor) -> None:
-        """Takes a piece that a member has sent; errors as in :meth:`hear`."""
-        name, begin = json.loads(head)
-        source = self._sources.get(rank)
-        nbytes, asked_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
-        content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
-        if source is None or content is None or nbytes < 0:
-            return
-        if len(piece) != nbytes:
-            raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
-        queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
-        source.note_answer(nbytes, self._runtime.now() - asked_s, queue_s)
-        content.put(begin, piece)
-        self.nbytes += nbytes
-        if not content.missing_nbytes and isinstance(name, int):
-            self.results[name] = unpack_tensors(content.data)
-            del self._contents[name]
-            for other in self._sources.values():
-                if name in other.results:
-                    other.fetched.append(name)
-            self._fetched += 1
-            self._give_results()
-            self._look_at_backlog()
-        self._request()
-        self._wake()
-
-    def _give_results(self) -> None:
-        """Gives exchanges their results that are here."""
-        for key, logged in list(self._waiting.items()):
-            number = self._numbers.get(key)
-            if number in self.results:
-                del self._waiting[key]
-                logged.number = number
-                self.followed[number] = logged
-                logged.result.set(
-                    logged.values.unpack(tuple(tensor.clone() for tensor in self.results[number]))
-                )
-
-    def _look_at_backlog(self) -> None:
-        """Asks to be admitted where what is lacking gets no less: the others then wait for the rest."""
-        if self._step is None or self._fetched < self._round:
-            return
-        backlog = sum(begun >= self._step for _, _, begun in self._index.values())
-        if self._round and backlog >= self._round:
-            self._ask_once()
-        self._round, self._fetched = backlog, 0
+    def _stop(self, error: RunLost) -> None:
+        if self.follower is not None and self._agreement.error is None:
+            self._agreement.stop(str(error), error)

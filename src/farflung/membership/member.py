@@ -23,15 +23,15 @@ class Driver(Protocol):
     """Carries out the effects of a member, in the order in which they are called."""
 
     def send(self, name: str, message: Message) -> None:
-        """Send a message to a connected process, behind all that was sent to it before."""
+        """Sends a message to a connected process, behind all that was sent to it before."""
         ...
 
     def keep(self, report: Report) -> None:
-        """Store a report where the supervisor can read it after the process has ended, before returning."""
+        """Stores a report where the supervisor can read it after the process has ended, before returning."""
         ...
 
     def freeze(self) -> tuple[int, ...]:
-        """Stop all exchanges, and return which are whole.
+        """Stops all exchanges, and returns which are whole.
 
         From then on no exchange of the view becomes whole here, and no contribution is sent.
 
@@ -42,7 +42,7 @@ class Driver(Protocol):
         ...
 
     def install(self, view: View) -> None:
-        """Go on in a view.
+        """Goes on in a view.
 
         Exchanges in ``view.newest`` are done; those that are lacking are adopted from their givers. All later ones
         are made again, from the contributions that were sent before, under the new number. A process that does not
@@ -52,11 +52,11 @@ class Driver(Protocol):
         ...
 
     def hand(self, view: View) -> None:
-        """Give members of a view what they lack; see :meth:`View.transfers`. This process may have left."""
+        """Gives members of a view what they lack; see :meth:`View.transfers`. This process may have left."""
         ...
 
     def suspend(self, view: View) -> bool:
-        """Handle a view without this process, which did not ask to leave.
+        """Handles a view without this process, which did not ask to leave.
 
         Returns:
           Whether the process forgets the model and asks to be admitted again, as one that joins does; else it stops.
@@ -64,7 +64,7 @@ class Driver(Protocol):
         ...
 
     def stop(self, reason: str) -> None:
-        """End the process's part in the run, once what it has to hand over is sent."""
+        """Ends the process's part in the run, once what it has to hand over is sent."""
         ...
 
 
@@ -104,7 +104,7 @@ class Member:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget what belongs to the view before."""
+        """Forgets what belongs to the view before."""
         self._know: dict[Fact, int] = {}
         self._wills: dict[str, Certificate] = {}
         self._reports: dict[str, Report] = {}
@@ -124,26 +124,26 @@ class Member:
     # --- events (R1) ------------------------------------------------------------------------------------------------
 
     def lost(self, name: str) -> None:
-        """Note that no connection or relay leads to a process, or that something sent to it may be lost."""
+        """Notes that no connection or relay leads to a process, or that something sent to it may be lost."""
         self.connected.discard(name)
         self._guests.discard(name)
         self._down.add(name)
         self._observe(name)
 
     def back(self, name: str) -> None:
-        """Note a new connection to a process that has a view."""
+        """Notes a new connection to a process that has a view."""
         self.connected.add(name)
         self._down.discard(name)
         self._due.add(name)
         self._observe(name)
 
     def guest(self, name: str) -> None:
-        """Note a new connection to a process that has no view and asks to join; its settings have been checked."""
+        """Notes a new connection to a process that has no view and asks to join; its settings have been checked."""
         self._guests.add(name)
         self.back(name)
 
     def died(self, certificate: Certificate) -> None:
-        """Note that a process has ended or takes part no more; its will counts as if it reported now."""
+        """Notes that a process has ended or takes part no more; its will counts as if it reported now."""
         name, will = certificate.name, certificate.will
         if name == self.name or name in self._certificates:
             return
@@ -156,7 +156,7 @@ class Member:
             self._grown = True
 
     def leave(self) -> None:
-        """Ask to be left out of the next view; a process that has no view stops at once."""
+        """Asks to be left out of the next view; a process that has no view stops at once."""
         if self.view is None:
             self.left = not self.stopped
             self.give_up()
@@ -165,12 +165,12 @@ class Member:
             self._wish("leave")
 
     def redo(self) -> None:
-        """Ask for a new view of the same members, for example where the giver of a state has left too early."""
+        """Asks for a new view of the same members, for example where the giver of a state has left too early."""
         if self.view is not None and not self.frozen:
             self._wish("redo")
 
     def hear(self, source: str, message: Message) -> None:
-        """Take a message that has arrived, in the order in which its source has sent them."""
+        """Takes a message that has arrived, in the order in which its source has sent them."""
         if isinstance(message, Report):
             self._hear_report(source, message)
         elif isinstance(message, Certificate):
@@ -180,7 +180,7 @@ class Member:
                 self._count(source, message)
 
     def settle(self, *, ready: bool = True, admits: bool = True) -> None:
-        """Report what has changed, and vote where all that take part know the same.
+        """Reports what has changed, and votes where all that take part know the same.
 
         Args:
           ready: whether to vote now; a driver may wait for connections that are being made again.
@@ -221,20 +221,20 @@ class Member:
         return not self._is_quorum(reached, self._wills.keys())
 
     def cuts(self) -> set[frozenset[str]]:
-        """Return the pairs of members, not certified dead, between which a connection is known to be broken."""
+        """Returns the pairs of members, not certified dead, between which a connection is known to be broken."""
         alive = {x for x in self.view.members if x not in self._wills} if self.view is not None else set()
         pairs = (frozenset((fact.member, fact.other)) for fact, count in self._know.items() if count % 2)
         return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
     def end(self) -> None:
-        """Stop where this process ends for a reason of its own, and certify that (R9): the others need not wait."""
+        """Stops where this process ends for a reason of its own, and certifies that (R9): the others need not wait."""
         if not self.stopped:
             if self.view is not None and not self.frozen:
                 self._held = self._driver.freeze()
             self.give_up()
 
     def give_up(self) -> None:
-        """Stop without an agreement, and tell so (R9): for a driver whose patience is over while the view ends."""
+        """Stops without an agreement, and tells so (R9): for a driver whose patience is over while the view ends."""
         if self.stopped or not (self.view is None or self.frozen):
             return
         will = None
@@ -279,7 +279,7 @@ class Member:
                 self._grown = True
 
     def _observe(self, name: str) -> None:
-        """Count a change of the link to a process; a member's begins whole, a guest's cut."""
+        """Counts a change of the link to a process; a member's begins whole, a guest's cut."""
         if self.view is None or name == self.name:
             return
         fact = Fact("link", self.name, name)
@@ -301,7 +301,7 @@ class Member:
         return Report(self.view, dict(self._know), dict(self._wills), self._held, self._vote)
 
     def _tell(self, names: Collection[str], message: Report | Vote) -> None:
-        """Keep the report, then send a message (R8)."""
+        """Keeps the report, then sends a message (R8)."""
         self._driver.keep(self._report())
         for name in sorted(names):
             self._driver.send(name, message)
@@ -309,7 +309,7 @@ class Member:
     # --- what follows from knowledge (R2 to R5) ---------------------------------------------------------------------
 
     def _ends(self) -> bool:
-        """Return whether the view ends (R2): by a cut, even one that has healed, a death or a wish."""
+        """Returns whether the view ends (R2): by a cut, even one that has healed, a death or a wish."""
         assert self.view is not None
         members = set(self.view.members)
         return (
@@ -319,7 +319,7 @@ class Member:
         )
 
     def _part(self) -> list[str]:
-        """Return the members that take part in the agreement (R3), by seniority."""
+        """Returns the members that take part in the agreement (R3), by seniority."""
         assert self.view is not None
         links = ((fact, count) for fact, count in self._know.items() if fact.kind == "link")
         cut = {(fact.member, fact.other) for fact, count in links if count % 2}
@@ -327,14 +327,14 @@ class Member:
         return largest_connected(reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut)
 
     def _admitted(self, part: Iterable[str]) -> list[str]:
-        """Return the guests that are connected to all members that take part."""
+        """Returns the guests that are connected to all members that take part."""
         assert self.view is not None
         guests = {fact.other for fact in self._know if fact.kind == "link"}.difference(self.view.members)
         links = {guest: [self._know.get(Fact("link", x, guest), 1) for x in part] for guest in guests}
         return sorted(guest for guest, counts in links.items() if not any(count % 2 for count in counts))
 
     def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
-        """Return whether names decide (R4): members cut off or silent are counted, certified ones are not."""
+        """Returns whether names decide (R4): members cut off or silent are counted, certified ones are not."""
         assert self.view is not None
         return self._quorum == 1 or is_majority(set(names), self.view.members, dead)
 
@@ -353,7 +353,7 @@ class Member:
             self._count(self.name, self._vote)
 
     def _unanimous(self, part: Iterable[str], own: Report) -> dict[str, Report] | None:
-        """Return the reports of all that take part, if they are frozen and know what this member knows."""
+        """Returns the reports of all that take part, if they are frozen and know what this member knows."""
         reports = {}
         for name in part:
             report = own if name == self.name else self._reports.get(name)
@@ -365,7 +365,7 @@ class Member:
         return reports
 
     def _value(self, reports: Mapping[str, Report]) -> View:
-        """Return the value of the highest ballot that a report or will shows; otherwise the view that follows."""
+        """Returns the value of the highest ballot that a report or will shows; otherwise the view that follows."""
         wills = [x.will for x in self._wills.values() if x.will is not None and x.will.view == self.view]
         earlier = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
         return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._successor(reports)
@@ -387,14 +387,14 @@ class Member:
     # --- decision (R6) ----------------------------------------------------------------------------------------------
 
     def _count(self, name: str, vote: Vote) -> None:
-        """Count a vote, and install its value if a quorum has cast it, at whatever ballot."""
+        """Counts a vote, and installs its value if a quorum has cast it, at whatever ballot."""
         names = self._accepted.setdefault(vote, set())
         names.add(name)
         if self._is_quorum(names, vote.dead):
             self._install(vote.value)
 
     def _install(self, view: View) -> None:
-        """Enter a view with the facts that last, or stop where it has no place for this process."""
+        """Enters a view with the facts that last, or stops where it has no place for this process."""
         if self.stopped:
             return
         evicted = self.name not in view.members

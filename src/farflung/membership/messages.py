@@ -143,13 +143,13 @@ class MessageCodec:
         self._key = key
 
     def certify(self, name: str, exit_code: int, will: Report | None) -> Certificate:
-        """Sign a certificate; a supervisor does so only after ``waitpid`` has returned for the process."""
+        """Signs a certificate; a supervisor does so only after ``waitpid`` has returned for the process."""
         signed = [name, exit_code, None if will is None else _flat(will)]
         digest = hmac.new(self._key, _text(signed), hashlib.sha256).hexdigest()
         return Certificate(name, exit_code, will, digest)
 
     def encode(self, message: Message) -> bytes:
-        """Return a message as JSON; certificates come after those that their wills name."""
+        """Returns a message as JSON; certificates come after those that their wills name."""
         certificates: dict[str, _Certificate] = {}
         if isinstance(message, Vote):
             envelope = _Envelope(None, message, ())
@@ -162,7 +162,7 @@ class MessageCodec:
         return _text(envelope)
 
     def decode(self, data: bytes) -> Message:
-        """Return the message that bytes encode.
+        """Returns the message that bytes encode.
 
         Raises:
           Malformed: they encode none, or a certificate's signature is wrong.
@@ -203,7 +203,7 @@ def _flat(report: Report) -> _Report:
 
 
 def _collect(wills: Mapping[str, Certificate], into: dict[str, _Certificate]) -> None:
-    """Add certificates to those that travel, after the ones that their wills name."""
+    """Adds certificates to those that travel, after the ones that their wills name."""
     for name, exit_code, will, signature in wills.values():
         if name not in into:
             if will is not None:
@@ -258,7 +258,7 @@ def _ascending(values: Collection[Any]) -> bool:
 
 
 def _checked(value: Any, due: Any) -> Any:
-    """Return parsed JSON as the type that is due, which consists of named tuples, tuples, int, str and None."""
+    """Returns parsed JSON as the type that is due, which consists of named tuples, tuples, int, str and None."""
     if isinstance(due, types.UnionType):
         return None if value is None else _checked(value, typing.get_args(due)[0])
     if due is int:

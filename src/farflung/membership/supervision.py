@@ -48,7 +48,7 @@ class Page:
 
     @staticmethod
     def to_inherit() -> int:
-        """Make memory for a page, and return its descriptor."""
+        """Makes memory for a page, and returns its descriptor."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("farflung")
         else:
@@ -59,7 +59,7 @@ class Page:
 
     @staticmethod
     def inherited(environment: Mapping[str, str] = os.environ) -> Page | None:
-        """Return the page of this process and its supervisor; ``None`` where it has none."""
+        """Returns the page of this process and its supervisor; ``None`` where it has none."""
         pid, _, fd = environment.get(SUPERVISOR, "").partition(":")
         if not pid:
             return None
@@ -71,12 +71,12 @@ class Page:
         return Page(int(fd))
 
     def tell(self, name: str, access: Access) -> None:
-        """Write the name of the process and how its supervisor reaches the other members."""
+        """Writes the name of the process and how its supervisor reaches the other members."""
         self._access = json.dumps([name, access.to_json()]).encode()
         self._write()
 
     def keep(self, report: bytes) -> None:
-        """Write the latest report; raises ``ValueError`` where it is too long."""
+        """Writes the latest report; raises ``ValueError`` where it is too long."""
         self._report = report
         self._write()
 
@@ -100,7 +100,7 @@ class Page:
         return found
 
     def read(self) -> tuple[str, Access, bytes] | None:
-        """Return name, access and latest report, which is empty before the first; ``None``: it was no member yet."""
+        """Returns name, access and latest report, which is empty before the first; ``None``: it was no member yet."""
         _, text = self._latest()
         told, _, report = text.partition(b"\n")
         if not told:
@@ -110,7 +110,7 @@ class Page:
 
 
 def certify(page: Page, exit_code: int) -> list[threading.Thread]:
-    """Certify to all other members that a process has ended; after ``waitpid`` has returned for it.
+    """Certifies to all other members that a process has ended; after ``waitpid`` has returned for it.
 
     Returns:
       The threads that do so, which end by :data:`DELIVERY_S`.

@@ -44,7 +44,7 @@ class View(NamedTuple):
     holders: tuple[tuple[str, ...], ...]
 
     def transfers(self) -> list[Transfer]:
-        """Return what members lack and which holders give it.
+        """Returns what members lack and which holders give it.
 
         A member without the model receives the state of the first holder, then exchanges that this one lacks.
         """
@@ -59,14 +59,14 @@ class View(NamedTuple):
 
 
 def is_majority(names: Set[str], members: Iterable[str], dead: Collection[str]) -> bool:
-    """Return whether names are more than half of the members not certified dead, or half with the most senior."""
+    """Returns whether names are more than half of the members not certified dead, or half with the most senior."""
     alive = [member for member in members if member not in dead]
     missing = sum(member not in names for member in alive)
     return 2 * missing < len(alive) or (2 * missing == len(alive) > 0 and alive[0] in names)
 
 
 def reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
-    """Return the members that connections lead to from one of them, over others too, in their order."""
+    """Returns the members that connections lead to from one of them, over others too, in their order."""
     rest = list(members)
     found, latest = {member}, {member}
     while latest:
@@ -78,7 +78,7 @@ def reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, st
 
 
 def largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
-    """Return the largest set of members without a cut pair; of several the one with the most senior members.
+    """Returns the largest set of members without a cut pair; of several the one with the most senior members.
 
     The search is exponential in the members of cut pairs. Above :data:`EXACT_MEMBERS` of these the member with most
     cut pairs is left out repeatedly (of several the most junior), so the set may not be the largest. Either way it

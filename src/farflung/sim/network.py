@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.comm import Group
 from farflung.comm.channel import kind_of
 from farflung.comm.collectives import collective_named
 from farflung.comm.collectives.segments import cut, sum_in_order
 from farflung.comm.mailbox import Mailbox
-from farflung.comm.receiving import Receiving
 from farflung.errors import PeerLost, Unsupported
 from farflung.network import Link, NetworkProfile, Wiring
 from farflung.network.link import map_capacity
@@ -210,14 +210,11 @@ class VirtualNetwork:
         return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
 
 
-class VirtualCommunicator(Receiving):
+class VirtualCommunicator(Group):
     """One rank's end of a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
 
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
-        super().__init__(network.mailboxes[rank])
-        self.rank, self.size = rank, size
-        self.auto: Mapping[int, str] = {}
-        self.sent = Sent(size)
+        super().__init__(network.mailboxes[rank], rank, size, Sent(size))
         self._network = network
 
     @property
@@ -230,13 +227,9 @@ class VirtualCommunicator(Receiving):
         return self._network.carry(self.rank, dst, tag, payload, priority)
 
     @override
-    def _wait_begins(self, deadline_s: float | None) -> float:
+    def _begin_wait(self, deadline_s: float | None) -> float:
         self._network.ends_wait(self.rank, deadline_s)
         return self._network.now()
-
-    def advance(self, view: int) -> None:
-        """Goes on as a newer view."""
-        self._mailbox.advance(view)
 
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
         assert self._network.membership is not None
@@ -251,6 +244,7 @@ class VirtualCommunicator(Receiving):
         assert self._network.membership is not None
         self._network.membership.serve(self.rank, one, other)
 
+    @override
     def collective(self, name: str) -> AllReduce:
         sums = self._network.untimed_sums
         return sums.direct if sums is not None and name == "direct" else collective_named(name).run

@@ -25,6 +25,7 @@ __all__ = [
     "Decision",
     "Decisions",
     "Elastic",
+    "Group",
     "Runtime",
     "SegmentCoding",
     "Tag",
@@ -104,8 +105,8 @@ class CodingLane(Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """Point-to-point messages and collectives over one membership view; each call returns at once."""
+class Group(Protocol):
+    """Ranks that exchange, as collectives see them: messages between two, and sums over all; a call returns at once."""
 
     auto: Mapping[int, str]
     """The collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks; for others a rule by their
@@ -177,6 +178,18 @@ class Communicator(Protocol):
         """
         ...
 
+    def collective(self, name: str) -> AllReduce:
+        """Returns the collective with a name."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
+        """The sum by the backend's own collective, where there is one."""
+        ...
+
+
+class Communicator(Group, Protocol):
+    """The group of one membership view, and how its members come, go and are connected again."""
+
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
     ) -> Pending[tuple[int, Payload]]:
@@ -229,10 +242,6 @@ class Communicator(Protocol):
         """
         ...
 
-    def quiet_s(self, rank: int) -> float:
-        """The seconds since bytes of a member have arrived; infinite where that is not known."""
-        ...
-
     def moved_nbytes(self, rank: int | None = None) -> int:
         """The bytes of large messages, whole and in part, that have come from and gone to a member, or to all."""
         ...
@@ -241,12 +250,8 @@ class Communicator(Protocol):
         """Passes the messages of two other members on that reconnect through this one."""
         ...
 
-    def collective(self, name: str) -> AllReduce:
-        """Returns the collective with a name."""
-        ...
-
-    def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """The sum by the backend's own collective, where there is one."""
+    def quiet_s(self, rank: int) -> float:
+        """The seconds since bytes of a member have arrived; infinite where that is not known."""
         ...
 
 
@@ -402,15 +407,23 @@ class Change(NamedTuple):
 class Elastic(Protocol):
     """What a run is asked that goes on where replicas are lost; see :class:`farflung.membership.Elastic`."""
 
-    step: int
-    """The last step that has begun here."""
-    changes: list[Change]
-    """The members that take samples, by the step from which on they do."""
-    given_nbytes: int
-    """Bytes of the state, and of results, that this replica was given before it began."""
-    interrupted: Pending[None]
-    """Fails once this replica has left, the run has ended here, or it goes on without this replica; another one then
-    stands for the next membership."""
+    @property
+    def changes(self) -> list[Change]:
+        """The members that take samples, by the step from which on they do."""
+        ...
+
+    @property
+    def given_nbytes(self) -> int:
+        """Bytes of the state, and of results, that this replica was given before it began."""
+        ...
+
+    @property
+    def interrupted(self) -> Pending[None]:
+        """Fails once this replica has left, the run has ended here, or it goes on without this replica.
+
+        Another one then stands for the next membership.
+        """
+        ...
 
     @property
     def members(self) -> tuple[int, ...]:

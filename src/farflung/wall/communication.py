@@ -107,7 +107,7 @@ class CommunicationThread(threading.Thread):
     def _turn(self) -> None:
         while self._soon:
             self._soon.popleft()()
-        look_again = self._view.check_deadline(self._deadline_s)
+        look_again = self._view.waits.check(self._deadline_s)
         self._sleeping = True
         # A callback queued before `_sleeping` was set rang no bell: look once more.
         due = self._soon or self._stopping

@@ -167,10 +167,8 @@ class WallRuntime:
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
         self.view = self._make_view(self._make_transport())
         """The members, as this one sees them."""
-        self.view.events = lambda: self.events
-        self.comm = WallCommunicator(
-            self.view, native=self._native_sum if self._native else None, stage=self._stage
-        )
+        self.view.stage, self.view.waits.events = self._stage, lambda: self.events
+        self.comm = WallCommunicator(self.view, native=self._native_sum if self._native else None)
         self._thread = CommunicationThread(self.view, self.now, self._deadline_s)
         self.launch = self._thread.launch
         """Starts an exchange on the communication thread."""
@@ -204,10 +202,10 @@ class WallRuntime:
         """Done at a time, or when another thread says so; fails when the view ends first."""
         arrived = ready if isinstance(ready, Pending) else self.sleep_until(ready)
         ended: Pending[None] = Pending()
-        self._thread.soon(lambda: self.view.waits_for_data(ended))
+        self._thread.soon(lambda: self.view.waits.wait_for_data(ended))
 
         def there(_: object) -> None:
-            self._thread.soon(self.view.has_data)
+            self._thread.soon(self.view.waits.end_wait_for_data)
             if arrived.error is not None:
                 ended.fail(arrived.error)
             else:

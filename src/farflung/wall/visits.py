@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from farflung.comm import Peer, Purpose
 from farflung.comm.visits import Access, answered
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
 from farflung.membership import Elastic, Page
+from farflung.membership.connections import text_of, text_payload
 from farflung.tasks import Pending
-from farflung.types import Json, Payload, Tag
+from farflung.types import Json, Tag
 
 if TYPE_CHECKING:
     from farflung.wall.runtime import WallRuntime
@@ -60,7 +59,7 @@ def elastic_on(
     guest: Guest | None = None,
     **options: Any,
 ) -> Elastic:
-    """Have a run outlive the loss of members; all members call it.
+    """Has a run outlive the loss of members; all members call it.
 
     Args:
       runtime: of this member; its view is not whole.
@@ -74,7 +73,7 @@ def elastic_on(
     key = runtime.launch(_agreed_key(runtime, ranks)).wait() if guest is None else guest.key
     visits = _Visits(runtime, key, page, takes)
     visits.elastic = elastic = Elastic(runtime, key, page=page, members=ranks, told=visits.told, **options)
-    elastic.met = visits.introduce
+    elastic.agreement.met = visits.introduce
     if runtime.comm.size > 1:
         runtime.launch(visits.listen(guest))
     return elastic
@@ -83,11 +82,10 @@ def elastic_on(
 async def _agreed_key(runtime: WallRuntime, ranks: Sequence[int]) -> bytes:
     comm, first = runtime.comm, ranks[0]
     if comm.rank != first:
-        (text,) = (await comm.recv(first, _KEY)).tensors()
-        return bytes(text.numpy())
+        return text_of(await comm.recv(first, _KEY))
     key = secrets.token_bytes(32)
     for rank in ranks[1:]:
-        comm.send(_payload(key), rank, _KEY)
+        comm.send(text_payload(key), rank, _KEY)
     return key
 
 
@@ -110,7 +108,7 @@ class _Visits:
         """Until when ranks are kept for replicas that have asked for one."""
 
     async def listen(self, guest: Guest | None) -> None:
-        """Answer from now on, and hear from other members of replicas that join."""
+        """Answers from now on, and hears from other members of replicas that join."""
         if guest is not None:
             guest.watch(self._runtime, self.elastic)
             self._met.update(guest.used)
@@ -120,11 +118,11 @@ class _Visits:
         self.told(self.elastic.changes[-1].ranks)
         while True:
             _, payload = await self._runtime.comm.recv_any(_GUEST, deadline_s=math.inf)
-            with suppress(FarflungError):
-                self._admit(Peer.from_json(_text(payload)))
+            with suppress(FarflungError, ValueError):
+                self._admit(Peer.from_json(text_of(payload)))
 
     def told(self, ranks: Sequence[int]) -> None:
-        """Note the members of a view."""
+        """Notes the members of a view."""
         runtime = self._runtime
         for rank in ranks:
             self._guests.pop(rank, None)
@@ -142,7 +140,7 @@ class _Visits:
                 runtime.aside(lambda: publish(access))
 
     def introduce(self, rank: int) -> None:
-        """Tell a process that is no member and has come of all others that are here, and these of it."""
+        """Tells a process that is no member and has come of all others that are here, and these of it."""
         runtime, mine = self._runtime, self.elastic
         if mine.joins or rank in mine.members or rank not in runtime.peers:
             return
@@ -151,12 +149,12 @@ class _Visits:
             self._tell(rank, runtime.peers[other])
 
     def _tell(self, rank: int, peer: Peer) -> None:
-        self._runtime.comm.send(_payload(peer.to_json().encode()), rank, _GUEST)
+        self._runtime.comm.send(text_payload(peer.to_json().encode()), rank, _GUEST)
 
     def _find(self, question: object) -> Mapping[str, Json]:
         match question:
             case {"certificate": str(text)}:
-                self.elastic.certified(text.encode())
+                self.elastic.agreement.certified(text.encode())
                 return {}
             case {"join": bool(here)} if not self.elastic.joins:
                 return self._invite(here)
@@ -168,7 +166,7 @@ class _Visits:
                 raise ValueError("no question")
 
     def _invite(self, here: bool) -> dict[str, Json]:
-        """Give a replica a rank, or name the member to ask for one: one alone gives ranks while it is there."""
+        """Gives a replica a rank, or names the member to ask for one: one alone gives ranks while it is there."""
         if self._takes is None:
             raise ConfigError("the run takes no others (--elastic MIN:MAX)")
         ranks, mine = self.elastic.members, self._runtime.comm.rank
@@ -191,11 +189,11 @@ class _Visits:
         return {"rank": rank, "addresses": addresses, "config": dict(self._takes.config)}
 
     def _used(self) -> set[int]:
-        """Return the ranks of all that are or were members, or have come to be."""
+        """Returns the ranks of all that are or were members, or have come to be."""
         return {rank for change in self.elastic.changes for rank in change.ranks} | self._met
 
     def _welcome(self, peer: Peer) -> dict[str, Json]:
-        """Admit a replica, and have all others do so."""
+        """Admits a replica, and has all others do so."""
         runtime = self._runtime
         is_known = runtime.peers.get(peer.rank) == peer  # by another member
         if not is_known and peer.rank in self._used() | self._guests.keys():
@@ -213,7 +211,7 @@ class _Visits:
         known = self._runtime.peers.get(peer.rank)
         if known == peer or peer.rank in self._guests or peer.rank == self._runtime.comm.rank:
             return  # another member has told of it too
-        self.elastic.forget(peer.rank)
+        self.elastic.agreement.giver.close([peer.rank])
         greeted = self._runtime.let_in(peer)
         self._guests[peer.rank] = peer
 
@@ -270,11 +268,11 @@ class Guest:
         return list(self._addresses)
 
     def _prefer(self, addresses: Iterable[str]) -> None:
-        """Ask at some addresses first from now on."""
+        """Asks at some addresses first from now on."""
         self._addresses = list(dict.fromkeys([*map(str, addresses), *self._addresses]))
 
     def _ask(self, question: Mapping[str, Json]) -> dict[str, Any]:
-        """Ask members in turn until one answers, which is asked first from then on; later again if one says so."""
+        """Asks members in turn until one answers, which is asked first from then on; later again if one says so."""
         until = time.monotonic() + LATER_S
         while True:
             answer, refused = self._ask_once(question)
@@ -285,7 +283,7 @@ class Guest:
             time.sleep(_AGAIN_S)
 
     def _ask_once(self, question: Mapping[str, Json]) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Return the first answer, or why there is none, by kind."""
+        """Returns the first answer, or why there is none, by kind."""
         reasons: dict[str, str] = {}
         for address in self._addresses:
             try:
@@ -301,7 +299,7 @@ class Guest:
         return None, dict(sorted(reasons.items(), key=lambda item: item[0] != "refused"))
 
     def come(self, runtime: WallRuntime) -> None:
-        """Tell the members of this replica; return when the first of them has greeted it, while others do yet.
+        """Tells the members of this replica; returns when the first of them has greeted it, while others do yet.
 
         Args:
           runtime: of this replica alone so far.
@@ -341,7 +339,7 @@ class Guest:
         self.members = [rank for rank, one in self._greetings.items() if one.done and one.error is None]
 
     async def _insist(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
-        """Visit members that do not greet: the one that was asked may not have reached them."""
+        """Visits members that do not greet: the one that was asked may not have reached them."""
         question, wait_s = {"peer": runtime.view.transport.me.to_json()}, _INSISTS_S[0]
         while True:
             await runtime.sleep_until(runtime.now() + wait_s)
@@ -355,15 +353,15 @@ class Guest:
                         visit = partial(self._access.ask, place, question, wait_s)
                         answer = await runtime.aside(visit)
                         if "again" in answer and self._elastic is not None:
-                            self._elastic.cannot_reach(peer.rank, RunLost(answer["again"]))
+                            self._elastic.agreement.joiner.cannot_reach(peer.rank, RunLost(answer["again"]))
 
     @property
     def has_begun(self) -> bool:
         """Whether this replica has, or had, the state of the run."""
-        return self._elastic is not None and self._elastic.has_begun
+        return self._elastic is not None and self._elastic.agreement.joiner.has_begun
 
     def watch(self, runtime: WallRuntime, elastic: Elastic) -> None:
-        """End where a member has not greeted in time, and was one all that time.
+        """Ends where a member has not greeted in time, and was one all that time.
 
         Where a view was without it meanwhile, as without one that stood still, its time begins again.
         """
@@ -375,7 +373,7 @@ class Guest:
                 again = self._greetings[rank] = runtime.let_in(runtime.peers[rank])
                 again.on_done(partial(greets, rank, elastic.changes[-1].view))
             elif isinstance(greeted.error, (DeadlinePassed, ProtocolError)):
-                elastic.cannot_reach(rank, greeted.error)
+                elastic.agreement.joiner.cannot_reach(rank, greeted.error)
 
         for rank, greeted in self._greetings.items():
             greeted.on_done(partial(greets, rank, self._view))
@@ -384,12 +382,3 @@ class Guest:
 def _place(peer: Peer) -> str | None:
     """The address without transport."""
     return None if peer.address is None else peer.address.removeprefix("tcp://")
-
-
-def _payload(text: bytes) -> Payload:
-    return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8),))
-
-
-def _text(payload: Payload) -> bytes:
-    (text,) = payload.tensors()
-    return bytes(text.numpy())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Wire
+from farflung.comm.collectives.coding import Wire, with_side
 from farflung.comm.collectives.segments import copied, cut, others, sum_in_order
 from farflung.comm.pool import scratch_like
 from farflung.network import pieces_of
@@ -38,7 +38,7 @@ async def all_gather(
         piece = wire.pack(segment.of(own), segment, 1)
         packed.append(unshared(piece, tensor) if isinstance(piece, Payload) else piece)
         for peer in others(channel):
-            wire.send(packed[index], peer, hop + index, side if index == 0 else None)
+            channel.send(with_side(packed[index], side if index == 0 else None), peer, hop + index)
 
     total_side = side
     for index, segment in enumerate(segments):

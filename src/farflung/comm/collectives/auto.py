@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from torch import Tensor
 
 from farflung.types import Channel, SegmentCoding
@@ -25,9 +27,9 @@ def usual_collective(nbytes: int, size: int) -> str:
     return "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
 
 
-async def auto(
+def auto(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Awaitable[tuple[Tensor, Tensor]]:
     """The one that :func:`farflung.comm.resolve_collective` has found for tensors of this size when the run was made.
 
     For sizes that were not known then it is :func:`usual_collective`. With a codec inside, whose errors depend on the
@@ -36,4 +38,4 @@ async def auto(
     name = "direct"
     if coding is None:
         name = channel.auto.get(tensor.nbytes) or usual_collective(tensor.nbytes, channel.size)
-    return await channel.collective(name)(channel, tensor, side, coding=coding)
+    return channel.collective(name)(channel, tensor, side, coding=coding)

@@ -24,7 +24,7 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["Charged", "Coding", "Wire"]
+__all__ = ["Charged", "Coding", "Wire", "with_side"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,14 @@ class Charged:
         return self._channel.compute(cost, partial(self._coding.decode, payload, spec, where, count))
 
 
+def with_side(packed: Tensor | Payload, side: Tensor | None) -> Payload:
+    """Returns the message of a segment, with the side vector where it rides along.
+
+    To send it gives its tensors away: they must not be modified.
+    """
+    return Payload((packed,) if side is None else (packed, side))
+
+
 class Wire:
     """Segments over a channel, encoded where that is asked for, with the side vector where it rides along."""
 
@@ -109,10 +117,6 @@ class Wire:
     def put(self, packed: Tensor | Payload, target: Tensor, where: Segment, count: int) -> None:
         """The dense segment again, in ``target``."""
         copied(self._channel, self.unpack(packed, target, where, count), target)
-
-    def send(self, packed: Tensor | Payload, dst: int, hop: int, side: Tensor | None = None) -> None:
-        """Starts sending and takes ownership: the caller must not modify the tensors."""
-        self._channel.send(Payload((packed,) if side is None else (packed, side)), dst, hop)
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
         """A packed segment that is dense as ``like`` is, and the side vector where it came along."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Wire
+from farflung.comm.collectives.coding import Wire, with_side
 from farflung.comm.collectives.segments import cut
 from farflung.types import Channel, SegmentCoding
 
@@ -38,7 +38,7 @@ async def ring(
     packed = wire.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        wire.send(packed, after, hop + k, riding.get(sending))
+        channel.send(with_side(packed, riding.get(sending)), after, hop + k)
         own, place = segments[receiving], places[receiving]
         came, partial_side = await wire.recv(before, hop + k, own)
         if partial_side is not None:
@@ -50,7 +50,7 @@ async def ring(
     wire.put(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        wire.send(packed, after, hop + k, riding.get(sending))
+        channel.send(with_side(packed, riding.get(sending)), after, hop + k)
         target = segments[receiving]
         packed, total_side = await wire.recv(before, hop + k, target)
         if total_side is not None:

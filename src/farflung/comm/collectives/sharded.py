@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Wire
+from farflung.comm.collectives.coding import Wire, with_side
 from farflung.comm.collectives.segments import cut, others, sum_in_order
 from farflung.network import pieces_of
 from farflung.types import Channel, Segment, SegmentCoding
@@ -104,7 +104,7 @@ async def _by_owners(
         for owner in peers:
             if owner < owners:
                 packed = wire.pack(views[owner][piece], owned[owner][piece], 1)
-                wire.send(packed, owner, hop + 2 * piece, side if piece == 0 else None)
+                channel.send(with_side(packed, side if piece == 0 else None), owner, hop + 2 * piece)
 
     total_side = side
     if rank < owners:
@@ -115,7 +115,7 @@ async def _by_owners(
             packed = wire.pack(total, place, size)
             riding = total_side if piece == 0 and not everyone_owns else None
             for peer in peers:
-                wire.send(packed, peer, hop + 2 * piece + 1, riding)
+                channel.send(with_side(packed, riding), peer, hop + 2 * piece + 1)
             wire.put(packed, own, place, size)
 
     for piece in range(pieces):

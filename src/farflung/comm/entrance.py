@@ -1,0 +1,341 @@
+"""Connections of one process that are no member's yet: those that it accepts, and those that it makes.
+
+Each begins with an introduction: the acceptor sends a nonce, the dialler answers with its rank and a proof that it
+knows the tokens of both, which the run's store has told the run's processes alone, and the acceptor proves the same.
+With keys all of this is inside TLS, and the certificate of the other end has to be the one that was published for its
+rank, byte by byte: that the certificate verifies is not enough.
+
+Until then a connection is a stranger's. It costs a descriptor, is cut off at a deadline, and counts against a bound;
+where the bound is reached, or no member is due, nothing is accepted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import secrets
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from farflung.comm.keys import certificate_of, tls_context
+from farflung.comm.link import Link, State
+from farflung.comm.loop import Loop
+from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR, Peer, connects
+from farflung.comm.records import Landings, Sender
+from farflung.comm.wire import MAGIC, VERSION
+
+if TYPE_CHECKING:
+    from farflung.comm.tcp import TcpTransport
+
+__all__ = ["CROWD", "Entrance", "Remote"]
+
+HANDSHAKE_S = 10.0
+"""How long a connection may take until both ends have proved which ranks they are."""
+CROWDED_S = 2.0
+"""The same where more than half as many strangers are there as may be."""
+CROWD = 64
+"""Strangers at once, beside the members that are due."""
+RETRY_S, RETRY_MOST_S = 0.2, 5.0
+"""After how long a rank dials again, doubled each time, and the most."""
+QUICK_DIALS, QUICK_S = 200, (0.5, 0.5, 0.5, 1.5)
+"""How often a rank that was connected before is dialled soon, and for how many seconds at a time, in turn: the kernel
+asks again after 1 second."""
+_BURST = 32
+"""Connections that are accepted in a row."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def _proof(nonce: bytes, of: bytes, to: bytes, *said: int) -> bytes:
+    """Proves, to the process with one token and for this connection alone, that the other one is known."""
+    return hmac.digest(to, nonce + of + struct.pack(f"<{len(said)}I", *said), "sha256")
+
+
+@dataclass(eq=False)
+class Remote:
+    """A peer that is let in or connected to.
+
+    Args:
+      peer: how it is reached and recognised.
+      landings: what arrives from it.
+    """
+
+    peer: Peer
+    landings: Landings
+    sender: Sender = field(default_factory=Sender)
+    links: dict[int, Link] = field(default_factory=dict)
+    """Its connections, by number."""
+    wanted: int = 1
+    """How many there are to be."""
+    ended: bool = False
+    """Whether its connections have ended."""
+    again: bool = False
+    """Whether it was connected before."""
+    dials: int = 0
+    """How often it was dialled since."""
+    failed: bool = False
+    """Whether a process was reached at its address that did not prove to be it."""
+    settled: bool = False
+    """Whether more connections have not helped."""
+    looked_s: float = 0.0
+    sent: int = 0
+    rate_bps: float = 0.0
+    """When the first connection had been busy for so long, how much all of them had sent, and how fast."""
+
+
+class Entrance:
+    """The connections of a transport that are no member's yet.
+
+    Args:
+      transport: is told of those that have proved to be a member's.
+      loop: waits for them.
+      remotes: the peers that are let in or connected to, by rank.
+      door: is listened at; ``None``: no peer can connect.
+      due: how many are to be accepted.
+      later: whether peers may come later than the first meeting.
+    """
+
+    def __init__(
+        self,
+        transport: TcpTransport,
+        loop: Loop,
+        remotes: dict[int, Remote],
+        door: socket.socket | None,
+        due: int,
+        later: bool,
+    ) -> None:
+        self._transport, self._loop, self._remotes, self._later = transport, loop, remotes, later
+        self.door, self.due = door, due
+        self.early: set[Link] = set()
+        """The connections."""
+        self.visits: tuple[bytes, Callable[[bytes], bytes]] | None = None
+        """The key that visitors prove that they know, and what answers them."""
+        self.tls: ssl.SSLContext | None = None
+        """The settings for those that connect; ``None`` where they are to be made anew."""
+        self.rests = False
+        """Whether nothing is accepted for a while, for want of descriptors."""
+        self._closes = True
+        """Whether nothing is accepted or made, before the first meeting and at the end."""
+        self._reads_door = False
+
+    def open(self) -> None:
+        """Accepts and makes connections from now on."""
+        self._closes = False
+
+    def dial(self, member: Remote, index: int, again_s: float = RETRY_S) -> None:
+        """Makes a connection of a number to a peer, and again where it fails, after so many seconds."""
+        peer = member.peer
+        if self._closes or member.ended or self._remotes.get(peer.rank) is not member:
+            return
+        host, port = peer.host_and_port
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is free
+            self._loop.call_later(RETRY_MOST_S, partial(self.dial, member, index, again_s))
+            return
+        sock.setblocking(False)
+        context = (
+            None
+            if self._transport.keys is None
+            else tls_context(self._transport.keys, [peer.key or ""], server=False)
+        )
+        link = Link(self._loop, self._transport, sock, peer.rank, context)
+        link.index = index
+        if connects(self._transport.me, peer):  # and no probe
+            quick = member.again and member.dials < QUICK_DIALS
+            again = partial(self.dial, member, index, again_s if quick else min(2 * again_s, RETRY_MOST_S))
+            link.retry = partial(self._loop.call_later, again_s, again)
+            if quick:
+                member.dials += 1
+                self._loop.call_later(QUICK_S[member.dials % len(QUICK_S)], link.give_up_connecting)
+        self._await(link, HANDSHAKE_S)
+        link.connect((host, port))
+
+    def _accept(self) -> None:
+        assert self.door is not None
+        for _ in range(_BURST):
+            if not self._reads_door:
+                return
+            try:
+                sock, _ = self.door.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTORS:
+                    self.rests = True
+                    self._loop.call_later(1.0, self._rested)
+                    self.mind()
+                    return
+                continue  # it was closed before it was accepted
+            sock.setblocking(False)
+            link = Link(self._loop, self._transport, sock, None, self._server_context())
+            crowded = sum(one.dialled is None for one in self.early) > CROWD // 2
+            self._await(link, min(CROWDED_S, HANDSHAKE_S) if crowded else HANDSHAKE_S)
+            link.begin()
+            self.mind()
+
+    def _await(self, link: Link, seconds: float) -> None:
+        """Ends a connection that is no member's after so many seconds."""
+        self.early.add(link)
+
+        def give_up() -> None:
+            if link in self.early:
+                link.end(TimeoutError())
+
+        self._loop.call_later(seconds, give_up)
+
+    def _rested(self) -> None:
+        self.rests = False
+        self.mind()
+
+    def mind(self) -> None:
+        """Accepts where a member is due and not too many strangers are there."""
+        if self.door is None or self._closes:
+            return
+        more = sum(
+            member.wanted - len(member.links)
+            for member in self._remotes.values()
+            if member.links and connects(member.peer, self._transport.me)
+        )
+        due = self.due + more
+        strangers = sum(link.dialled is None for link in self.early)
+        reads = (due > 0 or self.visits is not None) and strangers < CROWD + due and not self.rests
+        if reads != self._reads_door:
+            self._reads_door = reads
+            self._loop.watch(self.door.fileno(), readable=self._accept if reads else None)
+
+    def _server_context(self) -> ssl.SSLContext | None:
+        """The settings for those that connect: their certificates are those of the members."""
+        if self._transport.keys is not None and self.tls is None:
+            peers = [member.peer.key or "" for member in self._remotes.values()]
+            self.tls = tls_context(self._transport.keys, peers, server=True)
+            if self.visits is not None:
+                self.tls.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member has to
+        return self.tls
+
+    def connected(self, link: Link) -> None:
+        """A connection is there, and TLS where there is any: the introduction begins."""
+        if link.dialled is None:
+            link.nonce = secrets.token_bytes(16)
+            link.say(CHALLENGE.pack(MAGIC, VERSION, link.nonce), expects=HELLO.size)
+        elif self._is_of(link, self._remotes[link.dialled].peer):
+            link.say(b"", expects=CHALLENGE.size)
+        else:
+            link.end(ConnectionError("another certificate"))
+
+    def _is_of(self, link: Link, peer: Peer) -> bool:
+        return self._transport.keys is None or link.certificate() == certificate_of(peer.key or "")
+
+    def heard(self, link: Link, said: bytes) -> None:
+        """A part of the introduction has been heard."""
+        if link.hears is not None:
+            link.hears(said)
+            return
+        if link.dialled is None:
+            self._introduced(link, *HELLO.unpack(said))
+            return
+        member = self._remotes[link.dialled]
+        mine, theirs = self._transport.me.token, member.peer.token
+        if link.nonce:
+            if hmac.compare_digest(said, _proof(link.nonce, theirs, mine)):
+                self._transport.promote(member, link)
+            else:
+                link.end(ConnectionError("another rank"))
+            return
+        magic, version, nonce = CHALLENGE.unpack(said)
+        if (magic, version) != (MAGIC, VERSION):
+            link.end(ConnectionError("another protocol or version"))
+            return
+        link.nonce = secrets.token_bytes(16)
+        proof = _proof(nonce, mine, theirs, self._transport.me.rank, link.index)
+        link.say(HELLO.pack(self._transport.me.rank, link.index, link.nonce, proof), expects=PROOF_NBYTES)
+
+    def _introduced(self, link: Link, rank: int, index: int, nonce: bytes, proof: bytes) -> None:
+        """A connection says that it is of a rank."""
+        if rank == VISITOR and self.visits is not None:
+            self._visited(link, self.visits, nonce, proof)
+            return
+        member = self._remotes.get(rank)
+        mine = self._transport.me.token
+        if (
+            member is None
+            or not hmac.compare_digest(proof, _proof(link.nonce, member.peer.token, mine, rank, index))
+            or not self._is_of(link, member.peer)
+        ):
+            link.end(ConnectionError("no member"))
+            return
+        if member.ended or not connects(member.peer, self._transport.me):
+            self.early.discard(link)  # no stranger: it comes too early, or is a probe
+            link.end(None)
+            return
+        if index in member.links or index >= (member.wanted if member.links else 1):
+            link.end(ConnectionError("no member"))
+            return
+        link.index = index
+        link.say(_proof(nonce, mine, member.peer.token))
+        if link.state is not State.GONE:
+            self._transport.promote(member, link)
+
+    def _visited(
+        self, link: Link, visits: tuple[bytes, Callable[[bytes], bytes]], nonce: bytes, proof: bytes
+    ) -> None:
+        """A connection says that it is a visitor's; see :mod:`farflung.comm.visits`."""
+        from farflung.comm.visits import LENGTH, MOST_NBYTES, visit_proof
+
+        (key, answer), nonces = visits, link.nonce + nonce
+        if not hmac.compare_digest(proof, visit_proof(key, "visitor", nonces, self._transport.me.key)):
+            link.end(ConnectionError("no visitor"))
+            return
+
+        def asks(said: bytes) -> None:
+            self.early.discard(link)
+            self._transport.see_off(link)
+            text = answer(said)
+            link.see_off(LENGTH.pack(len(text)) + text)
+            self.mind()
+
+        def begins(said: bytes) -> None:
+            (nbytes,) = LENGTH.unpack(said)
+            link.hears = asks
+            if 0 < nbytes <= MOST_NBYTES:
+                link.say(b"", expects=nbytes)
+            else:
+                link.end(ConnectionError("no question"))
+
+        link.hears = begins
+        link.say(visit_proof(key, "member", nonces, self._transport.me.key), expects=LENGTH.size)
+
+    def gone(self, link: Link, remote: Remote | None, was: State, error: Exception | None) -> None:
+        """A connection has ended before it was a member's."""
+        self.early.discard(link)
+        if self._closes:
+            return
+        if link.dialled is None:
+            self._transport.turn_away()
+        elif remote is not None:
+            self._miss(remote, link, was, error)
+        self.mind()
+
+    def _miss(self, member: Remote, link: Link, was: State, error: Exception | None) -> None:
+        """A connection that this rank has made has not come to be a member's."""
+        if member.again and isinstance(error, ConnectionRefusedError):
+            self._transport.listener.ended(member.peer.rank)
+            return
+        if was is not State.CONNECTING and not isinstance(error, TimeoutError):
+            member.failed = True
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "") and not self._later:
+            self._transport.listener.denied(member.peer.rank)
+        link.retry()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        self._closes = True
+        for link in tuple(self.early):
+            link.end(None)
+        if self.door is not None:
+            self._loop.watch(self.door.fileno())
+            self.door.close()

@@ -1,0 +1,146 @@
+"""The waits of one member of a view: which fail because a rank is silent or stands still, and what others are told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from farflung.comm.mailbox import QUESTIONS
+from farflung.comm.transport import Traffic
+from farflung.comm.wire import Kind
+from farflung.errors import DeadlinePassed
+from farflung.tasks import Pending, done
+
+if TYPE_CHECKING:
+    from farflung.comm.failure_detector import FailureDetector
+    from farflung.comm.view import View
+
+__all__ = ["Waits"]
+
+
+class Waits:
+    """The waits of one member; see :class:`farflung.comm.failure_detector.FailureDetector`.
+
+    Args:
+      view: of the member.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._failure_detector: FailureDetector | None = None
+        """Made for the first wait that lasts."""
+        self._deadline_s = math.inf
+        """Of the run, as of the last check."""
+        self.events: Callable[[], int] = lambda: 0
+        """Counts the steps and computations of this rank so far."""
+        self._has_data = True
+        self._data: Pending[None] = done(None)
+
+    def check(self, deadline_s: float) -> float | None:
+        """Fails waits that have passed their deadline.
+
+        A wait without a deadline of its own ends the view, or fails alone where the view is not whole, where what it
+        depends on is silent for ``deadline_s``, or stands still for long.
+
+        Returns:
+          The time of the next check; ``None``: there is no wait.
+        """
+        now, mailbox = self._view.now(), self._view.mailbox
+        self._deadline_s = deadline_s
+        mailbox.fail_due(now)
+        again = [mailbox.next_due(), self._check_oldest(now, deadline_s)]
+        return min((each for each in again if each is not None), default=None)
+
+    def _check_oldest(self, now: float, deadline_s: float) -> float | None:
+        """Checks the oldest wait without a deadline of its own, and asks the peers for signs of life where it is due.
+
+        Returns:
+          The time of the next check; ``None``: there is no such wait.
+        """
+        view = self._view
+        waiting, asks_at = view.mailbox.oldest(), math.inf
+        if waiting is not None:
+            asks_at = waiting.since + deadline_s / QUESTIONS
+        if self._failure_detector is None and now < asks_at:
+            return None if waiting is None else asks_at
+        detector = self._detector(asks_at)
+        if waiting is None:
+            detector.rest()
+            return None
+        check = detector.check(waiting, view.present(), now, deadline_s)
+        if check.failure is not None:
+            what = f"{waiting.what}{view.through(waiting.src)}"
+            rank, why = check.failure
+            passed = DeadlinePassed(rank, what, now - waiting.since, why=why)
+            if not view.is_whole:
+                view.mailbox.fail(waiting, passed)
+                return self._check_oldest(now, deadline_s)
+            view.end(passed)
+            return None
+        if check.asks:
+            for rank in view.present():
+                self._report_to(rank, asks=True)
+        return check.due_s
+
+    def _detector(self, due_s: float = math.inf) -> FailureDetector:
+        """Returns the failure detector, which is made for the first wait that lasts; its first look was due then."""
+        if self._failure_detector is None:
+            from farflung.comm.failure_detector import FailureDetector
+
+            self._failure_detector = FailureDetector(self._view.rank, self._traffic, due_s)
+        return self._failure_detector
+
+    def hear(self, rank: int) -> None:
+        """Notes that a message of a member has arrived through a relay."""
+        if self._failure_detector is not None:
+            self._failure_detector.hear(rank, self._view.now())
+
+    def hear_report(self, rank: int, body: Mapping[str, Any]) -> None:
+        """Notes what a member tells of itself, and answers where it asks."""
+        self._detector().hear_report(rank, body, self._view.now(), self._deadline_s)
+        if body.get("asks") is True:
+            self._report_to(rank, asks=False)
+
+    def forget(self, rank: int) -> None:
+        """Discards what is known of an earlier holder of a rank."""
+        if self._failure_detector is not None:
+            self._failure_detector.forget(rank)
+
+    def _report_to(self, rank: int, *, asks: bool) -> None:
+        """Tells a peer what blocks this rank and how far it is, and may ask the same of it."""
+        view, waiting = self._view, self._view.mailbox.any_wait()
+        blocked_on = None if waiting is None else waiting.src
+        body = {
+            "for": blocked_on if self._has_data else "data",
+            "count": self.events() + view.num_sent.total() + view.num_heard.total(),
+            "nbytes": self.moved_nbytes(),
+            "asks": asks,
+        }
+        view.say(Kind.WAITING, rank, body)
+
+    def moved_nbytes(self, rank: int | None = None) -> int:
+        """Returns the bytes of large tensors that have gone to and come from a peer, or all of them, so far."""
+        view = self._view
+        ranks = view.present() if rank is None else [view.routes.next_hop(rank)]
+        return sum(view.transport.traffic(each).moved_nbytes for each in ranks)
+
+    def _traffic(self, rank: int) -> Traffic:
+        """Returns what the connections to a peer or its relay carry; a relay's bytes are no signs of life of others."""
+        hop = self._view.routes.next_hop(rank)
+        traffic = self._view.transport.traffic(hop)
+        return traffic if hop == rank else traffic._replace(heard_nbytes=0)
+
+    def wait_for_data(self, ready: Pending[None]) -> None:
+        """Marks this rank as waiting for samples; ``ready`` fails when the view ends."""
+        self._has_data, self._data = False, ready
+        if self._view.lost is not None:
+            ready.fail(self._view.lost)
+
+    def end_wait_for_data(self) -> None:
+        """Ends :meth:`wait_for_data`."""
+        self._has_data = True
+
+    def end(self, error: BaseException) -> None:
+        """Fails the wait for samples, since the view has ended."""
+        self._data.fail(error)

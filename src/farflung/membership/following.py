@@ -1,0 +1,450 @@
+"""How a replica that joins follows a run that goes on, by the results of its exchanges.
+
+Members make a snapshot at one step, and keep what becomes whole afterwards. The replica that joins asks all of them
+for pieces of both, so it goes on with others where one is lost, and needs no byte twice. It follows the run by these
+results, and asks to be admitted once it has caught up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.errors import StateOutdated, Suspended
+from farflung.membership.connections import text_payload
+from farflung.membership.giving import REQUESTS, Name
+from farflung.tasks import Pending
+from farflung.trees import unpack_tensors
+from farflung.types import Runtime
+
+__all__ = ["Follower"]
+
+_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 14, 1 << 20
+_QUEUE_S, _WAITED_FOR_S = 0.1, 1.0
+"""For how long answers may wait in queues: where others use the link, less is asked for, so that these come first (as
+LEDBAT does, RFC 6817); and once the others wait for the replica."""
+
+
+class _Content:
+    """Bytes that are fetched.
+
+    Args:
+      nbytes: how many.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self.missing_nbytes = nbytes
+        self.ranges = [(0, nbytes)] if nbytes else []
+        """Begin and end of what has not been asked for."""
+
+    def next_piece(self, most_nbytes: int) -> tuple[int, int]:
+        """Returns begin and size of what is asked for next."""
+        begin, end = self.ranges.pop(0)
+        if end - begin > most_nbytes:
+            self.ranges.insert(0, (begin + most_nbytes, end))
+        return begin, min(most_nbytes, end - begin)
+
+    def put(self, begin: int, piece: Tensor) -> None:
+        """Takes in a piece."""
+        self.data[begin : begin + len(piece)] = piece
+        self.missing_nbytes -= len(piece)
+
+
+@dataclass(eq=False)
+class _Source:
+    """A member that is asked for pieces; what it offers as a member tells it."""
+
+    step: int
+    parts: Mapping[str, int]
+    needed: frozenset[int]
+    started: int
+    results: set[int] = field(default_factory=set)
+    """The numbers of the results that it holds."""
+    fetched: list[int] = field(default_factory=list)
+    """Those of them that are here, until it is told so."""
+    begins: Mapping[str, Any] | None = None
+    asked: dict[tuple[Name, int], tuple[int, float]] = field(default_factory=dict)
+    """Size and time of each request without an answer, by name and begin."""
+    window_nbytes: int = 2 * _PIECE_NBYTES
+    """How many bytes may be asked for at a time."""
+    least_s: float = math.inf
+    """The shortest time that an answer took."""
+
+    @property
+    def snapshot(self) -> tuple[int, tuple[str, ...]]:
+        """What it offers; equal for members that offer the same."""
+        return self.step, tuple(self.parts)
+
+    @property
+    def room_nbytes(self) -> int:
+        """How many more bytes may be asked for."""
+        return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
+
+    def note_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
+        """Adapts the window to how long an answer took, of which so many seconds may be in queues."""
+        self.least_s = min(self.least_s, seconds)
+        if seconds < self.least_s + queue_s:
+            self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
+        else:
+            self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes * 3 // 4)
+
+
+class Follower:
+    """The end of a replica that joins: fetches a snapshot, then the results since, until it begins.
+
+    It belongs to the thread that carries exchanges.
+
+    Args:
+      runtime: the world.
+      want: asks members for a snapshot.
+      ask: asks members to be admitted.
+      give_up: ends this replica, which cannot begin: the others have begun the step that it was to begin at.
+      take_changes: is given the changes of members, as JSON, whenever a member tells them.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        want: Callable[[], None],
+        ask: Callable[[], None],
+        give_up: Callable[[], None],
+        take_changes: Callable[[Sequence[Any]], None],
+    ) -> None:
+        self._runtime, self._comm = runtime, runtime.comm
+        self._want, self._ask, self._give_up, self._take_changes = want, ask, give_up, take_changes
+        self._parts: dict[str, _Content] = {}
+        """Those of snapshots, by digest."""
+        self._view = 0
+        self.is_waited_for = False
+        """Whether the others wait for this replica, which is a member."""
+        self.is_too_far_behind = False
+        """Whether results come faster than this replica can fetch them, so that it is given the state once admitted."""
+        self.nbytes = 0
+        """Of snapshots and results that have come."""
+        self.request = 1
+        """The number of the request for a snapshot."""
+        self._ended: BaseException | None = None
+        self._again: StateOutdated | None = None
+        """Why what the replica follows is of no use any more, until it is given another snapshot."""
+        self._event = Pending[None]()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sources: dict[int, _Source] = {}
+        self._chosen: _Source | None = None
+        self._contents: dict[int, _Content] = {}
+        """Results that are fetched, by number."""
+        self._index: dict[int, tuple[int, int, int]] = {}
+        """Exchange, part and last begun step of results that members hold, by number."""
+        self._numbers: dict[tuple[int, int], int] = {}
+        self.results: dict[int, tuple[Tensor, ...]] = {}
+        """Those that are here, by number."""
+        self.followed: dict[int, Any] = {}
+        """The exchanges that were given their results, by number."""
+        self._waiting: dict[tuple[int, int], Any] = {}
+        """Those that wait for theirs, by exchange and part."""
+        self._step: int | None = None
+        """The step that the replica follows; ``None``: it has not taken the snapshot."""
+        self._kept_from = 0
+        """The members may lack results from this number on; all have those below it."""
+        self._round, self._fetched = 0, 0
+        """How many results were lacking when the last round began, and how many were fetched since."""
+        self._asks = False
+
+    # --- for the replica --------------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> list[Tensor]:
+        """Waits for a snapshot, and returns its parts."""
+        self._again = None
+        while not self._is_complete():
+            await self._next_event()
+        assert self._chosen is not None
+        self._step = self._chosen.step
+        return [self._parts[digest].data for digest in self._chosen.parts]
+
+    async def follows(self, step: int) -> Mapping[str, Any] | None:
+        """Waits until a step can be followed (``None``), or for what is told of the step where this replica begins."""
+        if (error := self._useless()) is not None:
+            raise error
+        self._step = step
+        self._forget()
+        while True:
+            begins = next((one.begins for one in self._sources.values() if one.begins is not None), None)
+            if begins is not None and step >= begins["step"]:
+                if not self._lacks(begins["started"], begins["log"]):
+                    return begins
+            elif begins is not None or any(begun >= step for _, _, begun in self._index.values()):
+                return None
+            elif not self._contents:
+                self._ask_once()
+            await self._next_event()
+
+    def follow(self, logged: Any) -> None:
+        """Gives an exchange its result once that is here."""
+        if (error := self._useless()) is not None:
+            logged.result.fail(error)
+            return
+        self._waiting[logged.exchange, logged.part] = logged
+        self._give_results()
+
+    def exchange_of(self, number: int) -> tuple[int, int]:
+        """Returns exchange and part of a result that is here."""
+        exchange, part, _ = self._index[number]
+        return exchange, part
+
+    def _useless(self) -> BaseException | None:
+        """Returns why a replica that follows cannot go on, if it cannot."""
+        error = self._ended or self._again
+        if error is None and self._step is None:
+            return Suspended("this replica was suspended while it followed the run")
+        return error
+
+    def end(self, error: BaseException) -> None:
+        """Ends all waits."""
+        self._ended = error
+        self._fail(error)
+
+    async def _next_event(self) -> None:
+        if (error := self._ended or self._again) is not None:
+            raise error
+        await self._event
+        if (error := self._ended or self._again) is not None:
+            raise error
+
+    def _wake(self) -> None:
+        event, self._event = self._event, Pending()
+        event.set(None)
+
+    def _fail(self, error: BaseException) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for logged in waiting.values():
+            logged.result.fail(error)
+        self._wake()
+
+    def _is_enough(self, source: _Source) -> bool:
+        """Returns True if a member has all of the snapshot and of the results that are not here."""
+        chosen = self._chosen
+        assert chosen is not None
+        if self._step is None:
+            return source.snapshot == chosen.snapshot
+        lacking = {*chosen.needed, *range(chosen.started + 1, source.started + 1)} - source.needed
+        return all(n > source.started or n < self._kept_from or n in self.results for n in lacking)
+
+    def _is_complete(self) -> bool:
+        return self._chosen is not None and not any(
+            self._parts[digest].missing_nbytes for digest in self._chosen.parts
+        )
+
+    def _lacks(self, last: int, log: Iterable[int]) -> bool:
+        """Returns True if a result is not here of those that the snapshot lacks, or of some others."""
+        assert self._chosen is not None
+        numbers = {*self._chosen.needed, *range(self._chosen.started + 1, last + 1), *log}
+        return any(number >= self._kept_from and number not in self.results for number in numbers)
+
+    def _forget(self) -> None:
+        """Forgets results that all members have and this replica needs no more."""
+        assert self._step is not None
+        for number, (_, _, begun) in list(self._index.items()):
+            if number < self._kept_from and begun < self._step and number in self.results:
+                del self.results[number], self._index[number]
+                self.followed.pop(number, None)
+
+    def _ask_once(self) -> None:
+        if not self._asks:
+            self._asks = True
+            self._ask()
+
+    def _restart(self, why: str) -> None:
+        """Begins anew; parts of a snapshot that are here are not fetched again."""
+        waiting = self._waiting
+        self._reset()
+        self._waiting = waiting
+        self.request += 1
+        self._again = StateOutdated(why)
+        self._fail(self._again)
+
+    # --- what members tell ------------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, text: bytes) -> None:
+        """Takes what a member tells; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is malformed."""
+        news = json.loads(text)
+        if (offer := news.get("offer")) is not None and offer["view"] >= self._view:
+            self._release(rank)
+            parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}
+            self._sources[rank] = _Source(offer["step"], parts, frozenset(offer["needed"]), offer["started"])
+            self._choose()
+        if news.get("late") and self._chosen is None:
+            self._give_up()
+        if (source := self._sources.get(rank)) is None:
+            return
+        if (result := news.get("result")) is not None:
+            self._hear_result(source, *result)
+        if (view := news.get("view")) is not None:
+            self._hear_view(**view)
+        if (begins := news.get("begins")) is not None:
+            source.begins = begins
+        if news.get("closed"):
+            self.is_too_far_behind |= self._sources.keys() == {rank}
+            self.drop(rank)
+            if not self._sources:
+                self._restart("this replica is too far behind: the others wait while it is given the state")
+                self._ask_once()
+        self._request()
+        self._wake()
+
+    def _hear_result(
+        self, source: _Source, number: int, exchange: int, part: int, begun: int, nbytes: int, least: int
+    ) -> None:
+        assert self._chosen is not None
+        self._kept_from = max(self._kept_from, least)
+        if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
+            return
+        if number in self.results or (number < self._kept_from and number not in self._contents):
+            source.fetched.append(number)
+            return
+        source.results.add(number)
+        if number not in self._index:
+            self._index[number] = exchange, part, begun
+            self._numbers[exchange, part] = number
+            self._contents[number] = _Content(nbytes)
+
+    def _hear_view(
+        self, number: int, members: Sequence[int], newest: Sequence[int], changes: Sequence[Any]
+    ) -> None:
+        """Goes on in a view that members tell of: results that it does not hold are made again."""
+        if number <= self._view:
+            return
+        self._view = number
+        self._take_changes(changes)
+        for rank in self._sources.keys() - set(members):
+            self.drop(rank)
+        base, *later = newest
+        lost = [each for each in self._index if each > base and each not in later]
+        if any(each in self.followed for each in lost):
+            self._restart("a result that this replica has followed is made again")
+            self._want()
+            return
+        for each in lost:
+            exchange, part, _ = self._index.pop(each)
+            self._numbers.pop((exchange, part), None)
+            self._contents.pop(each, None)
+            self.results.pop(each, None)
+            for source in self._sources.values():
+                source.results.discard(each)
+                source.fetched = [number for number in source.fetched if number != each]
+                source.asked = {asked: told for asked, told in source.asked.items() if asked[0] != each}
+
+    def drop(self, rank: int) -> None:
+        """Goes on without a member."""
+        self._release(rank)
+        if self._sources.pop(rank, None) is None:
+            return
+        if self._sources:
+            self._choose()
+            self._request()
+        else:
+            self._want()
+        self._wake()
+
+    def ask_again(self, rank: int) -> None:
+        """Asks anew for what a member was asked for, once it is connected again."""
+        self._release(rank)
+        self._request()
+
+    def _release(self, rank: int) -> None:
+        """Takes back what a member was asked for."""
+        if (source := self._sources.get(rank)) is None:
+            return
+        asked, source.asked = source.asked, {}
+        for (name, begin), (nbytes, _) in asked.items():
+            content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
+            if content is not None:
+                content.ranges.insert(0, (begin, begin + nbytes))
+
+    def _choose(self) -> None:
+        """Chooses a snapshot that is offered; where the replica follows another one, it begins anew."""
+        if self._chosen is not None and any(map(self._is_enough, self._sources.values())):
+            return
+        if self._step is not None:
+            self._restart("no member is left that has what this replica lacks")
+            self._want()
+            return
+        self._chosen = max(self._sources.values(), key=lambda source: source.step)
+        self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
+        for digest, nbytes in self._chosen.parts.items():
+            self._parts.setdefault(digest, _Content(nbytes))
+
+    # --- fetching ---------------------------------------------------------------------------------------------------
+
+    def _request(self) -> None:
+        """Asks members for the next pieces, as many as their windows have room for."""
+        if self._chosen is None:
+            return
+        wanted: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
+        if self._is_complete():
+            wanted = sorted(self._contents.items())
+        wanted = [(name, content) for name, content in wanted if content.ranges]
+        for rank, source in sorted(self._sources.items()):
+            for name, content in wanted:
+                holds = name in source.parts if isinstance(name, str) else name in source.results
+                while holds and content.ranges and source.room_nbytes > 0:
+                    most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
+                    begin, nbytes = content.next_piece(most_nbytes)
+                    source.asked[name, begin] = nbytes, self._runtime.now()
+                    text = json.dumps([self._view, source.fetched, name, begin, nbytes]).encode()
+                    source.fetched.clear()
+                    self._comm.send(text_payload(text), rank, REQUESTS, -1)
+
+    def take(self, rank: int, head: bytes, piece: Tensor) -> None:
+        """Takes a piece that a member has sent; errors as in :meth:`hear`."""
+        name, begin = json.loads(head)
+        source = self._sources.get(rank)
+        nbytes, asked_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
+        content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
+        if source is None or content is None or nbytes < 0:
+            return
+        if len(piece) != nbytes:
+            raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
+        queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
+        source.note_answer(nbytes, self._runtime.now() - asked_s, queue_s)
+        content.put(begin, piece)
+        self.nbytes += nbytes
+        if not content.missing_nbytes and isinstance(name, int):
+            self.results[name] = unpack_tensors(content.data)
+            del self._contents[name]
+            for other in self._sources.values():
+                if name in other.results:
+                    other.fetched.append(name)
+            self._fetched += 1
+            self._give_results()
+            self._look_at_backlog()
+        self._request()
+        self._wake()
+
+    def _give_results(self) -> None:
+        """Gives exchanges their results that are here."""
+        for key, logged in list(self._waiting.items()):
+            number = self._numbers.get(key)
+            if number in self.results:
+                del self._waiting[key]
+                logged.number = number
+                self.followed[number] = logged
+                logged.result.set(
+                    logged.values.unpack(tuple(tensor.clone() for tensor in self.results[number]))
+                )
+
+    def _look_at_backlog(self) -> None:
+        """Asks to be admitted where what is lacking gets no less: the others then wait for the rest."""
+        if self._step is None or self._fetched < self._round:
+            return
+        backlog = sum(begun >= self._step for _, _, begun in self._index.values())
+        if self._round and backlog >= self._round:
+            self._ask_once()
+        self._round, self._fetched = backlog, 0
