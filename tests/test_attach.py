@@ -22,9 +22,9 @@ from tests import attach_jobs
 from tests.helpers import same_tree
 from tests.pool import Pool
 
-STOPS = 23
+STOPS = 18
 """Of a bucket from autograd's hook to the socket, at most."""
-FUNCTIONS = 224
+FUNCTIONS = 206
 """Of farflung's in one step, on both threads, at most."""
 
 
