@@ -32,7 +32,7 @@ from farflung.errors import ConfigError, Unsupported
 from farflung.seeding import generator
 from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
 from tests.covering import covered
-from tests.helpers import raw, same_payload
+from tests.helpers import raw, same_bits, same_payload
 
 SEEDS = Seeds(1, 2)
 
@@ -171,6 +171,13 @@ def test_bits_are_packed(bits: int, per_number: float) -> None:
 def test_levels_take_the_bits_they_need(levels: int, bits: int) -> None:
     _, payload = there_and_back(QSGD(levels=levels, bucket_size=800), normal(800))
     assert payload.nbytes == 100 * bits + 4
+
+
+@pytest.mark.parametrize("codec", [QSGD(), QSGD(levels=7)])
+def test_four_bits_are_the_default_and_hold_seven_levels(codec: QSGD) -> None:
+    (decoded, payload), (wanted, other) = (there_and_back(each, normal(800)) for each in (codec, QSGD(bits=4)))
+    assert same_bits(decoded, wanted)
+    assert payload.nbytes == other.nbytes
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
