@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from benchmarks.elastic.run import SCHEDULES
 from farflung.faults import Fault, FaultPlan
-from farflung.membership import Elastic
 from farflung.membership.connections import text_payload
 from farflung.membership.joining import NEWS, StateGiver
+from farflung.membership.member import Member
 from farflung.network import Link, NetworkProfile, network_profile
+from farflung.sim import VirtualWorld
 from farflung.trees import pack_tensors, unpack_tensors
 from tests.covering import thorough
 from tests.membership.test_elastic import CODECS, Ended, check, run
@@ -85,15 +86,21 @@ def test_an_exchange_that_lasts_holds_up_who_joins_for_half_of_the_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes six seconds, and the view that it is made in ends meanwhile."""
-    asked_s, ended_s, patience_s, settle = list[float](), list[float](), 3.0, Elastic._settle
+    worlds, asked_s, ended_s = list[VirtualWorld](), list[float](), list[float]()
+    patience_s, settle = 3.0, Member.settle
 
-    async def noted(self: Elastic, *, between: bool = False) -> None:
-        waits = self._member.has_candidates and not self._member.frozen
-        await settle(self, between=between)
+    def make(*args: Any, **options: Any) -> VirtualWorld:
+        worlds.append(VirtualWorld(*args, **options))
+        return worlds[-1]
+
+    def noted(self: Member, **how: bool) -> None:
+        waits = self.has_candidates and not self.frozen
+        settle(self, **how)
         if waits:
-            (ended_s if self._member.frozen else asked_s).append(self._runtime.now())
+            (ended_s if self.frozen else asked_s).append(worlds[0].clock.now())
 
-    monkeypatch.setattr(Elastic, "_settle", noted)
+    monkeypatch.setattr("tests.membership.test_elastic.VirtualWorld", make)
+    monkeypatch.setattr(Member, "settle", noted)
     how: dict[str, Any] = {"network": NetworkProfile.uniform(Link(0.01, 2e5)), "evaluate_every": 0}
     ended = run(3, FaultPlan().join(2, at_s=0.5), workload="large", steps=3, deadline_s=patience_s, **how)
     check(ended)
