@@ -144,10 +144,8 @@ def _digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:
     Raises:
       ValueError: there is no digest in it.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    header = file.read(min(length, size))
+    header = file.read(min(length, os.fstat(file.fileno()).st_size))
     found = _DIGEST.search(header)
     if found is None:
         raise ValueError("no checksum")

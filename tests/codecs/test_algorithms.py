@@ -31,7 +31,7 @@ from farflung.errors import ConfigError, Unsupported
 from farflung.seeding import generator
 from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
 from tests.covering import covered
-from tests.helpers import same_payload
+from tests.helpers import same_bits, same_payload
 
 SEEDS = Seeds(1, 2)
 
@@ -139,13 +139,22 @@ def test_the_variance_is_within_its_bound(norm: str, levels: int, bucket_size: i
     assert mean <= most + 5 * spread / math.sqrt(100) + 1e-9
 
 
+@pytest.mark.parametrize("codec", [QSGD(), QSGD(levels=7)])
+def test_four_bits_are_the_default_and_hold_seven_levels(codec: QSGD) -> None:
+    (decoded, payload), (wanted, other) = (
+        there_and_back(each, normal(800)) for each in (codec, QSGD(bits=4))
+    )
+    assert same_bits(decoded, wanted)
+    assert payload.nbytes == other.nbytes
+
+
 @pytest.mark.parametrize(
     ("codec", "bits"),
     [
         *((QSGD(bits=bits, bucket_size=800), bits) for bits in (2, 3, 4, 8)),
         *(
             (QSGD(levels=levels, bucket_size=800), bits)
-            for levels, bits in [(1, 2), (3, 3), (7, 4), (8, 5), (127, 8)]
+            for levels, bits in [(1, 2), (3, 3), (4, 4), (7, 4), (8, 5), (127, 8)]
         ),
         (Int8(bucket_size=800), 8),
         (Int8("stochastic", bucket_size=800), 8),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, Coding, ExchangeChannel
-from farflung.comm.collectives.segments import cut
+from farflung.comm.collectives.segments import cut, sum_in_order
 from farflung.errors import ProtocolError, Unsupported
 from farflung.network import costs
 from farflung.seeding import generator
@@ -96,6 +96,19 @@ def cluster() -> Iterator[Cluster]:
 
 
 # --- the sum ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_parts_are_added_first_to_last_and_stay_as_they_were(count: int) -> None:
+    parts = [side_of(rank) for rank in range(count)]
+    wanted, out = parts[0].clone(), torch.empty(3, dtype=torch.float64)
+    for part in parts[1:]:
+        wanted = wanted + part
+    found = sum_in_order(parts)
+    assert sum_in_order(parts, out) is out
+    assert same_bits(found, wanted)
+    assert same_bits(out, wanted)
+    assert all(same_bits(part, side_of(rank)) for rank, part in enumerate(parts))
 
 
 MILLION = 1_000_000

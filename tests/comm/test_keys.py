@@ -62,14 +62,16 @@ def test_a_machines_keys_are_made_for_its_owner_alone(
     assert hidden not in repr(keys)
 
 
-def test_even_a_careless_umask_keeps_the_secret(tmp_path: Path) -> None:
-    before = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_no_umask_opens_the_secret_or_closes_the_public_key(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
     try:
         make_keys(tmp_path / "keys", "alpha")
     finally:
         os.umask(before)
     assert mode(tmp_path / "keys") == 0o700
     assert mode(tmp_path / "keys" / "alpha.secret") == 0o600
+    assert mode(tmp_path / "keys" / "alpha.public") == 0o644
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "gamma"])

@@ -327,6 +327,19 @@ def test_a_rank_that_answers_is_waited_for_while_it_makes_steps(group: Callable[
     )
 
 
+@pytest.mark.parametrize("ways", [[(1, 2)], [(2, 1)], [(1, 2), (2, 1)]])
+def test_messages_to_and_from_others_are_progress(
+    ways: list[tuple[int, int]], group: Callable[..., Group]
+) -> None:
+    members = group(3)
+    waiting = members.comms[0].recv(1, tag(7))
+    for begin in range(0, 250, 50):
+        for src, dst in ways:
+            members.comms[src].send(numbered(begin), dst, tag(begin))
+        pass_time(members, begin, begin + 50)
+    assert not waiting.done
+
+
 def test_the_silence_of_the_root_counts_and_no_age(group: Callable[..., Group]) -> None:
     members = group(4)
     for rank in (0, 1, 2):

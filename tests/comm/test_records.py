@@ -220,14 +220,14 @@ def test_what_a_view_has_queued_is_withdrawn_and_the_rest_arrives(connections: i
 
 
 def test_a_connection_that_is_gone_fails_what_waits_for_it() -> None:
-    sender = Sender()
-    waiting = [sender.put(frames_of(large(number)), number, 0) for number in range(3)]
-    sender.put(frames_of(numbered(1)), FIRST, CONTROL)
-    sender.close(OSError("gone"), keep_control=True)
-    assert [str(one.error) for one in waiting] == ["gone"] * 3
-    assert sender.has(first=True)
-    sender.close(OSError("gone"))
-    assert not sender.has(first=True)
+    for keep_control in (True, False):
+        pipe = Pipe(1)
+        waiting = [pipe.sender.put(frames_of(large(number)), number, 0) for number in range(3)]
+        pipe.sender.put(frames_of(numbered(7)), FIRST, CONTROL)
+        pipe.sender.close(OSError("gone"), keep_control=keep_control)
+        assert [str(one.error) for one in waiting] == ["gone"] * 3
+        assert pipe.sender.has(first=True) == keep_control
+        assert [number_in(one.payload) for one in pipe.all()] == [7] * keep_control
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from benchmarks.elastic.run import SCHEDULES
 from farflung.faults import Fault, FaultPlan
 from farflung.membership.connections import text_payload
 from farflung.membership.giving import NEWS, StateGiver
-from farflung.network import NetworkProfile, network_profile
+from farflung.membership.member import Member
+from farflung.network import Link, NetworkProfile, network_profile
+from farflung.sim import VirtualWorld
 from farflung.trees import pack_tensors, unpack_tensors
 from tests.covering import thorough
 from tests.membership.test_elastic import CODECS, Ended, check, run
@@ -76,6 +78,32 @@ def test_others_go_on_while_a_replica_is_given_the_state(schedule: str, homes: N
     assert max(steps) <= 1.5 * statistics.median(steps), steps
     # The snapshot is made at the end of a step.
     assert event["state_s"] <= 1.3 * 8 * event["nbytes"] / BPS + steps[0]
+
+
+def test_an_exchange_that_lasts_holds_up_who_joins_for_half_of_the_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes six seconds, and the view that it is made in ends meanwhile."""
+    worlds, asked_s, ended_s = list[VirtualWorld](), list[float](), list[float]()
+    patience_s, settle = 3.0, Member.settle
+
+    def make(*args: Any, **options: Any) -> VirtualWorld:
+        worlds.append(VirtualWorld(*args, **options))
+        return worlds[-1]
+
+    def noted(self: Member, **how: bool) -> None:
+        waits = self.has_candidates and not self.frozen
+        settle(self, **how)
+        if waits:
+            (ended_s if self.frozen else asked_s).append(worlds[0].clock.now())
+
+    monkeypatch.setattr("tests.membership.test_elastic.VirtualWorld", make)
+    monkeypatch.setattr(Member, "settle", noted)
+    how: dict[str, Any] = {"network": NetworkProfile.uniform(Link(0.01, 2e5)), "evaluate_every": 0}
+    ended = run(3, FaultPlan().join(2, at_s=0.5), workload="large", steps=3, deadline_s=patience_s, **how)
+    check(ended)
+    assert joined(ended)
+    assert min(ended_s) - min(asked_s) == pytest.approx(patience_s / 2)
 
 
 def test_a_cut_goes_on_where_it_was(homes: NetworkProfile) -> None:

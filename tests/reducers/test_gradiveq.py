@@ -396,6 +396,19 @@ def test_most_must_see_the_loss_grow_to_end_a_window() -> None:
     assert drifting(2)[9:] == ["compress", "compress", "sample", "sample"]
 
 
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_window_ends_by_a_majority_or_after_its_steps(size: int) -> None:
+    state = {**window.begin(0, Layout.of(SPEC, 48)), "phase": "compress", "count": 1}
+    ends = [
+        window.count_exchange(state, votes, steps=3, size=size)["phase"] == "sample"
+        for votes in range(size + 1)
+    ]
+    assert ends == [votes > size / 2 for votes in range(size + 1)]
+    second = window.count_exchange(state, 0, steps=3, size=size)
+    assert (second["phase"], second["count"]) == ("compress", 2)
+    assert window.count_exchange(second, 0, steps=3, size=size)["phase"] == "sample"
+
+
 def test_a_window_that_was_sampled_in_few_bits_is_alike_on_all_ranks() -> None:
     replicas = run(replace(SHORT, sample_bits=4), 3, 9)
     dense = run(SHORT, 3, 9)

@@ -277,7 +277,7 @@ class Replica:
             stopped = not finished and await self._stop.is_last(self.step_done - 1)
             if stopped and self.runtime.comm.rank == 0:
                 self.runtime.decisions.record(Decision(STOP, self.step_done - 1, True, timing=False))
-            if stopped or self._meets(self.step_done):
+            if stopped or finished or _is_due(self.step_done, self.training.checkpoint_every):
                 await self.save()
             if finished:
                 await self.flush()
@@ -326,11 +326,6 @@ class Replica:
         for channel in in_flight:
             sent.add(channel.kind, -channel.sent)
         return {kind: counts for kind, counts in sent.to_json().items() if kind != Purpose.MEASURE.kind}
-
-    def _meets(self, steps: int) -> bool:
-        """Whether there is a checkpoint after so many steps."""
-        last = min(self.training.steps, self._stop.last_step + 1)
-        return steps == last or _is_due(steps, self.training.checkpoint_every)
 
     def _leg(self) -> Leg:
         """What this leg of the run has taken so far.

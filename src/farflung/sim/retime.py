@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -198,10 +198,11 @@ def _hollow(dtype: str, numel: int) -> Tensor:
 class _Hollow:
     """A workload whose samples have a number and nothing else."""
 
+    name = "retimed"
+    defaults: ClassVar[Mapping[str, Json]] = {}
+
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self.name = workload.name
-        self.defaults: Mapping[str, Json] = workload.defaults
 
     def model(self, generator: torch.Generator) -> nn.Module:
         return self._workload.model(generator)
