@@ -117,8 +117,8 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
         "ring(**changes)": "write it as name",
         "ring((": "write it as name",
         "ring(seed=1)": "cannot change 'seed'; it can change: bucket_nbytes, codec",
-        "ring(codec=5)": "codec = 5: must be of type str",
-        "ring(bucket_nbytes=many)": "bucket_nbytes = many: must be of type int",
+        "ring(codec=5)": "codec must be text, in quotes, not 5",
+        "ring(bucket_nbytes=many)": "bucket_nbytes must be a whole number, not 'many'",
     }.items(),
 )
 def test_a_recipe_may_have_changes_in_brackets(text: str, means: str) -> None:

@@ -125,7 +125,10 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
             ["--recipes", "ring(workers=3)"],
             "recipe 'ring(workers=3)': cannot change 'workers'; it can change: ",
         ),
-        (["--recipes", "ring(steps=many)"], "recipe 'ring(steps=many)': steps = many: must be of type int"),
+        (
+            ["--recipes", "ring(steps=many)"],
+            "recipe 'ring(steps=many)': steps must be a whole number, not 'many'",
+        ),
         (["--recipes", "ddp"], "run on real machines alone"),
         (["--networks", "wifi"], "unknown network profile 'wifi'"),
         (["--seeds", "0", "0"], "--seeds: one of them is there twice"),

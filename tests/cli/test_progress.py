@@ -397,17 +397,18 @@ def test_an_interrupt_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted(to: Console, *, quiet: bool = False) -> str:
     """Three runs of ten steps, of which the first is there already; a step takes two seconds."""
     clock = Clock()
-    with ComparisonProgress(30, 3, quiet=quiet, console=to, clock=clock) as count:
-        count.begin("ring, seed 0", 10)
-        count.end()
+    with ComparisonProgress(quiet=quiet, console=to, clock=clock) as count:
+        count({"event": "compare", "rank": 0, "rows": 3, "steps": 30})
+        count({"event": "row", "rank": 0, "name": "ring, seed 0", "steps": 10})
+        count({"event": "row_end", "rank": 0})
         for name in ("ring, seed 1", "ring, seed 2"):
-            count.begin(name, 10)
+            count({"event": "row", "rank": 0, "name": name, "steps": 10})
             for _ in range(10):
                 clock.now += 2.0
                 count(step(0))
                 count(step(0, rank=1))
                 count(evaluation(1))
-            count.end()
+            count({"event": "row_end", "rank": 0})
     return written(to)
 
 

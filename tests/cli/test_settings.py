@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from farflung.cli.main import main
-from farflung.cli.settings import option_types, read_settings
+from farflung.cli.options import read_settings
 from farflung.cli.train import Train
 from farflung.coded.coordinator import Settings
 from farflung.coded.run import Learner
 from farflung.comm import Endpoint
-from farflung.config import Training
+from farflung.config import Training, settings_of
 from farflung.recipes import Recipe
 from farflung.runs import (
     Prepared,
@@ -24,11 +24,14 @@ from farflung.runs import (
     RunOptions,
     SimulatedConfig,
     prepare_training,
-    settings_of,
 )
 from farflung.types import Json
 
-KNOWN = option_types(Train, without=("config", "resume", *Train.elsewhere))
+KNOWN = {
+    name: one
+    for name, one in settings_of(Train).items()
+    if name not in ("config", "resume", *Train.elsewhere)
+}
 DOCUMENTED = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
@@ -65,9 +68,8 @@ def written(folder: Path, text: str, name: str = "run.toml") -> str:
 def test_options_have_the_types_that_files_are_checked_against() -> None:
     assert KNOWN.keys() == {field.name for field in fields(Train)} - {"config", "resume"} - Train.elsewhere
     assert set(RunConfig.settings().keys()) <= KNOWN.keys()
-    assert (KNOWN["steps"], KNOWN["learning_rate"], KNOWN["codec"], KNOWN["out"], KNOWN["json"]) == (
-        int, float, str, Path, bool,
-    )  # fmt: skip
+    kinds = {"steps": int, "learning_rate": float, "codec": str, "out": Path, "json": bool}
+    assert {name: KNOWN[name].kind for name in kinds} == kinds
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_the_command_line_switches_off_what_a_file_switches_on(
     assert resolved["encrypt"] is False
     started: list[tuple[bool | None, bool | None]] = []
 
-    def start(self: Train, filed: object) -> int:
+    def start(self: Train, run: object) -> int:
         started.append((self.quiet, self.data_stays))
         return 0
 

@@ -211,8 +211,8 @@ class Structural:
     ("settings", "error", "says"),
     [
         ({"learning_rat": 0.1}, ConfigError, "unknown setting 'learning_rat'; did you mean learning_rate?"),
-        ({"steps": "many"}, ConfigError, "steps: must be of type int, not 'many'"),
-        ({"steps": True}, ConfigError, "steps: must be of type int, not True"),
+        ({"steps": "many"}, ConfigError, "steps must be a whole number, not 'many'"),
+        ({"steps": True}, ConfigError, "steps must be a whole number, not True"),
         ({"codec": 16}, ConfigError, r"codec 16: it has no method encode\(\)"),
         ({"schedule": Coarse}, ConfigError, r"schedule Coarse\(unit=0.001\): its class has to derive"),
         ({"schedule": Structural()}, ConfigError, "its class has to derive from farflung.types.Schedule"),

@@ -15,8 +15,9 @@ from typing_extensions import override
 
 import farflung
 from farflung.cli.main import main
-from farflung.cli.settings import option_types, read_settings
+from farflung.cli.options import read_settings
 from farflung.cli.train import Train
+from farflung.config import settings_of
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
@@ -173,7 +174,7 @@ def test_auto_is_a_batch_size() -> None:
     assert resolved(auto, {"batch_size": 8}) == ("uniform", 8)
     assert resolved({"recipe": "ring(batch_size=auto)"}) == ("balanced", 32)
     assert resolved({"sampler": "balanced(every=4)", **auto}) == ("balanced(every=4)", 32)
-    with pytest.raises(ConfigError, match=r"batch_size: must be of type int, not 'car'"):
+    with pytest.raises(ConfigError, match=r"batch_size must be a whole number, not 'car'"):
         resolved({"batch_size": "car"})
 
 
@@ -182,7 +183,7 @@ def test_auto_in_a_file(tmp_path: Path) -> None:
     for said, found in (("auto", "auto"), ("car", "batch-size must be a whole number, not 'car'")):
         file.write_text(f'batch-size = "{said}"')
         with nullcontext() if said == found else pytest.raises(ConfigError, match=found):
-            assert read_settings(file, option_types(Train, without=())) == {"batch_size": said}
+            assert read_settings(file, settings_of(Train)) == {"batch_size": said}
 
 
 @pytest.mark.parametrize(
