@@ -10,8 +10,8 @@ import platform
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ from farflung.runs.replicas import make_replica, settled_collective
 from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
-from farflung.telemetry import JsonLines, Sink, Telemetry
+from farflung.telemetry import JsonLines, Sink, Telemetry, count_refusals, read_events
 from farflung.wall import LaunchEnv, Pace, WallRuntime
 from farflung.wall.rendezvous import ask_leader
 from farflung.wall.visits import Guest, Takes, elastic_on
@@ -107,6 +107,15 @@ def join(
         else:
             leave()
 
+    def publish(access: Access) -> None:
+        """Writes how the run is reached, for its owner alone to read."""
+
+        def write(partial: Path) -> None:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(access.to_json()), encoding="utf-8")
+
+        write_whole(files.path / KEY, write)
+
     def leave() -> None:
         if elastic is not None and not leaving.is_set():
             threading.Thread(target=elastic.leave).start()
@@ -171,12 +180,14 @@ def join(
             start = checkpoints.newest() if files.resumed and guest is None else 0
             collective = config.recipe.collective
             if guest is None:
-                with among(runtime, size):
-                    collective = settled_collective(settle, config.recipe, replica, start)
+                comm = runtime.comm
+                if size < comm.size:  # those that come later are not there yet
+                    runtime.comm = cast("WallCommunicator", Among(comm, range(size)))
+                collective = settled_collective(settle, config.recipe, replica, start)
+                runtime.comm = comm
             if config.elastic:
-                takes = None
-                if config.ranks > config.workers:
-                    takes = Takes(config.to_json(), config.ranks, partial(_publish, files.path / KEY))
+                can_grow = config.ranks > config.workers
+                takes = Takes(config.to_json(), config.ranks, publish) if can_grow else None
                 elastic = runtime.elastic = elastic_on(
                     runtime,
                     range(size) if guest is None else guest.members,
@@ -213,7 +224,7 @@ def join(
             if runtime.view.refusals:
                 telemetry.emit("refused", t=runtime.now(), **runtime.view.refusals)
         runtime.close()
-        if refused := files.refused(rank):
+        if refused := count_refusals(read_events(files.telemetry(rank))):
             summary["refused"] = dict(refused)
     first = rank == (0 if elastic is None else elastic.changes[-1].ranks[0])
     if leader or first:
@@ -221,30 +232,6 @@ def join(
     if first:
         write_json(files.summary, summary)
     return run.ended(summary)
-
-
-@contextmanager
-def among(runtime: WallRuntime, size: int) -> Iterator[None]:
-    """Inside, the runtime's messages are among the ranks that are there from the start."""
-    comm = runtime.comm
-    if size < comm.size:
-        runtime.comm = cast("WallCommunicator", Among(comm, range(size)))
-    try:
-        yield
-    finally:
-        runtime.comm = comm
-
-
-def _publish(file: Path, access: Access) -> None:
-    """Writes how the run is reached, for its owner alone to read."""
-
-    def write(partial: Path) -> None:
-        with open(
-            partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
-        ) as text:
-            json.dump(access.to_json(), text)
-
-    write_whole(file, write)
 
 
 def join_later(

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from farflung.errors import BadInput, RunLost
@@ -35,7 +36,7 @@ from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.runs.stopping import on_stop
 from farflung.runs.workers import Job, serve
-from farflung.telemetry import Event, Sink
+from farflung.telemetry import Event, Sink, count_refusals
 from farflung.types import Json
 
 __all__ = ["forked_ahead", "launch"]
@@ -146,22 +147,21 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
             events = stack.enter_context(listener(Path(scratch)))
         shown = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
-        said = run.options
+        options, elastic = run.options, bool(config.elastic)
         job = Job(
             str(folder.path),
             folder.resumed,
             config.workers,
             scratch,
-            said.device,
-            said.pace,
-            said.trace,
-            bool(config.elastic),
+            options.device,
+            options.pace,
+            options.trace,
+            elastic,
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        summary = _Watch(
-            parent, config.workers, events, shown, folder, config.deadline, elastic=job.elastic
-        ).run()
+        watch = _Watch(parent, config.workers, events, shown, folder, config.deadline, elastic)
+        summary = watch.run()
     return run.ended({**summary, "partition": config.split_json(config.split())})
 
 
@@ -253,12 +253,13 @@ class _Watch:
             if rank in self._pace:
                 told["pace"] = {k: self._pace[rank][k] for k in ("device", "steps", "overran")}
             kept = self.folder.stored_summary() if self.folder.summary.exists() else {}
-            summary = {**kept, **told}
-            if refused := self.folder.refused():
-                summary["refused"] = dict(refused)
-            if slow := slowest(self.folder.events()):
-                summary["slowest"] = slow
-            if refused or slow:
+            events = self.folder.events()
+            found: dict[str, Json] = {
+                "refused": {**count_refusals(chain(*events.values()))},
+                "slowest": slowest(events),
+            }
+            summary = {**kept, **told, **{name: value for name, value in found.items() if value}}
+            if any(found.values()):
                 write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:
