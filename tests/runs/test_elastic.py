@@ -53,7 +53,7 @@ def trained(strikes: Strikes, workers: int, out: Path, **settings: Any) -> farfl
 
 
 @pytest.mark.parametrize(
-    ("workers", "lost"), [(2, (0,)), (3, (1,)), *thorough((2, (1,)), (3, (0,)), (3, (2,)), (4, (1, 3)))]
+    ("workers", "lost"), [(3, (0,)), *thorough((2, (0,)), (2, (1,)), (3, (1,)), (3, (2,)), (4, (1, 3)))]
 )
 def test_a_run_goes_on_without_those_that_were_killed(
     workers: int, lost: tuple[int, ...], tmp_path: Path

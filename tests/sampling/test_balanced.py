@@ -25,6 +25,7 @@ from farflung.runs import RunConfig
 from farflung.sampling import Balanced, balanced_counts
 from farflung.telemetry import Event
 from farflung.types import Draw, PoolView
+from tests.covering import thorough
 
 QUADRATIC: dict[str, Any] = {"workload": "synthetic/quadratic", "batch_size": 12, "network": "wifi-100mbps"}
 DEVICE = DeviceProfile("slow", 0.05 / 3)
@@ -110,7 +111,9 @@ def test_little_gained_changes_nothing() -> None:
     assert {tuple(each) for each in shares(events)} == {(12, 12)}
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)", "local_sgd(sync_every=2)"])
+@pytest.mark.parametrize(
+    "schedule", ["pipelined(width=2)", *thorough("synchronous", "local_sgd(sync_every=2)")]
+)
 def test_a_replay_has_equal_bits(schedule: str, tmp_path: Path) -> None:
     """Real replicas, whose batches follow their measured speeds, and virtual time."""
     settings: dict[str, Any] = {
@@ -187,29 +190,36 @@ def test_auto_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("command", "options", "says"),
     [
-        (["--elastic", "1"], "sampler balanced (--batch-size auto) needs all replicas"),
+        ("train", ["--elastic", "1"], "sampler balanced (--batch-size auto) needs all replicas"),
         (
+            "simulate",
             ["--partition", "iid"],
             "(--batch-size auto): all replicas draw from the whole set: leave out --partition",
         ),
         (
+            "train",
             ["--recipe", "mercury"],
             "--batch-size auto: shares out what the uniform sampler draws, and this is sampler g",
         ),
-        (["--sampler", "grouped_importance"], "and this is sampler grouped_importance: give a number"),
         (
+            "simulate",
+            ["--sampler", "grouped_importance"],
+            "and this is sampler grouped_importance: give a number",
+        ),
+        (
+            "simulate",
             ["--stream", "rate(20)"],
             "(--batch-size auto): shares out samples that all replicas have: leave out --str",
         ),
         (
+            "train",
             ["--sharing", "injection"],
             "(--batch-size auto): shares out samples that all replicas have: leave out --str",
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "simulate"])
 def test_auto_is_refused_where_it_cannot_be(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, options: list[str], says: str
 ) -> None:
