@@ -89,10 +89,7 @@ def test_the_bar_says_how_far_how_well_how_fast_and_how_long() -> None:
     assert shown(progress) == ["training 0/1,000 0:00:00", ""]
     clock.now += 30  # the first step warms up: it says nothing about the pace
     progress(step(0))
-    assert shown(progress) == [
-        "training 1/1,000 0:00:30",
-        "loss 0.5000 128 samples/s sent 10.0 kB",
-    ]
+    assert shown(progress) == ["training 1/1,000 0:00:30", "loss 0.5000 128 samples/s sent 10.0 kB"]
     for number in range(1, 101):
         clock.now += 2
         progress(step(number, mean_loss=0.25))

@@ -17,14 +17,7 @@ from farflung.coded.run import Learner
 from farflung.comm import Endpoint
 from farflung.config import Training, settings_of
 from farflung.recipes import Recipe
-from farflung.runs import (
-    Prepared,
-    RunConfig,
-    RunFolder,
-    RunOptions,
-    SimulatedConfig,
-    prepare_training,
-)
+from farflung.runs import Prepared, RunConfig, RunFolder, RunOptions, SimulatedConfig, prepare_training
 from farflung.types import Json
 
 KNOWN = {

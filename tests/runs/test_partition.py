@@ -143,11 +143,7 @@ def test_replicas_go_through_their_shares_in_orders_of_their_own() -> None:
 @pytest.mark.parametrize(("seed", "same"), [(0, True), (1, False)])
 def test_the_split_depends_on_the_seed(seed: int, same: bool) -> None:
     first, second = configured(workers=3, partition="iid"), configured(workers=3, partition="iid", seed=seed)
-    pairs = zip(
-        first.make_shares() or [],
-        second.make_shares() or [],
-        strict=True,
-    )
+    pairs = zip(first.make_shares() or [], second.make_shares() or [], strict=True)
     assert [torch.equal(one, other) for one, other in pairs] == [same] * 3
 
 

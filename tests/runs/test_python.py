@@ -46,17 +46,7 @@ def test_simulate_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     )
     command = ["--workload", "synthetic/quadratic", "--recipe", "ring", "--codec", "int8", *options(settings)]
     assert (
-        main(
-            [
-                "simulate",
-                *command,
-                "--learning-rate",
-                "0.05",
-                "--out",
-                str(tmp_path / "command"),
-                "--quiet",
-            ]
-        )
+        main(["simulate", *command, "--learning-rate", "0.05", "--out", str(tmp_path / "command"), "--quiet"])
         == 0
     )
     assert told(tmp_path / "function") == told(tmp_path / "command")
