@@ -119,7 +119,6 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
         (["--recipes", "synchronous", "sinchronous"], "unknown recipe 'sinchronous'"),
         (["--recipes", "ring", "ring"], "--recipes: one of them is there twice"),
         (["--recipes", "ring(codec=int9)"], "unknown codec 'int9'"),
-        (["--recipes", "ring(codec="], "recipe 'ring(codec=': write it as name or name(setting=value)"),
         (["--recipes", "ring(int8)"], "recipe 'ring(int8)': write it as name or name(setting=value)"),
         (
             ["--recipes", "ring(workers=3)"],
@@ -130,12 +129,8 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
             "recipe 'ring(steps=many)': steps must be a whole number, not 'many'",
         ),
         (["--recipes", "ddp"], "run on real machines alone"),
-        (["--networks", "wifi"], "unknown network profile 'wifi'"),
         (["--seeds", "0", "0"], "--seeds: one of them is there twice"),
-        (["--steps", "0"], "--steps 0: must be 1 or more"),
         (["--target", "nan"], "--target nan: must be a finite number"),
-        (["--target", "inf"], "--target inf: must be a finite number"),
-        (["--deadline", "inf"], "--deadline inf: must be a number of seconds above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -17,7 +17,7 @@ from farflung.errors import ConfigError, UnknownName
 from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile, network_profile
 from farflung.replica import load_tree
-from farflung.runs import RunConfig, RunFolder, SimulatedConfig, prepared
+from farflung.runs import RunConfig, SimulatedConfig
 from farflung.schedules import Synchronous
 from tests.helpers import same_tree
 from tests.runs.own import Coarse, Late, OwnOrder, halves
@@ -248,11 +248,3 @@ def test_a_field_of_the_training_is_a_setting_everywhere() -> None:
     for kind in (RunConfig, SimulatedConfig):
         assert fields <= set(kind.settings())
         assert set(kind.settings()) == set(kind.resolve({"workload": "synthetic/quadratic"}).to_json())
-
-
-def test_a_stored_configuration_is_the_run(tmp_path: Path) -> None:
-    run = prepared(SimulatedConfig, {"workload": "synthetic/quadratic", "recipe": "dga", "partition": "iid"})
-    folder = RunFolder(tmp_path)
-    with folder.begun(run.config.to_json()):
-        pass
-    assert SimulatedConfig.resolve(SimulatedConfig.stored_in(folder)).to_json() == run.config.to_json()
