@@ -99,7 +99,8 @@ class _Pass:
     def __next__(self) -> list[int]:
         if not self._begun:  # a loader may make two passes, to use the second alone
             self._begun = True
-            self._sampler._begin(self)
+            if (resumed := self._sampler._resumed) is not None:
+                self.given, self.left, self._sampler._resumed = resumed.given, resumed.left, None
         if self.left:
             candidates = self.left.popleft()
         elif self.given + len(self.asked) < len(self._sampler):
@@ -340,11 +341,6 @@ class ImportanceSampler(Sampler[list[int]]):
         self._resumed = _Pass(self)
         self._resumed.given = int(state["given"])
         self._resumed.left.extend(_Candidates(**one) for _, one in sorted(state["ahead"].items()))
-
-    def _begin(self, begun: _Pass) -> None:
-        if self._resumed is not None:
-            begun.given, begun.left = self._resumed.given, self._resumed.left
-            self._resumed = None
 
     def _choose(self) -> _Candidates:
         number, rule = self._chosen, self.gain.rule

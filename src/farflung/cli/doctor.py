@@ -80,8 +80,21 @@ class Doctor:
             rows: list[Json] = [{"peer": text, **asdict(one)} for text, one in found.items()]
             print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))
         elif found:
-            columns = ("peer", "connects back", "round trip", "to it", "from it", "its clock", "its version")
-            print_table(columns, (_row(text, one) for text, one in found.items()))
+            lines = [
+                {
+                    "peer": text,
+                    "connects back": "no" if one.back else "yes",
+                    "round trip": f"{1e3 * one.round_trip_s:.3g} ms",
+                    "to it": f"{one.there_bps / 1e6:.4g} Mbit/s",
+                    "from it": f"{one.here_bps / 1e6:.4g} Mbit/s",
+                    "its clock": f"{1e3 * one.clock_s:+.3g} ms",
+                    "its version": one.version
+                    if one.version == farflung.__version__
+                    else f"{one.version}, here {farflung.__version__}",
+                }
+                for text, one in found.items()
+            ]
+            print_table([*lines[0]], [[*line.values()] for line in lines])
         for trouble in troubles:
             print(f"farflung: {trouble}", file=sys.stderr)
         return int(bool(troubles))
@@ -109,18 +122,6 @@ def _serve(port: int) -> int:
         )
         serve(listener)
     return 0
-
-
-def _row(text: str, one: Probed) -> list[str]:
-    return [
-        text,
-        "no" if one.back else "yes",
-        f"{1e3 * one.round_trip_s:.3g} ms",
-        f"{one.there_bps / 1e6:.4g} Mbit/s",
-        f"{one.here_bps / 1e6:.4g} Mbit/s",
-        f"{1e3 * one.clock_s:+.3g} ms",
-        one.version if one.version == farflung.__version__ else f"{one.version}, here {farflung.__version__}",
-    ]
 
 
 def _machine(hosts: list[str]) -> Iterator[tuple[str, str]]:

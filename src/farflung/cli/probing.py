@@ -114,7 +114,9 @@ def probe(address: tuple[str, int], *, for_s: float = 1.0, port: int = 0) -> Pro
     with listening(port) as back, _asking(address) as link:
         _say(link, {"ask": "hello", "port": back.getsockname()[1], "token": token})
         said = _hear(link)
-        version, why = (_printable(said[name]) for name in ("version", "back"))
+        version, why = (
+            "".join(filter(str.isprintable, str(said[name])))[:200] for name in ("version", "back")
+        )
         if not why:
             back.settimeout(PATIENCE_S)
             with back.accept()[0] as came:
@@ -143,10 +145,6 @@ def _asking(address: tuple[str, int]) -> Iterator[socket.socket]:
             yield link
         except MALFORMED:
             raise ConnectionError("what answers there is not farflung doctor --serve") from None
-
-
-def _printable(said: object) -> str:
-    return "".join(filter(str.isprintable, str(said)))[:200]
 
 
 def _say(link: socket.socket, said: Mapping[str, Json]) -> None:

@@ -135,7 +135,9 @@ def compare(
             show({"event": "row", "rank": 0, "name": name, "steps": configs[0].steps})
             first: RunFolder | None = None
             for config in configs:
-                files = RunFolder(folder / "runs" / _folder_name(recipe, config))
+                stem = re.sub(r"[^\w.=-]+", "-", recipe).strip("-")
+                stem = f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
+                files = RunFolder(folder / "runs" / stem)
                 run = Prepared(config, files, config.split())
                 if not _is_made(run):
                     if first is None or timing_decisions(first):
@@ -200,11 +202,6 @@ def _rows(
     for config in checked:
         config.check()
     return rows
-
-
-def _folder_name(recipe: str, config: SimulatedConfig) -> str:
-    stem = re.sub(r"[^\w.=-]+", "-", recipe).strip("-")
-    return f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
 
 
 def _is_made(run: Prepared[SimulatedConfig]) -> bool:

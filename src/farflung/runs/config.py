@@ -547,7 +547,13 @@ class SimulatedConfig(RunConfig):
     @override
     def to_json(self) -> dict[str, Json]:
         """See :meth:`RunConfig.to_json`."""
-        return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}
+        world = {name: getattr(self, name) for name in _WORLD}
+        objects = {
+            name: f"<{value if isinstance(value, FaultPlan) else value.name}>"
+            for name, value in world.items()
+            if not isinstance(value, str | int)
+        }
+        return {**RunConfig.to_json(self), **world, **objects}
 
 
 _WORLD: dict[str, Any] = {
@@ -623,10 +629,3 @@ def _by_speed(how: Recipe, seed: int) -> Recipe:
 
 def _profile(network: str | NetworkProfile) -> NetworkProfile:
     return network_profile(network) if isinstance(network, str) else network
-
-
-def _words(value: str | int | NetworkProfile | DeviceProfile | FaultPlan) -> str | int:
-    """Text, numbers and switches as they are; in brackets what is none of them."""
-    if isinstance(value, str | int):
-        return value
-    return f"<{value if isinstance(value, FaultPlan) else value.name}>"
