@@ -11,17 +11,7 @@ import torch
 from farflung.cli.main import COMMANDS, main
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Runs the command, which must refuse; what it says."""
-    assert main(args) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    assert len(err.strip().splitlines()) <= 2
-    assert err.startswith("farflung: ")
-    return err
+from tests.refusals import refuse
 
 
 @pytest.mark.parametrize(
@@ -66,7 +56,7 @@ def test_nothing_is_said_before_a_refusal(
         "--out",
         str(tmp_path / "run"),
     ]
-    said = refused(capsys, *args, *given)
+    said = refuse(capsys, *args, *given)
     assert says in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()
@@ -137,7 +127,7 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
 )
 def test_options(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
     small = [] if {"--workload", "--data"} & {*args} else ["--workload", "synthetic/quadratic"]
-    assert says in refused(capsys, "train", *args, *small)
+    assert says in refuse(capsys, "train", *args, *small, lines=2)
 
 
 @pytest.mark.thorough
@@ -146,7 +136,7 @@ def test_a_stream_that_brings_less_than_a_step_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     given = ["--workload", "synthetic/quadratic", "--workers", "1", "--out", str(tmp_path / "run")]
-    said = refused(capsys, command, *given, "--stream", "rate(4, window_s=1.0)")
+    said = refuse(capsys, command, *given, "--stream", "rate(4, window_s=1.0)")
     assert (
         "4 samples per second bring 4 in window_s=1, and a step takes at least 8: lengthen window_s" in said
     )
@@ -157,7 +147,7 @@ def test_a_fault_at_a_step_of_a_program_that_tells_of_none(
 ) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('[[fault]]\nkind = "crash"\nrank = 1\nat_step = 5\n')
-    said = refused(capsys, "lab", "--faults", str(plan), "--", "true")
+    said = refuse(capsys, "lab", "--faults", str(plan), "--", "true")
     assert f"{plan}: crash of rank 1 at step 5: at_step requires farflung train" in said
 
 
@@ -165,7 +155,7 @@ def test_a_cuda_device_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "--device cuda: torch sees no CUDA device on this machine" in refused(
+    assert "--device cuda: torch sees no CUDA device on this machine" in refuse(
         capsys, "train", "--device", "cuda"
     )
 
@@ -178,13 +168,13 @@ def test_a_truncated_data_file(
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (folder / f"{name}-ubyte.gz").write_bytes(b"\x1f\x8b\x08")
     monkeypatch.setenv("FARFLUNG_DATA", str(tmp_path))
-    said = refused(capsys, "train", "--data", "full")
+    said = refuse(capsys, "train", "--data", "full")
     assert str(folder) in said
 
 
 def test_a_folder_that_holds_a_run_already(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert "holds a run already" in refused(capsys, "train", "--workers", "1", "--out", str(tmp_path))
+    assert "holds a run already" in refuse(capsys, "train", "--workers", "1", "--out", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +206,7 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    said = refused(capsys, "train", "--resume", str(run), "--steps", "4", "--workload", "fashion-mnist/cnn")
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4", "--workload", "fashion-mnist/cnn")
     assert "the checkpoint is of another model, trained as fashion-mnist/mlp" in said
 
 
@@ -227,26 +217,26 @@ def test_a_checkpoint_cut_short(
 ) -> None:
     (file,) = run.glob(f"checkpoints/step-00000002/{name}.safetensors")
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
-    said = refused(capsys, "train", "--resume", str(run), "--steps", "4")
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4")
     assert f"{file}: cut short or damaged" in said
 
 
 def test_a_checkpoint_of_more_replicas(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    said = refused(capsys, "train", "--resume", str(run), "--steps", "4", "--workers", "2")
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4", "--workers", "2")
     assert "saved by another number of replicas than 2" in said
 
 
 def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
-    assert "no complete checkpoint to resume from" in refused(
+    assert "no complete checkpoint to resume from" in refuse(
         capsys, "train", "--resume", str(run), "--steps", "4"
     )
 
 
 def test_a_run_that_is_over(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    assert "has done 2 already" in refused(capsys, "train", "--resume", str(run), "--steps", "2")
+    assert "has done 2 already" in refuse(capsys, "train", "--resume", str(run), "--steps", "2")
 
 
 def test_a_damaged_configuration(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     (run / "config.json").write_text('{"steps": ')
-    assert "config.json: damaged" in refused(capsys, "train", "--resume", str(run))
+    assert "config.json: damaged" in refuse(capsys, "train", "--resume", str(run))

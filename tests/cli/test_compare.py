@@ -12,6 +12,7 @@ from farflung.cli.main import main
 from farflung.errors import ConfigError
 from farflung.runs import RunFolder, variant
 from farflung.runs import comparison as compare
+from tests.refusals import refuse
 
 SMALL = ["--workload", "synthetic/quadratic", "--steps", "6", "--batch-size", "4", "--evaluate-every", "2"]
 
@@ -137,12 +138,7 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
 def test_what_is_wrong_is_said_before_anything_begins(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
 ) -> None:
-    assert main(["compare", *SMALL, *options, "--out", str(tmp_path / "out")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("farflung: ")
-    assert says in err
-    assert len(err.strip().splitlines()) == 1
+    assert says in refuse(capsys, "compare", *SMALL, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

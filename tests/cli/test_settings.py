@@ -19,6 +19,7 @@ from farflung.config import Training, settings_of
 from farflung.recipes import Recipe
 from farflung.runs import Prepared, RunConfig, RunFolder, RunOptions, SimulatedConfig, prepare_training
 from farflung.types import Json
+from tests.refusals import refuse
 
 KNOWN = {
     name: one
@@ -178,11 +179,7 @@ def test_one_line_names_file_and_key(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: str
 ) -> None:
     file = written(tmp_path, text)
-    assert main(["train", "--config", file]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"farflung: {file}: {says}")
-    assert len(err.splitlines()) == 1
+    assert refuse(capsys, "train", "--config", file).startswith(f"farflung: {file}: {says}")
 
 
 def test_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -194,10 +191,7 @@ def test_files_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (Path(written(tmp_path, '{"steps": ', "cut.json")), "not JSON ("),
         (Path(written(tmp_path, "[1, 2]", "list.json")), "expected keys and values, found list"),
     ]:
-        assert main(["train", "--config", str(path)]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith(f"farflung: {path}: {says}")
-        assert len(err.splitlines()) == 1
+        assert refuse(capsys, "train", "--config", path).startswith(f"farflung: {path}: {says}")
 
 
 def test_what_is_out_of_range_is_said_as_for_options(

@@ -21,6 +21,7 @@ from farflung.telemetry import TIMES, Event
 from farflung.types import Decision, Json
 from tests.covering import thorough
 from tests.forks import farflung, ran
+from tests.refusals import refuse
 
 SMALL = [
     "--workload", "synthetic/quadratic", "--steps", "8", "--batch-size", "4", "--evaluate-every", "4",
@@ -245,12 +246,7 @@ def test_what_is_wrong_is_said_on_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
 ) -> None:
     where = [] if "--resume" in options else ["--out", str(tmp_path / "run")]
-    assert main(["simulate", *SMALL, *options, *where]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("farflung: ")
-    assert says in err
-    assert len(err.strip().splitlines()) == 1
+    assert says in refuse(capsys, "simulate", *SMALL, *options, *where)
     assert not (tmp_path / "run").exists()
 
 

@@ -19,6 +19,7 @@ from farflung.replica import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
 from farflung.schedules import SCHEDULES
 from tests.covering import thorough
+from tests.refusals import refuse
 
 NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
 """Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
@@ -211,10 +212,7 @@ def test_the_command_from_inside_the_folder(
 
 def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
     out = run.with_name("never")
-    assert main(["retime", str(run), *options, "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("farflung: ")
-    assert len(said.strip().splitlines()) == 1
+    said = refuse(capsys, "retime", run, *options, "--out", out)
     assert not out.exists()
     return said
 

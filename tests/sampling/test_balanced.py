@@ -8,22 +8,46 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typing_extensions import override
 
 import farflung
-from farflung.cli.main import main
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
 from farflung.runs import RunConfig
-from farflung.sampling import Balanced
+from farflung.sampling import Balanced, balanced_counts
 from farflung.telemetry import Event
 from farflung.types import Draw, PoolView
 from tests.covering import thorough
+from tests.refusals import refuse
 
 QUADRATIC: dict[str, Any] = {"workload": "synthetic/quadratic", "batch_size": 12, "network": "wifi-100mbps"}
 DEVICE = DeviceProfile("slow", 0.05 / 3)
 SLOW = FaultPlan().slow(3, factor=3.0, at_s=0.0)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), st.integers(9, 500))
+def test_shares_are_whole_and_in_proportion(speeds: list[float], total: int) -> None:
+    counts = balanced_counts(speeds, total)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    exact = [total * speed / sum(speeds) for speed in speeds]
+    raised = sum(max(0.0, 1 - share) for share in exact)
+    assert all(abs(count - share) <= 1 + raised for count, share in zip(counts, exact, strict=True))
+
+
+def test_each_sample_comes_once_in_a_pass_while_shares_change() -> None:
+    samplers = [Balanced(7) for _ in range(3)]
+    drawn: list[int] = []
+    for rank, sampler in enumerate(samplers):
+        sampler.set_rank(rank, 3)
+    for step in range(10):
+        for rank, sampler in enumerate(samplers):
+            sampler.set_counts([[2, 2, 2], [3, 2, 1], [1, 4, 1]][step % 3])
+            drawn += sampler.next(PoolView(step, rank, 3, 2, 60, 1.0)).ids.tolist()
+    assert sorted(drawn) == list(range(60))
 
 
 def told(**settings: Any) -> tuple[farflung.Run, list[Event]]:
@@ -188,11 +212,7 @@ def test_auto_is_refused_where_it_cannot_be(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, options: list[str], says: str
 ) -> None:
     given = ["--workload", "synthetic/quadratic", "--batch-size", "auto", "--out", str(tmp_path / "run")]
-    assert main([command, *given, *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("farflung: ")
-    assert says in said
-    assert len(said.splitlines()) == 1
+    assert says in refuse(capsys, command, *given, *options)
     assert not (tmp_path / "run").exists()
 
 
