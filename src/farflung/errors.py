@@ -227,10 +227,7 @@ class NonFinite(RunLost):
 
     def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
         self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
-        if self.ranks:
-            which = f"rank {', '.join(map(str, self.ranks))}"
-        else:
-            which = f"{count} ranks"
+        which = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
         super().__init__(
             f"non-finite {what} at step {step} on {which}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"

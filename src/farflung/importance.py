@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -72,9 +72,8 @@ class _Candidates:
     scores: Tensor | None = None
 
     def to_state(self) -> State:
-        scores = {} if self.scores is None else {"scores": self.scores}
-        named = {"places": self.places, "weights": self.weights, "rule": self.rule, "number": self.number}
-        return {**named, **scores}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in state.items() if value is not None}
 
 
 class _Pass:

@@ -198,9 +198,11 @@ def _text(value: object, names: Registry[object]) -> str:
     if not dataclasses.is_dataclass(value):
         raise _NoText
     options = [
-        f"{field.name}={_text(getattr(value, field.name), names)}"
+        f"{field.name}={_text(given, names)}"
         for field in dataclasses.fields(value)
-        if field.init and getattr(value, field.name) != _default(field)
+        if field.init
+        and (given := getattr(value, field.name))
+        != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
     ]
     made = _name(type(value), names)
     return f"{made}({', '.join(options)})" if options else made
@@ -213,12 +215,6 @@ def _name(made: Callable[..., object], names: Registry[object]) -> str:
     if module == "__main__" or "<" in path:
         raise _NoText
     return f"{module}:{path}"
-
-
-def _default(field: dataclasses.Field[object]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _named(kind: str, text: str, node: ast.expr) -> str:

@@ -153,7 +153,7 @@ def test_what_is_appended_to_ends_with_a_whole_line(tmp_path: Path, cut: bytes, 
     ],
     ids=["optimizer", "schedule"],
 )
-def test_what_a_checkpoint_does_not_fit_is_refuse(
+def test_what_a_checkpoint_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
 ) -> None:
     made(tmp_path / "run")

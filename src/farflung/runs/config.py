@@ -417,14 +417,13 @@ class RunConfig:
         """The settings of the run in a folder.
 
         Raises:
-          CheckpointError: there is none, it is damaged, or of another kind.
+          BadInput: there is none, it is damaged, or of another kind.
         """
         stored, known = folder.stored_config(), cls.settings()
         if stored.keys() != known.keys():
             raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
         for name, value in stored.items():
-            if known[name].kind is str and not isinstance(value, str):
-                raise CheckpointError(f"{folder.config}: {name} must be text, not {value!r}")
+            known[name].read(value, f"{folder.config}: {name}")
         return stored
 
 
@@ -547,7 +546,7 @@ class SimulatedConfig(RunConfig):
     @override
     def to_json(self) -> dict[str, Json]:
         """See :meth:`RunConfig.to_json`."""
-        world = {name: getattr(self, name) for name in _WORLD}
+        world = {**{name: getattr(self, name) for name in _WORLD}, "connections": str(self.connections)}
         objects = {
             name: f"<{value if isinstance(value, FaultPlan) else value.name}>"
             for name, value in world.items()
