@@ -87,7 +87,8 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
     registry: Registry[object] = Registry("farflung.codecs", {"topk": "TopK"})
     assert registry["topk"] is TopK
     registry["mine"] = ByRole
-    both = registry | Registry("farflung.codecs", {"by_role": "by_role"})
+    more: Registry[object] = Registry("farflung.codecs", {"by_role": "by_role"})
+    both = registry | more
     assert list(both) == ["topk", "mine", "by_role"]
     assert both.name_of(ByRole) == "mine"
     assert both.name_of(ErrorFeedback) is None

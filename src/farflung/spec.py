@@ -46,7 +46,7 @@ _SHOWN = 200
 _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
 
 
-class Registry(UserDict[str, Any], Generic[T]):
+class Registry(UserDict[str, Callable[..., T]], Generic[T]):
     """What makes the members of a family, by name.
 
     Args:
@@ -59,7 +59,7 @@ class Registry(UserDict[str, Any], Generic[T]):
 
     def __init__(self, package: str, members: Mapping[str, str | Callable[..., T]]) -> None:
         super().__init__()
-        self.data = {
+        self.data: dict[str, Any] = {
             name: (package, member) if isinstance(member, str) else member for name, member in members.items()
         }
 

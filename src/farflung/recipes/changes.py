@@ -73,7 +73,11 @@ def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.exp
         raise ConfigError(
             f"recipe {text!r}: {', '.join(options)}: write options of the {family} into {family}=..., or leave that out"
         )
-    return name, {**changes, family: _with_options(name, family, options)}
+    member = parse(family, getattr(RECIPES[name], family))
+    present = member.keywords if isinstance(member, ast.Call) else []
+    merged = {keyword.arg: keyword.value for keyword in present} | options
+    keywords = [ast.keyword(option, value) for option, value in merged.items()]
+    return name, {**changes, family: ast.Call(ast.Name(name), [], keywords)}
 
 
 def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[str]]:
@@ -86,11 +90,3 @@ def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[s
             options = inspect.signature(MEMBERS[family][name]).parameters
             return family, [option for option in options if option not in known]
     return "", []
-
-
-def _with_options(name: str, family: str, options: dict[str, ast.expr]) -> ast.expr:
-    """Returns the preset's member of a family with some options changed."""
-    member = parse(family, getattr(RECIPES[name], family))
-    present = member.keywords if isinstance(member, ast.Call) else []
-    merged = {keyword.arg: keyword.value for keyword in present} | options
-    return ast.Call(ast.Name(name), [], [ast.keyword(option, value) for option, value in merged.items()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -256,7 +256,11 @@ class RunConfig:
         own: dict[str, Any] = {
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
-        how = _resolved_recipe(said)
+        members = {name: said[name] for name in Recipe().settings if name in said}
+        how: Any = said.get("recipe", RECIPE)
+        if isinstance(how, str):  # all members named need no preset
+            how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
+        how = how.but(**members)
         if by_speed:
             how = _by_speed(how, training.seed)
         holds_shares = how.parts(training.seed).hold_shares
@@ -324,9 +328,9 @@ class RunConfig:
         shares = self.make_shares()
         return [] if shares is None else describe(shares, self.task.datasets()[0].labels)
 
-    def split_json(self, shares: Sequence[Share]) -> dict[str, Json]:
+    def split_json(self) -> dict[str, Json]:
         """How the training set is split, for summaries."""
-        return {"how": self.split_text, "shares": [share.to_json() for share in shares]}
+        return {"how": self.split_text, "shares": [share.to_json() for share in self.split()]}
 
     def check(self) -> list[Share]:
         """Finds out what cannot work before any process is started.
@@ -599,15 +603,6 @@ def _made_workload(what: object, data: str) -> Workload:
     if options and made is what:
         raise ConfigError(f"--data {data}: {what!r} is made already")
     return check_workload(made)
-
-
-def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
-    """The preset, or the recipe itself, with the members that are named; all named need no preset."""
-    how: str | Recipe = said.get("recipe", RECIPE)
-    members = {name: said[name] for name in Recipe().settings if name in said}
-    if isinstance(how, str):
-        how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
-    return how.but(**members)
 
 
 def _by_speed(how: Recipe, seed: int) -> Recipe:

@@ -209,7 +209,7 @@ def join(
             summary = {
                 **ended.to_json(),
                 "collective": collective,
-                "partition": config.split_json(config.split()),
+                "partition": config.split_json(),
             }
             if runtime.pace is not None:
                 telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
@@ -280,10 +280,9 @@ def join_later(
             try:
                 with show(guest.rank) as sink:
                     return join(run, sink, env, Page.inherited(), guest)
-            except (Left, DeadlinePassed, ProtocolError):
-                raise
             except RunLost as lost:
-                if guest.has_begun or not tries_left:
+                is_final = isinstance(lost, Left | DeadlinePassed | ProtocolError)
+                if is_final or guest.has_begun or not tries_left:
                     raise
                 logging.getLogger("farflung").warning(
                     "rank %d has not begun, and asks again: %s", guest.rank, lost

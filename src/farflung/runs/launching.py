@@ -162,7 +162,7 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
         watch = _Watch(parent, config.workers, events, shown, folder, config.deadline, elastic)
         summary = watch.run()
-    return run.ended({**summary, "partition": config.split_json(config.split())})
+    return run.ended({**summary, "partition": config.split_json()})
 
 
 @dataclass
@@ -179,18 +179,17 @@ class _Watch:
     show: Sink
     folder: RunFolder
     deadline_s: float
-    elastic: bool = False
+    elastic: bool
 
     def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
-        self._ends: dict[int, Event] = {}
-        self._pace: dict[int, Event] = {}
-        self._interrupts = 0
+        self._told: dict[str, dict[int, Event]] = {"end": {}, "pace": {}}
+        """The events of these kinds, by rank."""
+        self._interrupts, self._longest_s = 0, 0.0
+        """The signals to stop, and the longest step."""
         self._end_by = self._stop_by = math.inf
         """When workers are ended that an error or a second interrupt ends, and those that a stop waits for."""
-        self._longest_s = 0.0
-        """The longest step."""
 
     def run(self) -> Mapping[str, Json]:
         with on_stop(self._interrupt):
@@ -221,8 +220,8 @@ class _Watch:
             self._longest_s = max(self._longest_s, float(str(event["duration_s"])))
             if self._interrupts:
                 self._stop_by = time.monotonic() + self._patience_s
-        elif kind in ("end", "pace"):
-            (self._ends if kind == "end" else self._pace)[int(str(rank))] = event
+        elif kind in self._told:
+            self._told[str(kind)][int(str(rank))] = event
         self.show(event)
 
     @property
@@ -242,16 +241,17 @@ class _Watch:
                 os.kill(pid, signal.SIGINT)
 
     def _outcome(self) -> Mapping[str, Json]:
-        if self._errors and not (self.elastic and self._ends):
+        ends, paces = self._told.values()
+        if self._errors and not (self.elastic and ends):
             # A worker's own error explains more than what the others saw of it.
             told = next((e for e in self._errors if e["own"]), self._errors[0])
             kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
             raise kind(str(told["message"]))
-        if self._ends:
-            rank = min(self._ends)
-            told = {k: v for k, v in self._ends[rank].items() if k not in {"event", "rank", "t"}}
-            if rank in self._pace:
-                told["pace"] = {k: self._pace[rank][k] for k in ("device", "steps", "overran")}
+        if ends:
+            rank = min(ends)
+            told = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
+            if rank in paces:
+                told["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
             kept = self.folder.stored_summary() if self.folder.summary.exists() else {}
             events = self.folder.events()
             found: dict[str, Json] = {

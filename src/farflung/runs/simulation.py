@@ -380,7 +380,7 @@ def _ended(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: Virt
         **summary,
         **coding_told(world, resumed=run.files.resumed),
         **({"slowest": slow} if slow else {}),
-        "partition": run.config.split_json(run.config.split()),
+        "partition": run.config.split_json(),
         "simulated": run.config.world_json(),
     }
     write_json(run.files.summary, found)
