@@ -58,6 +58,7 @@ def rates(how: str | RateSchedule) -> RateSchedule:
 
 @pytest.mark.parametrize("how", TORCH)
 def test_the_rate_is_that_of_torch(how: str) -> None:
+    assert {one.partition("(")[0] for one in TORCH} == set(RATES), "every name is compared"
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=RATE)
     schedule = TORCH[how](optimizer)
     ours = rates(how)
@@ -66,10 +67,6 @@ def test_the_rate_is_that_of_torch(how: str) -> None:
         assert RATE * ours.factor(step, STEPS) == pytest.approx(theirs, rel=0, abs=1e-12), step
         optimizer.step()
         schedule.step()
-
-
-def test_every_name_is_compared() -> None:
-    assert {how.partition("(")[0] for how in TORCH} == set(RATES)
 
 
 @pytest.mark.parametrize("how", ["linear(final=0.2, until=10)", "cosine(warmup=3, final=0.2, until=10)"])
@@ -151,9 +148,14 @@ def test_a_constant_rate_leaves_the_events_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["synchronous", "pipelined(3)", "pipelined(2, predict=True)", "delayed(3, 2)"]
+    ("schedule", "how"),
+    [
+        ("synchronous", BY_SAMPLES),
+        ("pipelined(3)", COSINE),
+        ("pipelined(2, predict=True)", "step(milestones=(6, 9, 14), gamma=0.5)"),
+        ("delayed(3, 2)", BY_SAMPLES),
+    ],
 )
-@pytest.mark.parametrize("how", [COSINE, BY_SAMPLES, "step(milestones=(6, 9, 14), gamma=0.5)"])
 def test_a_run_resumed_in_the_middle_ends_as_the_whole(schedule: str, how: str, tmp_path: Path) -> None:
     whole = run(how, schedule).whole()
     run(how, schedule, tmp_path, checkpoint_every=7).whole()

@@ -87,7 +87,8 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
     registry: Registry[object] = Registry("farflung.codecs", {"topk": "TopK"})
     assert registry["topk"] is TopK
     registry["mine"] = ByRole
-    both = registry | Registry("farflung.codecs", {"by_role": "by_role"})
+    more: Registry[object] = Registry("farflung.codecs", {"by_role": "by_role"})
+    both = registry | more
     assert list(both) == ["topk", "mine", "by_role"]
     assert both.name_of(ByRole) == "mine"
     assert both.name_of(ErrorFeedback) is None
@@ -117,8 +118,8 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
         "ring(**changes)": "write it as name",
         "ring((": "write it as name",
         "ring(seed=1)": "cannot change 'seed'; it can change: bucket_nbytes, codec",
-        "ring(codec=5)": "codec = 5: must be of type str",
-        "ring(bucket_nbytes=many)": "bucket_nbytes = many: must be of type int",
+        "ring(codec=5)": "codec must be text, in quotes, not 5",
+        "ring(bucket_nbytes=many)": "bucket_nbytes must be a whole number, not 'many'",
     }.items(),
 )
 def test_a_recipe_may_have_changes_in_brackets(text: str, means: str) -> None:

@@ -80,27 +80,6 @@ def test_callbacks_come_once_in_order_and_at_once_when_it_is_late() -> None:
     assert seen == ["a", "b", "c"]
 
 
-def test_one_is_there_from_the_start() -> None:
-    assert done("x").result() == "x"
-    with pytest.raises(OSError, match="gone"):
-        failed(OSError("gone")).result()
-
-
-def test_a_thread_waits_for_another() -> None:
-    pending: Pending[int] = Pending()
-    asked = threading.Event()
-
-    def set_it() -> None:
-        asked.wait(PATIENCE_S)
-        pending.set(5)
-
-    other = threading.Thread(target=set_it)
-    other.start()
-    asked.set()
-    assert pending.wait() == 5
-    other.join()
-
-
 def test_of_many_threads_one_completes_it() -> None:
     pending: Pending[int] = Pending()
     seen: list[int] = []
@@ -268,11 +247,5 @@ def test_first_of_names_the_first(first: int) -> None:
     for pending in pendings:
         pending.set(2)
     assert index.result() == first
-
-
-def test_first_of_takes_the_lowest_of_a_tie() -> None:
-    assert first_of([Pending(), done(1), done(2)]).result() == 1
-
-
-def test_an_error_is_a_completion_too() -> None:
-    assert first_of([Pending(), failed(ValueError())]).result() == 1
+    assert first_of([Pending(), done(1), done(2)]).result() == 1, "the lowest of a tie"
+    assert first_of([Pending(), failed(ValueError())]).result() == 1, "an error is a completion too"

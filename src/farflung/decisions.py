@@ -103,13 +103,11 @@ class DecisionLog:
             decision = self._unwritten.popleft()
             found.setdefault(decision.rank, []).append(decision)
         for rank, decisions in found.items():
-            with JsonLinesFile(self._file_of(rank)) as lines:
+            assert self._path is not None
+            own = self._path.with_suffix("") / f"rank-{rank}.jsonl"
+            with JsonLinesFile(self._path if rank is None else own) as lines:
                 for decision in decisions:
                     lines.add(_content(decision))
-
-    def _file_of(self, rank: int | None) -> Path:
-        assert self._path is not None
-        return self._path if rank is None else self._path.with_suffix("") / f"rank-{rank}.jsonl"
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """Finds a decision of the run that is replayed; ``None`` where it made none."""
@@ -168,17 +166,14 @@ def read_decisions(path: Path) -> list[Decision]:
     """
     own = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
     files = own if own and not path.exists() else [path, *own]
-    return [decision for file in files for decision in _read(file)]
-
-
-def _read(path: Path) -> list[Decision]:
     decisions: list[Decision] = []
-    json_lines(
-        path,
-        "not a decision; give the decisions.jsonl of a run",
-        lambda content: decisions.append(_decision(content)),
-        ConfigError,
-    )
+    for file in files:
+        json_lines(
+            file,
+            "not a decision; give the decisions.jsonl of a run",
+            lambda content: decisions.append(_decision(content)),
+            ConfigError,
+        )
     return decisions
 
 

@@ -157,17 +157,25 @@ class Suspended(RunLost):
     """This replica was silent, and the others go on without it until it is admitted again."""
 
 
-class PeerLost(RunLost):
-    """The connection to a replica was closed from its end, or a message of it was refused.
+class _OfRank(RunLost):
+    """What ended a run is another replica's.
 
     Args:
-      rank: the lost replica.
+      rank: the replica.
       detail: what was seen.
     """
 
+    words = ""
+
     def __init__(self, rank: int, detail: str) -> None:
         self.rank, self.detail = rank, detail
-        super().__init__(f"lost rank {rank}: {detail}")
+        super().__init__(f"{self.words.format(rank)}: {detail}")
+
+
+class PeerLost(_OfRank):
+    """The connection to a replica was closed from its end, or a message of it was refused."""
+
+    words = "lost rank {}"
 
 
 class DeadlinePassed(RunLost):
@@ -201,17 +209,10 @@ class WaitEnded(FarflungError):
         super().__init__(f"a wait for {what} from {peer} was given up: it was forgotten")
 
 
-class PeerFailed(RunLost):
-    """A replica said that it ended with an error of its own.
+class PeerFailed(_OfRank):
+    """A replica said that it ended with an error of its own."""
 
-    Args:
-      rank: the replica that failed.
-      detail: its message.
-    """
-
-    def __init__(self, rank: int, detail: str) -> None:
-        self.rank, self.detail = rank, detail
-        super().__init__(f"rank {rank} failed: {detail}")
+    words = "rank {} failed"
 
 
 class NonFinite(RunLost):
@@ -226,10 +227,7 @@ class NonFinite(RunLost):
 
     def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
         self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
-        if self.ranks:
-            which = f"rank {', '.join(map(str, self.ranks))}"
-        else:
-            which = f"{count} ranks"
+        which = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
         super().__init__(
             f"non-finite {what} at step {step} on {which}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -72,9 +72,8 @@ class _Candidates:
     scores: Tensor | None = None
 
     def to_state(self) -> State:
-        scores = {} if self.scores is None else {"scores": self.scores}
-        named = {"places": self.places, "weights": self.weights, "rule": self.rule, "number": self.number}
-        return {**named, **scores}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in state.items() if value is not None}
 
 
 class _Pass:
@@ -99,7 +98,8 @@ class _Pass:
     def __next__(self) -> list[int]:
         if not self._begun:  # a loader may make two passes, to use the second alone
             self._begun = True
-            self._sampler._begin(self)
+            if (resumed := self._sampler._resumed) is not None:
+                self.given, self.left, self._sampler._resumed = resumed.given, resumed.left, None
         if self.left:
             candidates = self.left.popleft()
         elif self.given + len(self.asked) < len(self._sampler):
@@ -340,11 +340,6 @@ class ImportanceSampler(Sampler[list[int]]):
         self._resumed = _Pass(self)
         self._resumed.given = int(state["given"])
         self._resumed.left.extend(_Candidates(**one) for _, one in sorted(state["ahead"].items()))
-
-    def _begin(self, begun: _Pass) -> None:
-        if self._resumed is not None:
-            begun.given, begun.left = self._resumed.given, self._resumed.left
-            self._resumed = None
 
     def _choose(self) -> _Candidates:
         number, rule = self._chosen, self.gain.rule

@@ -58,12 +58,13 @@ def figures(event: Event) -> tuple[dict[str, float], int]:
     elif kind == "end":
         step, found = event["steps"], {}
         for name, value in event.items():
-            parts = (
-                {f"/{part}": each for part, each in value.items()} if isinstance(value, dict) else {"": value}
-            )
-            found |= {
-                f"summary/{name}{part}": each for part, each in parts.items() if name not in ("rank", "t")
-            }
+            if name not in ("rank", "t"):
+                parts = (
+                    {f"/{part}": one for part, one in value.items()}
+                    if isinstance(value, dict)
+                    else {"": value}
+                )
+                found |= {f"summary/{name}{part}": one for part, one in parts.items()}
     else:
         found = {known: event[name] for name, known in _NAMES.get(str(kind), {}).items() if name in event}
     values = {k: v for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}

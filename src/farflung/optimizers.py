@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -120,13 +120,9 @@ class AdamWSettings(AdamSettings):
 class _EachParameter(torch.optim.Optimizer):
     """Moves each parameter that has a gradient by itself."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes a step; a closure computes the loss afresh before it."""
         loss = None
         if closure is not None:

@@ -14,7 +14,8 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,7 +46,7 @@ _SHOWN = 200
 _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
 
 
-class Registry(MutableMapping[str, Callable[..., T]], Generic[T]):
+class Registry(UserDict[str, Callable[..., T]], Generic[T]):
     """What makes the members of a family, by name.
 
     Args:
@@ -57,37 +58,20 @@ class Registry(MutableMapping[str, Callable[..., T]], Generic[T]):
     """
 
     def __init__(self, package: str, members: Mapping[str, str | Callable[..., T]]) -> None:
-        self._members: dict[str, tuple[str, str | Callable[..., T]]] = {
-            name: (package, member) for name, member in members.items()
+        super().__init__()
+        self.data: dict[str, Any] = {
+            name: (package, member) if isinstance(member, str) else member for name, member in members.items()
         }
 
     @override
     def __getitem__(self, name: str) -> Callable[..., T]:
-        package, member = self._members[name]
-        if not isinstance(member, str):
-            return member
-        made: Callable[..., T] = getattr(importlib.import_module(package), member)
-        return made
+        member: Any = self.data[name]
+        return getattr(importlib.import_module(member[0]), member[1]) if isinstance(member, tuple) else member  # type: ignore[no-any-return]
 
     @override
-    def __setitem__(self, name: str, member: Callable[..., T]) -> None:
-        self._members[name] = ("", member)
-
-    @override
-    def __delitem__(self, name: str) -> None:
-        del self._members[name]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __or__(self, other: Registry[Any]) -> Registry[Any]:
+    def __or__(self, other: Registry[Any]) -> Registry[Any]:  # type: ignore[override]
         both: Registry[Any] = Registry("", {})
-        both._members = self._members | other._members
+        both.data = self.data | other.data
         return both
 
     def name_of(self, made: Callable[..., object]) -> str | None:
@@ -96,8 +80,9 @@ class Registry(MutableMapping[str, Callable[..., T]], Generic[T]):
         return next(
             (
                 name
-                for name, (_, member) in self._members.items()
-                if member is made or (member == called and self[name] is made)
+                for name, member in self.data.items()
+                if member is made
+                or (isinstance(member, tuple) and member[1] == called and self[name] is made)
             ),
             None,
         )
@@ -213,9 +198,11 @@ def _text(value: object, names: Registry[object]) -> str:
     if not dataclasses.is_dataclass(value):
         raise _NoText
     options = [
-        f"{field.name}={_text(getattr(value, field.name), names)}"
+        f"{field.name}={_text(given, names)}"
         for field in dataclasses.fields(value)
-        if field.init and getattr(value, field.name) != _default(field)
+        if field.init
+        and (given := getattr(value, field.name))
+        != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
     ]
     made = _name(type(value), names)
     return f"{made}({', '.join(options)})" if options else made
@@ -228,12 +215,6 @@ def _name(made: Callable[..., object], names: Registry[object]) -> str:
     if module == "__main__" or "<" in path:
         raise _NoText
     return f"{module}:{path}"
-
-
-def _default(field: dataclasses.Field[object]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _named(kind: str, text: str, node: ast.expr) -> str:

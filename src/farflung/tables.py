@@ -48,16 +48,12 @@ class Table:
         return self._as_number(key, self._get(key, default))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        value = self._get(key, None)
-        if not isinstance(value, list):
-            raise self.error(key, value, "must be a list of numbers")
-        return tuple(self._as_number(key, one) for one in value)
+        values = self._of(list, key, None, "must be a list of numbers")
+        return tuple(self._as_number(key, one) for one in values)
 
     def whole(self, key: str) -> int:
-        value = self._get(key, None)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, value, "must be a whole number")
-        return value
+        """A whole number."""
+        return self._of(int, key, None, "must be a whole number")
 
     def wholes(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers, 0 or more."""
@@ -67,17 +63,11 @@ class Table:
         return tuple(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, value, "must be a string")
-        return value
+        return self._of(str, key, default, "must be a string")
 
     def flag(self, key: str) -> bool:
         """True or false; false where it is not there."""
-        value = self._get(key, False)
-        if not isinstance(value, bool):
-            raise self.error(key, value, "must be true or false")
-        return value
+        return self._of(bool, key, False, "must be true or false")
 
     def number_or_text(self, key: str, default: float | None = None) -> float | str:
         """A number or a name."""
@@ -86,10 +76,7 @@ class Table:
 
     def table(self, key: str) -> Table:
         """A table in this one."""
-        value = self._get(key, None)
-        if not isinstance(value, Mapping):
-            raise self.error(key, value, "must be a table")
-        return Table(f"{self.where}: {key}", value)
+        return Table(f"{self.where}: {key}", self._of(dict, key, None, "must be a table"))
 
     def tables(self, key: str) -> list[Table]:
         """The tables written as ``[[key]]``, known in messages by their ``name`` or their number."""
@@ -148,6 +135,12 @@ class Table:
         if default is None:
             raise ConfigError(f"{self.where}: {key} is missing")
         return default
+
+    def _of(self, kind: type[T], key: str, default: T | None, what: str) -> T:
+        value = self._get(key, default)
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise self.error(key, value, what)
+        return value
 
     def _as_number(self, key: str, value: Any) -> float:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,7 +11,18 @@ from farflung.errors import DataError
 from farflung.files import JsonLinesFile, json_lines
 from farflung.types import Json
 
-__all__ = ["BYTES", "TIMES", "Event", "JsonLines", "Sink", "Telemetry", "both", "number", "read_events"]
+__all__ = [
+    "BYTES",
+    "TIMES",
+    "Event",
+    "JsonLines",
+    "Sink",
+    "Telemetry",
+    "both",
+    "count_refusals",
+    "number",
+    "read_events",
+]
 
 Event: TypeAlias = "dict[str, Json]"
 """One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
@@ -75,6 +87,15 @@ def read_events(path: Path) -> list[Event]:
 
     json_lines(path, "not an event; the file is damaged", take, DataError)
     return events
+
+
+def count_refusals(events: Iterable[Event]) -> Counter[str]:
+    """Counts the messages and connections of strangers that replicas have refused, over all legs of a run."""
+    refusals: Counter[str] = Counter()
+    for event in events:
+        if event["event"] == "refused":
+            refusals.update({what: int(number(event, what)) for what in ("messages", "connections")})
+    return refusals
 
 
 def number(values: Mapping[str, Json], name: str, of: str = "") -> float:

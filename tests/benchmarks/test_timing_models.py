@@ -45,9 +45,9 @@ def test_a_delay_hides_what_it_is_as_long_as(latency: float, busy: float, delay:
 
 def timed(schedule: str, latency: float, bandwidth: float = math.inf) -> float:
     """Seconds of each step of two replicas that compute for 0.1 s, over a multiple of every cycle here."""
-    run = Run(schedule, 2, {"collective": "direct"}, LinkModel(latency, bandwidth), 0.1 / 12).steps(180)
+    run = Run(schedule, 2, {"collective": "direct"}, LinkModel(latency, bandwidth), 0.1 / 12).steps(120)
     ends = [float(event["t"]) for event in run.step_events()]  # type: ignore[arg-type]
-    return (ends[-1] - ends[-121]) / 120
+    return (ends[-1] - ends[-61]) / 60
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
@@ -57,7 +57,7 @@ def test_a_pipeline_takes_its_period(width: int, bandwidth: float) -> None:
     assert timed(f"pipelined({width})", 0.0, bandwidth) == pytest.approx(period_s(0.1, busy, width))
 
 
-@pytest.mark.parametrize(("delay", "period"), [(0, 1), (3, 1), (4, 4), (5, 4), (14, 5)])
+@pytest.mark.parametrize(("delay", "period"), [(0, 1), (3, 1), (5, 4), (14, 5)])
 @pytest.mark.parametrize("latency", [0.05, *thorough(0.35)])
 def test_a_delay_takes_its_period(delay: int, period: int, latency: float) -> None:
     took = timed("synchronous", latency) - 0.1

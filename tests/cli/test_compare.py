@@ -12,6 +12,7 @@ from farflung.cli.main import main
 from farflung.errors import ConfigError
 from farflung.runs import RunFolder, variant
 from farflung.runs import comparison as compare
+from tests.refusals import refuse
 
 SMALL = ["--workload", "synthetic/quadratic", "--steps", "6", "--batch-size", "4", "--evaluate-every", "2"]
 
@@ -64,15 +65,15 @@ def test_one_training_for_all_networks_and_none_when_started_again(
             return real(*args, **options)
 
         monkeypatch.setattr(compare, name, counted)
-    options = ["--recipes", "synchronous", "ring", "--networks", "wifi-10mbps", "4g", "--seeds", "3", "4"]
+    options = ["--recipes", "synchronous", "ring", "--networks", "wifi-10mbps", "4g", "--seeds", "4"]
     first = compared(capsys, tmp_path, *options)
-    assert made == ["simulate_prepared", "retime_prepared"] * 4
+    assert made == ["simulate_prepared", "retime_prepared"] * 2
     assert compared(capsys, tmp_path, *options) == first
-    assert len(made) == 8, "nothing was made twice"
+    assert len(made) == 4, "nothing was made twice"
     (cut,) = (tmp_path / "runs").glob("ring-wifi-10mbps-seed-4")
     (cut / "summary.json").unlink()
     assert compared(capsys, tmp_path, *options) == first
-    assert made[8:] == ["simulate_prepared"]
+    assert made[4:] == ["simulate_prepared"]
     assert main(["compare", *SMALL, *options, "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2
     assert "holds a run with other settings" in capsys.readouterr().err
 
@@ -119,32 +120,25 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
         (["--recipes", "synchronous", "sinchronous"], "unknown recipe 'sinchronous'"),
         (["--recipes", "ring", "ring"], "--recipes: one of them is there twice"),
         (["--recipes", "ring(codec=int9)"], "unknown codec 'int9'"),
-        (["--recipes", "ring(codec="], "recipe 'ring(codec=': write it as name or name(setting=value)"),
         (["--recipes", "ring(int8)"], "recipe 'ring(int8)': write it as name or name(setting=value)"),
         (
             ["--recipes", "ring(workers=3)"],
             "recipe 'ring(workers=3)': cannot change 'workers'; it can change: ",
         ),
-        (["--recipes", "ring(steps=many)"], "recipe 'ring(steps=many)': steps = many: must be of type int"),
+        (
+            ["--recipes", "ring(steps=many)"],
+            "recipe 'ring(steps=many)': steps must be a whole number, not 'many'",
+        ),
         (["--recipes", "ddp"], "run on real machines alone"),
-        (["--networks", "wifi"], "unknown network profile 'wifi'"),
         (["--seeds", "0", "0"], "--seeds: one of them is there twice"),
-        (["--steps", "0"], "--steps 0: must be 1 or more"),
         (["--target", "nan"], "--target nan: must be a finite number"),
-        (["--target", "inf"], "--target inf: must be a finite number"),
-        (["--deadline", "inf"], "--deadline inf: must be a number of seconds above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_wrong_is_said_before_anything_begins(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
 ) -> None:
-    assert main(["compare", *SMALL, *options, "--out", str(tmp_path / "out")]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("farflung: ")
-    assert says in err
-    assert len(err.strip().splitlines()) == 1
+    assert says in refuse(capsys, "compare", *SMALL, *options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

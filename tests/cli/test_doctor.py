@@ -20,6 +20,7 @@ from farflung import __version__
 from farflung.cli import probing
 from farflung.cli.main import main
 from farflung.comm.visits import LENGTH
+from tests.refusals import refuse
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,11 +194,7 @@ def test_it_connects_to_no_host_but_the_one_that_asks() -> None:
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], args: list[str], says: str) -> None:
-    assert main(["doctor", *args]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"farflung: {says}")
-    assert len(err.splitlines()) == 1
+    assert refuse(capsys, "doctor", *args).startswith(f"farflung: {says}")
 
 
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:

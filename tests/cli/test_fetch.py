@@ -12,6 +12,7 @@ import pytest
 from farflung.cli.main import main
 from farflung.data import CATALOG
 from farflung.data.source import File, Source
+from tests.refusals import refuse
 from tests.web import CONTENT, Server, serving
 
 
@@ -31,16 +32,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def offer(monkeypatch: pytest.MonkeyPatch, file: File) -> None:
     """Makes ``toy``, of one file, a data set that there is."""
     monkeypatch.setitem(CATALOG, "toy", Source("toy", "one file", "none", "", (file,)))
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Runs the command, which must refuse; the one line it says."""
-    assert main(["data", "fetch", *args]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("farflung: ")
-    return line
 
 
 def test_a_data_set_arrives(
@@ -74,7 +65,7 @@ def test_altered_content(
         server.content = b"-1 3:1 \r\n+1 1:1\n"
     offer(monkeypatch, server.file(**{"nbytes": None, "md5": "", known: values[known]}))
     right, server.content = server.content, server.content[:-3] + (b"" if known == "nbytes" else b"2:1")
-    said = refused(capsys, "toy")
+    said = refuse(capsys, "data", "fetch", "toy")
     assert f"{server.file().url}: " in said
     assert (
         "expected 1048576 bytes, found 1048573" if known == "nbytes" else "wrong checksum: expected "
@@ -89,7 +80,7 @@ def test_a_connection_that_ends_early(
 ) -> None:
     offer(monkeypatch, server.file())
     server.break_after = [300_000]
-    assert server.file().url in refused(capsys, "toy")
+    assert server.file().url in refuse(capsys, "data", "fetch", "toy")
     assert list(cache.iterdir()) == []
 
 
@@ -108,7 +99,9 @@ def test_absent_on_the_server(
 ) -> None:
     offer(monkeypatch, server.file())
     server.status = 404
-    assert f"cannot download {server.file().url}: HTTP Error 404: Not Found" in refused(capsys, "toy")
+    assert f"cannot download {server.file().url}: HTTP Error 404: Not Found" in refuse(
+        capsys, "data", "fetch", "toy"
+    )
     assert list(cache.iterdir()) == []
 
 
@@ -116,7 +109,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     offer(monkeypatch, File("set.bin", 1, f"http://127.0.0.1:{port}/set.bin"))
-    assert f"cannot download http://127.0.0.1:{port}/set.bin: " in refused(capsys, "toy")
+    assert f"cannot download http://127.0.0.1:{port}/set.bin: " in refuse(capsys, "data", "fetch", "toy")
     assert list(cache.iterdir()) == []
 
 
@@ -126,13 +119,13 @@ def test_a_silent_server(
     monkeypatch.setattr("farflung.data.source._TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         offer(monkeypatch, File("set.bin", 1, f"http://127.0.0.1:{silent.getsockname()[1]}/set.bin"))
-        assert "timed out" in refused(capsys, "toy")
+        assert "timed out" in refuse(capsys, "data", "fetch", "toy")
     assert socket.getdefaulttimeout() is None
     assert list(cache.iterdir()) == []
 
 
 def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "cifar10")
+    said = refuse(capsys, "data", "fetch", "cifar10")
     assert "unknown data set 'cifar10'; known: " in said
     assert "cifar-10" in said
 
@@ -140,7 +133,7 @@ def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_data_set_of_a_benchmark(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    said = refused(capsys, "benchmarks.workloads.aid:SOURCE")
+    said = refuse(capsys, "data", "fetch", "benchmarks.workloads.aid:SOURCE")
     assert "aid-64 cannot be fetched: get AID from https://" in said
 
 
@@ -150,4 +143,6 @@ def test_a_cache_that_cannot_be_written(
     offer(monkeypatch, server.file())
     (tmp_path / "file").touch()
     monkeypatch.setenv("FARFLUNG_CACHE", str(tmp_path / "file"))
-    assert f"toy: cannot write to {tmp_path / 'file'} (Not a directory)" in refused(capsys, "toy")
+    assert f"toy: cannot write to {tmp_path / 'file'} (Not a directory)" in refuse(
+        capsys, "data", "fetch", "toy"
+    )

@@ -17,6 +17,7 @@ import pytest
 import farflung
 from farflung.cli.main import main
 from farflung.cli.report import PageServer
+from tests.refusals import refuse
 from tests.web import running
 
 
@@ -81,7 +82,7 @@ def test_no_run_and_no_place(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(["report", *given], says, capsys)
+    assert says in refuse(capsys, "report", *given)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +104,8 @@ def test_damaged_files(
         text = '{"event":"begin","rank":0,"t":0,"step":0}\n' + text
         (folder / "telemetry" / "rank-1.jsonl").unlink()
     (folder / file).write_text(text, encoding="utf-8")
-    refused(["report", str(folder)], says, capsys)
-    refused(["watch", str(folder)], says, capsys)
-
-
-def refused(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(given) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert says in err
-    assert len(err.splitlines()) == 1
+    for command in ("report", "watch"):
+        assert says in refuse(capsys, command, folder)
 
 
 # --- watch ------------------------------------------------------------------------------------------------------
@@ -153,8 +146,8 @@ def test_other_hosts_are_refused(folder: Path) -> None:
 
 def test_a_port_that_is_taken_or_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(PageServer(folder, 0)) as server:
-        refused(["watch", str(folder), "--port", str(server.server_port)], "--port", capsys)
-    refused(["watch", str(folder), "--port", "70000"], "--port 70000: ", capsys)
+        assert "--port" in refuse(capsys, "watch", folder, "--port", server.server_port)
+    assert "--port 70000: " in refuse(capsys, "watch", folder, "--port", 70000)
 
 
 def test_it_prints_its_address_and_ctrl_c_ends_it(folder: Path) -> None:

@@ -26,7 +26,7 @@ DEADLINE_S = 250
 
 def training(*options: str) -> Fork:
     """A training command that is ended with the block."""
-    return farflung("train", "--data", "packaged", *options)
+    return farflung("train", "--workload", "synthetic/quadratic", *options)
 
 
 def line_with(stream: IO[str], text: str) -> str:
@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """A run of 30 steps and what it printed."""
     out = tmp_path_factory.mktemp("train") / "whole"
     options = [*SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)]
-    return out, json.loads(ran("train", "--data", "packaged", *options))
+    return out, json.loads(ran("train", "--workload", "synthetic/quadratic", *options))
 
 
 def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:

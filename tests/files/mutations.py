@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farflung.cli.settings import option_types, read_settings
+from farflung.cli.options import read_settings
 from farflung.cli.simulate import Simulate
 from farflung.comm.keys import load_keys, make_keys
+from farflung.config import settings_of
 from farflung.data.fashion_mnist import read_idx
 from farflung.devices import CodingRates, Moment, load_device
-from farflung.runs import Filed, Run, RunFolder, RunOptions, SimulatedConfig, prepared, retime, simulate
+from farflung.files import naming
+from farflung.runs import Run, RunFolder, RunOptions, SimulatedConfig, prepared, retime, simulate
 from farflung.state_trees import load_tree
 from farflung.types import CodingCost, Cost
 
@@ -194,9 +196,10 @@ def _world(**files: Path) -> None:
 
 
 def _settings(path: Path) -> None:
-    said = read_settings(path, option_types(Simulate, without=("config", "resume")))
+    said = read_settings(path, settings_of(Simulate))
     settings = {name: value for name, value in said.items() if not isinstance(value, Path)}
-    prepared(SimulatedConfig, Filed(path, settings), options=RunOptions(out=path.with_name("nowhere")))
+    with naming(path):
+        prepared(SimulatedConfig, settings, options=RunOptions(out=path.with_name("nowhere")))
 
 
 def _resumed(run: Path) -> None:

@@ -21,34 +21,31 @@ from tests.pool import leave_group
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def some_have_their_file(
-    rank: int, size: int, store: dist.Store, *, folder: str, marks: list[str | None]
-) -> str:
-    """Each rank has its own file by a mark, or none; what it is told that reads files marked ``mine``."""
+def restore_files(
+    rank: int, size: int, store: dist.Store, *, folder: str, cases: list[list[str | None]]
+) -> list[str]:
+    """Returns what this rank is told that reads files marked ``mine``, where each rank has its own file by a mark of
+    the case, or none; and the names of two runs of this process group.
+    """
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    own = Path(folder) / f"own-{rank}"
-    if (mark := marks[rank]) is not None:
-        save_own(own, mark, {"kept": rank})
-    if mark == "damaged":
-        own.write_bytes(b"damaged")
-    taken: list[Any] = []
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            restore_own(own, "mine", taken.append, torch.device("cpu"))
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        leave_group()
-    return f"{taken} {[str(one.message) for one in said]}"
-
-
-def begun_runs(rank: int, size: int, store: dist.Store) -> list[str]:
-    """The names of two runs of one process group."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    names = [begin_run(torch.device("cpu")) for _ in range(2)]
+    found = []
+    for number, marks in enumerate(cases):
+        own = Path(folder) / f"{number}-{rank}"
+        if (mark := marks[rank]) is not None:
+            save_own(own, mark, {"kept": rank})
+        if mark == "damaged":
+            own.write_bytes(b"damaged")
+        taken: list[Any] = []
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                restore_own(own, "mine", taken.append, torch.device("cpu"))
+            found.append(f"{taken} {[str(one.message) for one in said]}")
+        except CheckpointError as error:
+            found.append(str(error))
+    found += [begin_run(torch.device("cpu")) for _ in range(2)]
     leave_group()
-    return names
+    return found
 
 
 def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, args: list[str]) -> list[float]:

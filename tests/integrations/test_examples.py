@@ -59,14 +59,9 @@ def test_lightning_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> No
         f"{half.name}.farflung-{rank}-of-2" for rank in range(2)
     ]
     assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) == pytest.approx(whole, abs=1e-6)
-    last, *_ = tmp_path.glob("*step=20.ckpt")
-    for rank in range(2):
-        shutil.copyfile(*(f"{one}.farflung-{rank}-of-2" for one in (last, half)))
-    left_alone = ran(pool, "with_lightning.py", *options, "--resume", str(half))
     for rank in range(2):
         Path(f"{half}.farflung-{rank}-of-2").unlink()
-    assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) == left_alone
-    assert left_alone != pytest.approx(whole, abs=1e-6)
+    assert ran(pool, "with_lightning.py", *options, "--resume", str(half)) != pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """Blocks in bfloat16 whose norms and embedding stay in float32."""
 
-    def __init__(self, blocks: int = 24, width: int = 16, length: int = 12) -> None:
+    def __init__(self, blocks: int = 12, width: int = 16, length: int = 12) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * blocks))
@@ -210,8 +210,8 @@ def gpt2(layers: int) -> Any:
 
 
 def llama() -> Any:
-    """Makes a Llama of 32 layers, whose queries share keys."""
-    layers = {"num_hidden_layers": 32, "num_key_value_heads": 1}
+    """Makes a Llama of 12 layers, whose queries share keys."""
+    layers = {"num_hidden_layers": 12, "num_key_value_heads": 1}
     return make("LlamaForCausalLM", "LlamaConfig", **_TEXT, **_SIZES, **layers, use_cache=False)
 
 
@@ -311,10 +311,10 @@ def speech_loss(model: nn.Module, random: Generator) -> Tensor:
 _hugging_face = partial(Architecture, needs_transformers=True)
 ARCHITECTURES: dict[str, Architecture] = {
     "resnet50": Architecture(resnet50, image_loss, 320),
-    "decoder": Architecture(Decoder, own_text_loss, 360),
+    "decoder": Architecture(Decoder, own_text_loss, 170),
     "experts": Architecture(Experts, own_text_loss, 330, has_unused=True),
-    "gpt2": _hugging_face(partial(gpt2, 24), text_loss, 292),
-    "llama": _hugging_face(llama, text_loss, 290),
+    "gpt2": _hugging_face(partial(gpt2, 12), text_loss, 148),
+    "llama": _hugging_face(llama, text_loss, 110),
     "t5": _hugging_face(t5, text_loss, 130),
     "vit-float16": _hugging_face(lambda: Half(vit()), labelled_image_loss, 200),
     "clip": _hugging_face(clip, caption_loss, 200),

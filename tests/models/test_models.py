@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import thorough
 from tests.models.architectures import ARCHITECTURES
 from tests.pool import Pool
 
@@ -19,12 +20,8 @@ RECIPES = {
     "int8": "synchronous(codec=int8)",
     "local_sgd": "local_sgd(schedule=local_sgd(sync_every=3))",
 }
-AVERAGED = [
-    (name, how)
-    for name, other in zip(ARCHITECTURES, cycle(("delayed", "diloco", "topk", "int8")))
-    for how in ("local_sgd", other)
-]
-"""Each model where parameters are averaged, and under another recipe in turn."""
+AVERAGED = list(zip(ARCHITECTURES, cycle(RECIPES)))
+"""Each model under a recipe, in turn."""
 RESUMED = list(zip(ARCHITECTURES, cycle(("delayed", "diloco", "topk"))))
 """Each model where a checkpoint has updates under way, an anchor or residuals, in turn."""
 
@@ -45,7 +42,13 @@ def test_a_model_trains_as_under_ddp(pool: Pool, name: str) -> None:
     assert one["tensors"] >= ARCHITECTURES[name].least_tensors
 
 
-@pytest.mark.parametrize(("name", "how"), AVERAGED)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *AVERAGED,
+        *thorough(*((name, "local_sgd") for name in ARCHITECTURES if (name, "local_sgd") not in AVERAGED)),
+    ],
+)
 def test_only_what_trains_is_averaged(pool: Pool, name: str, how: str) -> None:
     one, other = run_pair(pool, "averages", name, how=RECIPES[how])
     for key in ("inside", "end"):

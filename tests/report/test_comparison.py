@@ -11,6 +11,7 @@ from rich.console import Console
 
 from farflung.errors import DataError
 from farflung.report import Compared, Course, compare_courses, comparison_picture, comparison_table
+from tests.covering import covered
 
 SPLIT = {"compute": 1.0, "exposed_communication": 2.0, "data_wait": 1.0, "evaluation": 0.0, "other": 0.0}
 
@@ -118,11 +119,12 @@ def wide(recipe: str, network: str, place: int) -> Course:
     return Course(recipe, network, 0, ((seconds, nbytes, score),), summary)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("recipes", RECIPES.values(), ids=RECIPES.keys())
-@pytest.mark.parametrize(
-    "networks", [("wifi",), ("wifi-10mbps", "my/own/networks/of-the-coast.toml")], ids=len
+@covered(
+    "recipes,networks,width",
+    RECIPES.values(),
+    [("wifi",), ("wifi-10mbps", "my/own/networks/of-the-coast.toml")],
+    [60, 80, 120, 160, 200],
 )
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 200])
 def test_recipes_can_be_told_apart_and_no_figure_is_cut(
     recipes: tuple[str, ...], networks: tuple[str, ...], width: int
 ) -> None:

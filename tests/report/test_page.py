@@ -218,16 +218,6 @@ def test_buffers(ranks: int, lines: list[str]) -> None:
     assert found["Waited for samples"]["lines"][0]["y"] == [0.25] * 4
 
 
-def test_a_stream_has_buffers_and_a_run_with_all_samples_has_none(run: Run, tmp_path: Path) -> None:
-    streamed = farflung.simulate(
-        "synthetic/quadratic", "scadles", workers=2, steps=4, out=tmp_path / "stream"
-    )
-    found = figures(data_of(written(tmp_path / "a.html", tmp_path / "stream")), "Buffers")
-    assert found["Samples held"]["lines"][1]["y"] == [
-        event["held"] for event in streamed.events[1] if event["event"] == "step"
-    ]
-
-
 def test_scores_are_means_over_replicas() -> None:
     def scored(rank: int, number: int) -> dict[str, Any]:
         return {"scored": 64 * (rank + 1) if number else 0, "groups": number + 1, "variance_ratio": 0.5 + 0.1 * rank,

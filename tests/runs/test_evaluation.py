@@ -23,6 +23,7 @@ UNEVEN = DeviceProfile(forward_s=0.01, stragglers=(Varying(spread=0.9),), name="
 AT_ONCE = DeviceProfile(name="at once")
 """They compute in no time, so that much happens in one instant."""
 OFTEN = {"evaluate_every": 1, "checkpoint_every": 2}
+NETWORKS = ["4g", "wifi-shared-100mbps", "four-regions", "wifi-shared-100mbps"]
 NEVER = {"evaluate_every": 0, "checkpoint_every": 0}
 SCHEDULES = [
     "synchronous",
@@ -48,8 +49,7 @@ def told(run: Run, kind: str, *fields: str) -> list[list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("network", ["4g", "wifi-shared-100mbps", "four-regions"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "network"), [*zip(SCHEDULES, NETWORKS, strict=True)])
 def test_they_move_no_time(schedule: str, network: str) -> None:
     often, never = (quadratic(schedule=schedule, network=network, workers=4, **how) for how in (OFTEN, NEVER))
     assert told(often, "step", "step", "t", "duration_s") == told(never, "step", "step", "t", "duration_s")
@@ -80,7 +80,7 @@ def test_counted_they_are_a_part_of_the_time() -> None:
 
 
 def test_the_winner_is_whoever_trains_faster() -> None:
-    given: dict[str, Any] = {"workload": "synthetic/quadratic", "workers": 4, "steps": 30, "batch_size": 4}
+    given: dict[str, Any] = {"workload": "synthetic/quadratic", "workers": 4, "steps": 12, "batch_size": 4}
     rows = {}
     for counted in (False, True):
         compared = compare(
@@ -88,7 +88,7 @@ def test_the_winner_is_whoever_trains_faster() -> None:
             count_evaluation=counted, **given,
         )  # fmt: skip
         rows[counted] = [row.duration_s for row in compared.rows]
-    assert rows[False][1] < rows[False][0] / 3
+    assert rows[False][1] < rows[False][0] / 2
     assert rows[True][1] > rows[True][0]
 
 

@@ -15,6 +15,7 @@ from farflung.files import drop_cut_line, held, write_text
 from farflung.runs import Run, asked_to_stop, simulate
 from farflung.telemetry import JsonLines
 from tests.forks import farflung
+from tests.refusals import refuse
 
 SMALL: dict[str, Any] = {
     "steps": 4, "workers": 2, "batch_size": 4, "evaluate_every": 0, "checkpoint_every": 4, "network": "wifi-10mbps",
@@ -24,16 +25,6 @@ WHAT = ("synthetic/quadratic", "synchronous")
 
 def made(folder: Path, **settings: Any) -> Run:
     return simulate(*WHAT, out=folder, **{**SMALL, **settings})
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Runs the command, which must refuse; what it says."""
-    assert main([*args, "--quiet"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("farflung: ")
-    assert len(err.strip().splitlines()) <= 2
-    return err
 
 
 def test_runs_of_one_second_have_folders_of_their_own(
@@ -61,7 +52,7 @@ def test_a_run_is_made_by_one_command_at_a_time(
     folder = {"resume": run, "out": out}[command]
     before = sorted(path.name for path in folder.iterdir())
     with held(folder, "makes a run"):
-        said = refused(capsys, "simulate", f"--{command}", str(folder), "--steps", "8")
+        said = refuse(capsys, "simulate", f"--{command}", str(folder), "--steps", "8")
         assert f"{folder}: another command (process {os.getpid()}) makes a run there: wait" in said
     assert sorted({*before, ".lock"}) == sorted(path.name for path in folder.iterdir())
     assert (
@@ -73,7 +64,7 @@ def test_a_comparison_is_made_by_one_command_at_a_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with held(tmp_path, "compares"):
-        said = refused(capsys, "compare", "--workload", WHAT[0], "--steps", "2", "--out", str(tmp_path))
+        said = refuse(capsys, "compare", "--workload", WHAT[0], "--steps", "2", "--out", str(tmp_path))
     assert f"{tmp_path}: another command (process {os.getpid()}) compares there" in said
 
 
@@ -166,7 +157,7 @@ def test_what_a_checkpoint_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], says: str
 ) -> None:
     made(tmp_path / "run")
-    said = refused(capsys, "simulate", "--resume", str(tmp_path / "run"), "--steps", "8", *options)
+    said = refuse(capsys, "simulate", "--resume", str(tmp_path / "run"), "--steps", "8", *options)
     assert f"{tmp_path / 'run' / 'checkpoints'}, step 4: {says}" in said
 
 
@@ -179,20 +170,19 @@ def test_a_log_of_no_decision_is_not_replayed(capsys: pytest.CaptureFixture[str]
     ):
         log.write_text(text)
         out = str(tmp_path / "out")
-        said = refused(capsys, "simulate", "--workload", WHAT[0], "--replay", str(log), "--out", out)
+        said = refuse(capsys, "simulate", "--workload", WHAT[0], "--replay", str(log), "--out", out)
         assert f"{log}{says}" in said
 
 
 # --- where nothing can be written ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["train", "simulate"])
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("command", "place", "says"),
     [
-        ("file", "a file: a run is kept in a folder"),
-        ("file/run", "cannot be written (Not a directory)"),
-        ("/proc/run", "cannot be written (No such file or directory)"),
+        ("train", "file", "a file: a run is kept in a folder"),
+        ("simulate", "file/run", "cannot be written (Not a directory)"),
+        ("train", "/proc/run", "cannot be written (No such file or directory)"),
     ],
 )
 def test_a_folder_that_cannot_be(
@@ -200,18 +190,19 @@ def test_a_folder_that_cannot_be(
 ) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / place
-    assert f"{out}: {says}" in refused(capsys, command, "--workload", WHAT[0], "--out", str(out))
+    assert f"{out}: {says}" in refuse(capsys, command, "--workload", WHAT[0], "--out", str(out))
 
 
-@pytest.mark.parametrize("command", ["train", "simulate", "retime"])
-@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
+@pytest.mark.parametrize(
+    ("command", "place"), [("train", "file"), ("simulate", "file/run"), ("retime", "/proc/run")]
+)
 def test_what_cannot_be_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, place: str
 ) -> None:
     (tmp_path / "file").write_text("")
     run = tmp_path / place
     option = [] if command == "retime" else ["--resume"]
-    said = refused(capsys, command, *option, str(run))
+    said = refuse(capsys, command, *option, str(run))
     assert f"{run}: no run there" in said
 
 
@@ -225,7 +216,7 @@ def full(path: Path) -> None:
 def test_a_disk_that_is_full(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     full(tmp_path / "run" / name)
     options = ["--collective", "auto", "--workload", WHAT[0], "--steps", "2"]
-    said = refused(capsys, "simulate", *options, "--out", str(tmp_path / "run"))
+    said = refuse(capsys, "simulate", *options, "--quiet", "--out", tmp_path / "run")
     assert f"{tmp_path / 'run' / name}: cannot be written (No space left on device)" in said
 
 

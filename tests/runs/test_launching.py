@@ -68,7 +68,7 @@ def test_a_stop_is_given_up_once_no_step_ends_for_a_deadline(
     monkeypatch.setattr("farflung.runs.launching.os.kill", lambda pid, number: None)
     parent = Parent(0, 0, lambda: None, lambda _: None)
     with socket.socket() as events:
-        watch = launching._Watch(parent, 1, events, lambda event: None, RunFolder(tmp_path), 60.0)
+        watch = launching._Watch(parent, 1, events, lambda event: None, RunFolder(tmp_path), 60.0, False)
         watch._hear(b'{"event": "hello", "rank": 0, "pid": 1}')
         watch._interrupt()
         assert watch._stop_by == 160.0
@@ -91,7 +91,7 @@ def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: P
                 Telemetry(rank, file).emit("step", t=1.0, words='"refused"')
     parent = sleeper()
     with run.begun(), socket.socket() as events:
-        watch = launching._Watch(parent, 2, events, lambda event: None, run.files, 60.0)
+        watch = launching._Watch(parent, 2, events, lambda event: None, run.files, 60.0, False)
         watch._hear(b'{"event": "end", "rank": 0, "t": 1.0, "steps": 3}')
         summary = watch._outcome()
     os.killpg(parent.pid, signal.SIGKILL)

@@ -13,14 +13,13 @@ import pytest
 from typing_extensions import override
 
 from farflung.cli.main import main
-from farflung.decisions import DecisionLog
 from farflung.devices import CodingRates, DeviceProfile, Points, Varying
 from farflung.errors import DataError
 from farflung.loop import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
 from farflung.schedules import SCHEDULES
-from farflung.types import Decision
 from tests.covering import thorough
+from tests.refusals import refuse
 
 NETWORKS = ["lan-1g", "wifi-10mbps", "wifi-shared-100mbps", "four-regions", "shanghai-boston"]
 """Links of their own, alike and unlike; capacities of nodes; a medium; jitter."""
@@ -198,9 +197,12 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
 # --- as a command -----------------------------------------------------------------------------------------------
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_from_inside_the_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made(tmp_path / "base")
-    assert main(["retime", str(tmp_path / "base"), "--network", "4g", "--json"]) == 0
+    monkeypatch.chdir(tmp_path / "base")
+    assert main(["retime", ".", "--network", "4g", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"]["network"] == "4g"
     folder = RunFolder(Path(found["folder"]))
@@ -210,57 +212,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
     out = run.with_name("never")
-    assert main(["retime", str(run), *options, "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("farflung: ")
-    assert len(said.strip().splitlines()) == 1
+    said = refuse(capsys, "retime", run, *options, "--out", out)
     assert not out.exists()
     return said
 
 
-def test_a_run_is_retimed_from_inside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(tmp_path / "base")
-    monkeypatch.chdir(tmp_path / "base")
-    assert main(["retime", ".", "--network", "4g", "--quiet"]) == 0
-    assert (tmp_path / "base-on-4g-cpu-core" / "summary.json").exists()
-
-
-def test_a_run_whose_learning_depended_on_time_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    _, stored = made(tmp_path / "base")
-    log = DecisionLog(stored.decisions)
-    log.record(Decision("width", 2, 3))
-    log.write()
-    said = refused(capsys, stored.path, "--network", "4g")
-    assert "it decided 'width' by time or arrival at step 2; simulate it anew" in said
-
-
-def test_a_run_that_trained_on_what_had_come_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    made(tmp_path / "base", stream="rate(200, least=1, most=9)")
-    said = refused(capsys, tmp_path / "base", "--network", "4g")
-    assert "it decided 'arrivals' by time or arrival at step 0; simulate it anew instead" in said
-
-
 @pytest.mark.parametrize(
-    ("parts", "named"),
+    ("parts", "says"),
     [
-        ({"sharing": "injection"}, "--sharing injection"),
+        ({"stream": "rate(200, least=1, most=9)"}, "it decided 'arrivals' by time or arrival at step 0"),
+        ({"sharing": "injection"}, "its replicas sent samples (--sharing injection), which is not recorded"),
         (
             {"sharing": "resharding(samples=2, every=2, by='uniform')"},
-            "--sharing resharding(samples=2, every=2",
+            "its replicas sent samples (--sharing resharding(samples=2, every=2",
         ),
     ],
 )
-def test_a_run_whose_replicas_sent_samples_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, parts: dict[str, Any], named: str
+def test_a_run_is_refused_that_would_have_learned_or_sent_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, parts: dict[str, Any], says: str
 ) -> None:
     made(tmp_path / "base", **parts)
     said = refused(capsys, tmp_path / "base", "--network", "4g")
-    assert f"its replicas sent samples ({named}" in said
-    assert "which is not recorded; simulate it anew instead" in said
+    assert says in said
+    assert "simulate it anew instead" in said
 
 
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -84,9 +84,7 @@ def test_the_size_stays_where_nothing_was_scored() -> None:
 
 
 @given(
-    waits=st.lists(st.floats(0, 50), min_size=1, max_size=30),
-    every=st.integers(1, 7),
-    cut=st.integers(0, 30),
+    waits=st.lists(st.floats(0, 50), min_size=1, max_size=30), every=st.integers(1, 7), cut=st.integers(0, 30)
 )
 def test_it_goes_on_from_its_state_and_a_replay_asks_no_clock(
     waits: list[float], every: int, cut: int

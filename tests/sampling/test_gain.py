@@ -80,7 +80,7 @@ def begun(rule: str, count: int) -> list[Gain]:
     return gains
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, *thorough(4)])
 def test_noise_and_gain_are_those_of_the_distribution(replicas: int) -> None:
     noise, ratio = known(replicas)
     gains = begun("auto", replicas)
@@ -92,7 +92,7 @@ def test_noise_and_gain_are_those_of_the_distribution(replicas: int) -> None:
     assert gains[0].rule == "uniform"
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, *thorough(4)])
 def test_the_same_is_measured_while_batches_are_drawn_by_scores(replicas: int) -> None:
     """So a choice does not undo itself."""
     noise, ratio = known(replicas)
@@ -303,7 +303,7 @@ def test_what_is_measured_is_the_noise_of_gradients() -> None:
 def test_where_gradients_do_not_compare_it_is_uniform_scores_nothing_and_says_so(
     parts: dict[str, Any], why: str
 ) -> None:
-    replicas, decided = run("grouped_importance", 110, **parts)
+    replicas, decided = run("grouped_importance", 110, **{"workers": 2, **parts})
     assert not decided
     for replica in replicas:
         assert gain_of(replica).report()["undefined"] == why

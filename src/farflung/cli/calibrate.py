@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from farflung.calibration import Calibration, Sharing, Spread, calibrate, coding_tasks
+from farflung.calibration import Calibration, Sharing, calibrate, coding_tasks
 from farflung.cli.output import stderr_console
 from farflung.cli.progress import Bar
 from farflung.config import Training
@@ -95,7 +95,18 @@ class Calibrate:
                 )
         finally:
             torch.set_num_threads(before)
-        text = device_toml(found.device, found.names, self._notes(found))
+        quartiles = (
+            f"{name} {one.low:.3g} to {one.high:.3g}"
+            for name, one in {"forward": found.forward_s, "backward": found.backward_s}.items()
+        )
+        beside = f", one of {self.replicas} replicas at once" if self.replicas > 1 else ""
+        notes = [
+            f"{self.workload}, batches of {found.batch_size}, on {platform.processor() or platform.machine()}, "
+            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}{beside}",
+            f"medians of {found.rounds} steps; quartiles, in seconds per sample: {', '.join(quartiles)}",
+            f"memory of a step, in bytes: {found.predicted_nbytes} predicted, {found.measured_nbytes} measured",
+        ]
+        text = device_toml(found.device, found.names, notes)
         if self.out is not None:
             write_text(self.out, text)
             stderr_console().print(f"profile  {self.out}", soft_wrap=True, markup=False)
@@ -105,17 +116,8 @@ class Calibrate:
             print(text, end="")
         return 0
 
-    def _notes(self, found: Calibration) -> list[str]:
-        return [
-            f"{self.workload}, batches of {found.batch_size}, on {platform.processor() or platform.machine()}, "
-            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}"
-            + (f", one of {self.replicas} replicas at once" if self.replicas > 1 else ""),
-            f"medians of {found.rounds} steps; quartiles, in seconds per sample: "
-            f"forward {_range(found.forward_s)}, backward {_range(found.backward_s)}",
-            f"memory of a step, in bytes: {found.predicted_nbytes} predicted, {found.measured_nbytes} measured",
-        ]
-
     def _json(self, found: Calibration) -> dict[str, Json]:
+        rates = found.device.coding or CodingRates()
         return {
             "workload": self.workload,
             "batch_size": found.batch_size,
@@ -133,11 +135,6 @@ class Calibrate:
                 {"name": name, "numel": one.numel, "forward_s": one.forward_s, "backward_s": one.backward_s}
                 for name, one in zip(found.names, found.device.layers, strict=True)
             ],
-            **self._coding_json(found.device.coding or CodingRates()),
-        }
-
-    def _coding_json(self, rates: CodingRates) -> dict[str, Json]:
-        return {
             "message_s": rates.message_s,
             "copy_s_per_byte": rates.copy_s_per_byte,
             "encrypt_s_per_byte": rates.encrypt_s_per_byte,
@@ -151,7 +148,3 @@ class Calibrate:
                 for (operation, method), points in sorted(rates.operations.items())
             ],
         }
-
-
-def _range(spread: Spread) -> str:
-    return f"{spread.low:.3g} to {spread.high:.3g}"

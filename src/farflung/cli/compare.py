@@ -47,24 +47,20 @@ class Compare(OutputOptions):
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        from farflung.runs import contest
+        from farflung.runs import compare
 
-        said = given(self, set(SimulatedConfig.settings()) - {"evaluate_every"})
-        asked = contest(
-            self.recipes,
-            self.networks,
-            seeds=self.seeds,
-            evaluate_every=self.evaluate_every,
-            settings=said,
-        )
+        said = given(self, {*SimulatedConfig.settings(), "target"})
         out = self.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        with (
-            ComparisonProgress(asked.steps, len(asked.rows), quiet=self.quiet or self.json) as progress,
-            asked_to_stop() as stop,
-        ):
-            comparison = asked.run(out, self.target, progress, stop.is_set)
-        if comparison is None:
-            return 130
+        with ComparisonProgress(quiet=self.quiet or self.json) as progress, asked_to_stop() as stop:
+            comparison = compare(
+                self.recipes,
+                self.networks,
+                seeds=self.seeds,
+                out=out,
+                show=progress,
+                stop_asked=stop.is_set,
+                **said,
+            )
         rows, target = comparison.rows, comparison.target
         picture = comparison.picture(out / "compare.png")
         if self.json:

@@ -9,7 +9,6 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -63,7 +62,7 @@ class Doctor:
             raise ConfigError("--serve: answers others: leave out HOST:PORT and --json")
         if self.serve:
             return _serve(port)
-        machine = dict(_machine([host for host, _ in peers.values()]))
+        machine = _machine([host for host, _ in peers.values()])
         if not self.json:
             print_table(["of this machine", ""], machine.items())
         found: dict[str, Probed] = {}
@@ -80,8 +79,21 @@ class Doctor:
             rows: list[Json] = [{"peer": text, **asdict(one)} for text, one in found.items()]
             print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))
         elif found:
-            columns = ("peer", "connects back", "round trip", "to it", "from it", "its clock", "its version")
-            print_table(columns, (_row(text, one) for text, one in found.items()))
+            lines = [
+                {
+                    "peer": text,
+                    "connects back": "no" if one.back else "yes",
+                    "round trip": f"{1e3 * one.round_trip_s:.3g} ms",
+                    "to it": f"{one.there_bps / 1e6:.4g} Mbit/s",
+                    "from it": f"{one.here_bps / 1e6:.4g} Mbit/s",
+                    "its clock": f"{1e3 * one.clock_s:+.3g} ms",
+                    "its version": one.version
+                    if one.version == farflung.__version__
+                    else f"{one.version}, here {farflung.__version__}",
+                }
+                for text, one in found.items()
+            ]
+            print_table([*lines[0]], [[*line.values()] for line in lines])
         for trouble in troubles:
             print(f"farflung: {trouble}", file=sys.stderr)
         return int(bool(troubles))
@@ -111,54 +123,37 @@ def _serve(port: int) -> int:
     return 0
 
 
-def _row(text: str, one: Probed) -> list[str]:
-    return [
-        text,
-        "no" if one.back else "yes",
-        f"{1e3 * one.round_trip_s:.3g} ms",
-        f"{one.there_bps / 1e6:.4g} Mbit/s",
-        f"{one.here_bps / 1e6:.4g} Mbit/s",
-        f"{1e3 * one.clock_s:+.3g} ms",
-        one.version if one.version == farflung.__version__ else f"{one.version}, here {farflung.__version__}",
-    ]
-
-
-def _machine(hosts: list[str]) -> Iterator[tuple[str, str]]:
-    """What this machine has, by name."""
-    yield (
-        "farflung",
-        f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
-    )
-    yield "torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices"
+def _machine(hosts: list[str]) -> dict[str, str]:
+    """Returns what this machine has, by name."""
     packages = dict.fromkeys(OPTIONAL.split(), "")
     for name in packages:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
-    yield "installed", ", ".join(f"{name} {found}" for name, found in packages.items() if found)
-    yield (
-        "not installed",
-        ", ".join(name for name, found in packages.items() if not found) or "nothing is missing",
-    )
-    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     free, total = (
         os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
     )
-    yield "memory", f"{total:.3g} GB, {free:.3g} GB of it unused"
     soft, hard = (
         "no limit" if n == resource.RLIM_INFINITY else str(n)
         for n in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    yield "open files", f"{soft}; runs raise that as far as they need, up to {hard}"
-    yield "congestion control", _congestion()
-    yield "interfaces", _interfaces()
     masters = hosts or [host for host in (os.environ.get("MASTER_ADDR"),) if host]
     ways = ", ".join(f"{route_to(host)} to {host}" for host in dict.fromkeys(masters))
-    yield (
-        "messages and gloo use",
-        ways or f"{loopback_address()}, or under torchrun the address on the way to MASTER_ADDR",
-    )
-    yield "lab", "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'"
-    yield "samples from Kafka", "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'"
+    without = "under torchrun the address on the way to MASTER_ADDR"
+    return {
+        "farflung": f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
+        "torch": f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices",
+        "installed": ", ".join(f"{name} {found}" for name, found in packages.items() if found),
+        "not installed": ", ".join(name for name, found in packages.items() if not found)
+        or "nothing is missing",
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": f"{total:.3g} GB, {free:.3g} GB of it unused",
+        "open files": f"{soft}; runs raise that as far as they need, up to {hard}",
+        "congestion control": _congestion(),
+        "interfaces": _interfaces(),
+        "messages and gloo use": ways or f"{loopback_address()}, or {without}",
+        "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
+        "samples from Kafka": "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'",
+    }
 
 
 def _congestion() -> str:

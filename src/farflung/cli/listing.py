@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import tyro
 from rich.filesize import decimal
@@ -30,18 +30,8 @@ SMALL = 0.02
 """An error below this share of the gradient's norm is lost in the noise of its batch."""
 
 
-class Listing(NamedTuple):
-    """Describes one table.
-
-    Args:
-      names: of its rows.
-      row: gives the figures of a name, as ``--json`` prints them.
-      cells: gives the cells of a row that the table shows, by column.
-    """
-
-    names: Iterable[str]
-    row: Callable[[str], Row]
-    cells: Callable[[dict[str, Any]], dict[str, str]]
+Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
+"""The names of a table's rows, and what gives the figures of a name and its cells by column."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +52,18 @@ class List:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        listing = LISTINGS[self.what]()
-        names = list(listing.names)
+        known, describe = LISTINGS[self.what]()
+        names = list(known)
         if self.name is not None:
             if self.name not in names:
                 raise UnknownName(self.what.removesuffix("s"), self.name, names)
             names = [self.name]
-        rows = [listing.row(name) for name in names]
+        rows, cells = zip(*map(describe, names), strict=True)
         if self.json:
             print(json.dumps(rows, indent=2))
         elif self.name is not None:
             print_table(("what", "how much"), [(key, _words(value)) for key, value in rows[0].items()])
         else:
-            cells = [listing.cells(row) for row in rows]
             print_table(list(cells[0]), [list(line.values()) for line in cells])
         return 0
 
@@ -97,24 +86,18 @@ def _recipes() -> Listing:
 
     plain = Recipe().members
 
-    def row(name: str) -> Row:
+    def describe(name: str) -> tuple[Row, dict[str, str]]:
         recipe = RECIPES[name]
-        attach = carries(recipe)
+        attach, what = carries(recipe), recipe.summary
         parts: dict[str, Json] = {**recipe.members}
-        return {
-            "name": name, "what": recipe.summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
+        row: Row = {
+            "name": name, "what": what, "parts": parts, "attach_alone": attach == "yes", "attach": attach
         }  # fmt: skip
+        own = [f"{family} {member}" for family, member in parts.items() if member != plain[family]]
+        own_parts = ", ".join(own) or "the plain ones"
+        return row, {"recipe": name, "what": what, "parts of its own": own_parts, "with attach": attach}
 
-    def cells(row: dict[str, Any]) -> dict[str, str]:
-        own = [f"{family} {member}" for family, member in row["parts"].items() if member != plain[family]]
-        return {
-            "recipe": row["name"],
-            "what": row["what"],
-            "parts of its own": ", ".join(own) or "the plain ones",
-            "with attach": row["attach"],
-        }
-
-    return Listing(sorted(RECIPES), row, cells)
+    return sorted(RECIPES), describe
 
 
 def _codecs() -> Listing:
@@ -128,69 +111,67 @@ def _codecs() -> Listing:
 
     gradient = torch.randn(SHAPE, generator=generator(0, "codecs")).flatten()
 
-    def row(name: str) -> Row:
+    def describe(name: str) -> tuple[Row, dict[str, str]]:
         codec = CODECS[name]()
         spec = TensorSpec(tuple(gradient.shape), gradient.dtype, (Placed(SHAPE, 0),))
         payload, state = codec.encode(codec.init(spec, Seeds(0, 1)), gradient, step=0, count=1)
         decoded = codec.decode(state, payload, spec, step=0, count=1)
         error = float((decoded - gradient).norm() / gradient.norm())
+        feedback = "needs none" if codec.unbiased or error < SMALL else "wants it"
         if not only_seeds(CodecState({}, state.local)):
             feedback = "keeps its own"
-        else:
-            feedback = "needs none" if codec.unbiased or error < SMALL else "wants it"
-        return {
+        documented, options = _documented(type(codec)), options_of(CODECS[name])
+        size = payload.nbytes / gradient.numel()
+        row: Row = {
             "name": name,
-            **_documented(type(codec)),
-            "bytes_per_value": payload.nbytes / gradient.numel(),
+            **documented,
+            "bytes_per_value": size,
             "error": error,
             "error_feedback": feedback,
             "unbiased": codec.unbiased,
-            "options": options_of(CODECS[name]),
+            "options": options,
+        }
+        return row, {
+            "codec": name,
+            "what": str(documented["what"]),
+            "bytes per value": f"{size:.3g}",
+            "error": f"{error:.1%}",
+            "error feedback": feedback,
+            "options": options,
         }
 
-    def cells(row: dict[str, Any]) -> dict[str, str]:
-        return {
-            "codec": row["name"],
-            "what": row["what"],
-            "bytes per value": f"{row['bytes_per_value']:.3g}",
-            "error": f"{row['error']:.1%}",
-            "error feedback": row["error_feedback"],
-            "options": row["options"],
-        }
-
-    return Listing(CODECS, row, cells)
+    return CODECS, describe
 
 
 def _workloads() -> Listing:
     from farflung.seeding import generator
     from farflung.workloads import WORKLOADS, data_of, workload
 
-    def row(name: str) -> Row:
+    def describe(name: str) -> tuple[Row, dict[str, str]]:
         task, source = workload(name), data_of(name)
         at_hand, where, counts = _samples_of(task, source)
-        return {
+        documented, used = _documented(WORKLOADS[name]), task.defaults
+        parameters = sum(p.numel() for p in task.model(generator(0, "model")).parameters())
+        row: Row = {
             "name": name,
-            **_documented(WORKLOADS[name]),
+            **documented,
             "samples": None if counts is None else {"train": counts[0], "test": counts[1]},
-            "parameters": sum(p.numel() for p in task.model(generator(0, "model")).parameters()),
-            "defaults": dict(task.defaults),
+            "parameters": parameters,
+            "defaults": dict(used),
             "data": None if source is None else source.name,
             "at_hand": at_hand,
             "where": where,
         }
-
-    def cells(row: dict[str, Any]) -> dict[str, str]:
-        samples, used = row["samples"], row["defaults"]
-        return {
-            "workload": row["name"],
-            "what": row["what"].rstrip("."),
-            "samples": "?" if samples is None else f"{samples['train']:,} + {samples['test']:,}",
-            "parameters": f"{row['parameters']:,}",
+        return row, {
+            "workload": name,
+            "what": str(documented["what"]).rstrip("."),
+            "samples": "?" if counts is None else f"{counts[0]:,} + {counts[1]:,}",
+            "parameters": f"{parameters:,}",
             "settings": f"batch {used['batch_size']}, rate {used['learning_rate']:g}, {used['steps']:,} steps",
-            "data": row["where"],
+            "data": where,
         }
 
-    return Listing(sorted(WORKLOADS), row, cells)
+    return sorted(WORKLOADS), describe
 
 
 def _samples_of(task: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
@@ -223,23 +204,23 @@ def _place(location: Location) -> str:
 def _networks() -> Listing:
     from farflung.network import NETWORKS
 
-    def row(name: str) -> Row:
+    def describe(name: str) -> tuple[Row, dict[str, str]]:
         profile = NETWORKS[name]
-        return {"name": name, "nodes": profile.nodes or "any", "source": profile.source}
+        nodes, source = profile.nodes or "any", profile.source
+        cells = {"network": name, "nodes": str(nodes), "in short": _in_short(source)}
+        return {"name": name, "nodes": nodes, "source": source}, cells
 
-    def cells(row: dict[str, Any]) -> dict[str, str]:
-        return {"network": row["name"], "nodes": str(row["nodes"]), "in short": _in_short(row["source"])}
-
-    return Listing(NETWORKS, row, cells)
+    return NETWORKS, describe
 
 
 def _devices() -> Listing:
     from farflung.devices import DEVICES, coding_source
 
-    def row(name: str) -> Row:
-        return {"name": name, "source": f"{DEVICES[name].source} {coding_source(DEVICES[name])}"}
+    def describe(name: str) -> tuple[Row, dict[str, str]]:
+        source = f"{DEVICES[name].source} {coding_source(DEVICES[name])}"
+        return {"name": name, "source": source}, {"device": name, "in short": _in_short(source)}
 
-    return Listing(DEVICES, row, lambda row: {"device": row["name"], "in short": _in_short(row["source"])})
+    return DEVICES, describe
 
 
 def _in_short(source: str) -> str:
@@ -253,13 +234,14 @@ def _data() -> Listing:
 
     found = {entry.source.name: entry for entry in entries()}
 
-    def row(name: str) -> Row:
+    def describe(name: str) -> tuple[Row, dict[str, str]]:
         entry, source, location = found[name], found[name].source, found[name].location
-        return {
+        kind = None if location is None else location.kind
+        row: Row = {
             "name": name,
             "what": source.title,
             "at_hand": location is not None,
-            "kind": None if location is None else location.kind,
+            "kind": kind,
             "folder": None if location is None else str(location.folder),
             "trouble": entry.trouble or None,
             "download_nbytes": entry.nbytes,
@@ -267,19 +249,16 @@ def _data() -> Listing:
             "homepage": source.homepage,
             "how_to_get": source.remedy,
         }
-
-    def cells(row: dict[str, Any]) -> dict[str, str]:
-        location = found[row["name"]].location
-        return {
-            "data set": row["name"],
-            "what": row["what"],
-            "at hand": row["trouble"] or ("no" if location is None else _place(location)),
-            "download": "?" if row["download_nbytes"] is None else decimal(row["download_nbytes"]),
-            "licence": row["licence"],
-            "how to get it": "" if row["kind"] in ("folder", "cache") else row["how_to_get"],
+        return row, {
+            "data set": name,
+            "what": source.title,
+            "at hand": entry.trouble or ("no" if location is None else _place(location)),
+            "download": "?" if entry.nbytes is None else decimal(entry.nbytes),
+            "licence": source.licence,
+            "how to get it": "" if kind in ("folder", "cache") else source.remedy,
         }
 
-    return Listing(found, row, cells)
+    return found, describe
 
 
 LISTINGS: dict[str, Callable[[], Listing]] = {

@@ -89,12 +89,6 @@ def _workers_ahead() -> AbstractContextManager[None]:
     return forked_ahead() if LaunchEnv.read() is None else contextlib.nullcontext()
 
 
-def _commands(words: list[str]) -> dict[str, Callable[..., Command]]:
-    """The sub-commands as the parser gets them: of those that do not run, what they are for and no options."""
-    chosen = [*COMMANDS] if words[:1] == ["--tyro-print-completion"] else words[:1]
-    return {name: _imported(*home) if name in chosen else _named(*home) for name, home in COMMANDS.items()}
-
-
 @functools.cache
 def _imported(module: str, name: str) -> Callable[..., Command]:
     command: type[Command] = getattr(import_module(module), name)
@@ -164,10 +158,15 @@ def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
 
 def _parse(args: Sequence[str]) -> Command:
     words, said = with_dashes(args), io.StringIO()
+    # Of those that do not run the parser gets what they are for and no options.
+    chosen = [*COMMANDS] if words[:1] == ["--tyro-print-completion"] else words[:1]
+    commands = {
+        name: _imported(*home) if name in chosen else _named(*home) for name, home in COMMANDS.items()
+    }
     try:
         with contextlib.redirect_stderr(said), _TYPES:
             command: Command = tyro.extras.subcommand_cli_from_dict(
-                _commands(words),
+                commands,
                 prog="farflung",
                 description="Train one PyTorch model on many devices that are far apart. --version prints the version.",
                 args=words or ["--help"],

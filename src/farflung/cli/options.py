@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -12,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from farflung.cli.output import print_files, stderr_console, stdout_console
-from farflung.cli.settings import option_types, read_settings
 from farflung.comm import Endpoint
-from farflung.runs import RunConfig, RunOptions, Setting, settings_of
-from farflung.types import Json
+from farflung.config import Setting, settings_of, unknown_setting
+from farflung.errors import ConfigError
+from farflung.files import json_of, naming, read_text, reading, toml_of
+from farflung.runs import RunConfig, RunOptions, SimulatedConfig
 
 if TYPE_CHECKING:  # these import torch, which help does without
     from farflung.runs import Prepared, Run
+    from farflung.telemetry import Sink
 
 __all__ = [
     "ENDPOINT",
@@ -27,6 +31,7 @@ __all__ = [
     "endpoint_of",
     "finish",
     "given",
+    "read_settings",
     "with_options",
     "with_settings",
 ]
@@ -40,7 +45,6 @@ KEPT = {
 }
 """The options of what a run keeps and where, in either world."""
 
-C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
 
@@ -91,33 +95,78 @@ class RunCommand:
 
     def run(self) -> int:
         """Carries it out; returns the exit code."""
-        from farflung.runs import Filed
+        command, filed = self, dict[str, Any]()
+        with nullcontext() if self.config is None else naming(self.config):
+            if self.config is not None:
+                options, settings = settings_of(type(self)), self.kind.settings()
+                known = {name: one for name, one in options.items() if name not in ("config", "resume")}
+                read = read_settings(self.config, known, ignored=self.elsewhere)
+                filed = {name: value for name, value in read.items() if name in settings}
+                missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
+                command = replace(self, **missing)
+            run = command.prepare(filed, given(self, self.kind.settings()))
+        return command.start(run)
 
-        command, filed = self, dict[str, Json]()
-        if self.config is not None:
-            known = option_types(type(self), without=("config", "resume"))
-            read = read_settings(self.config, known, ignored=self.elsewhere)
-            settings = self.kind.settings()
-            of_the_run = {name: value for name, value in read.items() if name in settings}
-            filed = Filed(self.config, of_the_run)  # type: ignore[arg-type]
-            missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
-            command = replace(self, **missing)  # type: ignore[arg-type]
-        return command.start(filed)
+    @abstractmethod
+    def prepare(self, *layers: Mapping[str, object]) -> Prepared[Any]:
+        """Prepares the run, with settings from a file and from the command line."""
 
-    def start(self, filed: Mapping[str, Json]) -> int:
-        """Makes the run; ``filed`` are its settings from a file."""
-        raise NotImplementedError
+    @abstractmethod
+    def start(self, run: Prepared[Any]) -> int:
+        """Makes the run; returns the exit code."""
 
-    def given(self) -> dict[str, Json]:
-        """The settings on the command line."""
-        return given(self, self.kind.settings())
+    def make(self, run: Prepared[Any], begin: Callable[[Sink], Run], *, leads: bool = True) -> Run:
+        """Makes the run, shows how far it has come, and prints its summary.
 
-    def show(self, run: Prepared[C]) -> None:
-        """How the training set is split, where it is."""
+        Args:
+          run: what is made.
+          begin: makes it, with a sink of its events.
+          leads: whether this process prints anything.
+        """
+        from farflung.cli.progress import Progress
         from farflung.report import partition_table
 
-        if run.shares and not (self.quiet or self.json):
+        quiet = bool(self.quiet or self.json)
+        if run.shares and not quiet:
             stderr_console().print(partition_table(run.shares, run.config.split_text))
+        with Progress(quiet=quiet or not leads, simulated=self.kind is SimulatedConfig) as progress:
+            ended = begin(progress)
+        if leads:
+            finish(ended, as_json=bool(self.json))
+        return ended
+
+
+def read_settings(path: Path, known: Mapping[str, Setting], ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Reads the settings in a file; its keys are the names of options, with ``-`` or ``_``.
+
+    Args:
+      path: TOML, or JSON where the name ends in ``.json``.
+      known: the options there are.
+      ignored: keys that another command has, and that are left alone here.
+
+    Raises:
+      ConfigError: the file cannot be read, or has a key or a value that it should not have; names file and key, and
+        what should be there.
+    """
+    settings: dict[str, Any] = {}
+    with reading(path, "holds no settings"):
+        if path.suffix == ".json":
+            with reading(path, "not JSON"):
+                content: Any = json_of(read_text(path))
+        else:
+            content = toml_of(path)
+        if not isinstance(content, dict):
+            raise ConfigError(f"expected keys and values, found {type(content).__name__}")
+        for key, value in content.items():
+            name = key.replace("-", "_")
+            if name in ignored:
+                continue
+            if name not in known:
+                raise unknown_setting("key", key, known)
+            if name in settings:
+                raise ConfigError(f"{key!r} is there twice, with - and with _")
+            settings[name] = known[name].read(value, key)
+    return settings
 
 
 def given(command: object, settings: Collection[str]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ __all__ = ["Probed", "answer", "listening", "probe", "serve"]
 
 PATIENCE_S = 5.0
 """How long an answer, or a connection, may take."""
-MOST_S = 2.0
-"""How long the bytes of one direction are sent at most."""
+SENT_S, MOST_S = 1.0, 2.0
+"""How long the bytes of one direction are sent, and at most where another asks for them."""
 PINGS, QUESTIONS, AT_ONCE = 8, 16, 32
 """Round trips that are measured; questions that are answered on a connection; connections that are answered at once."""
 MOST_NBYTES = 1 << 10
@@ -99,12 +99,11 @@ def answer(link: socket.socket) -> None:
             return
 
 
-def probe(address: tuple[str, int], *, for_s: float = 1.0, port: int = 0) -> Probed:
+def probe(address: tuple[str, int], *, port: int = 0) -> Probed:
     """Measures the way to a machine on which ``farflung doctor --serve`` runs.
 
     Args:
       address: its host and port.
-      for_s: seconds for which bytes are sent in each direction, at most 2.
       port: where this machine listens for the connection back; 0: any that is free.
 
     Raises:
@@ -114,7 +113,9 @@ def probe(address: tuple[str, int], *, for_s: float = 1.0, port: int = 0) -> Pro
     with listening(port) as back, _asking(address) as link:
         _say(link, {"ask": "hello", "port": back.getsockname()[1], "token": token})
         said = _hear(link)
-        version, why = (_printable(said[name]) for name in ("version", "back"))
+        version, why = (
+            "".join(filter(str.isprintable, str(said[name])))[:200] for name in ("version", "back")
+        )
         if not why:
             back.settimeout(PATIENCE_S)
             with back.accept()[0] as came:
@@ -127,10 +128,10 @@ def probe(address: tuple[str, int], *, for_s: float = 1.0, port: int = 0) -> Pro
                 shortest, clock_s = taken_s, there_s - before - taken_s / 2
     with _asking(address) as link:
         _say(link, {"ask": "take"})
-        _flood(link, for_s)
+        _flood(link, SENT_S)
         there_bps = float(_hear(link)["bps"])
     with _asking(address) as link:
-        _say(link, {"ask": "give", "for_s": for_s})
+        _say(link, {"ask": "give", "for_s": SENT_S})
         return Probed(version, why, shortest, there_bps, _drained(link), clock_s)
 
 
@@ -143,10 +144,6 @@ def _asking(address: tuple[str, int]) -> Iterator[socket.socket]:
             yield link
         except MALFORMED:
             raise ConnectionError("what answers there is not farflung doctor --serve") from None
-
-
-def _printable(said: object) -> str:
-    return "".join(filter(str.isprintable, str(said)))[:200]
 
 
 def _say(link: socket.socket, said: Mapping[str, Json]) -> None:

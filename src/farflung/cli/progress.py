@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
@@ -66,7 +66,8 @@ class Bar:
         self._ended: float | None = None
         self._paced: tuple[float, float] | None = None
 
-    def __enter__(self) -> Self:
+    def open(self) -> None:
+        """Shows the bar, in a terminal."""
         with suppress(Exception):
             if self._console.is_interactive and self._console.is_terminal and not self._quiet:
                 live = _Live(
@@ -78,6 +79,9 @@ class Bar:
                 )
                 self._live = live  # before it starts: if that fails half-way, there is something to stop
                 live.start()
+
+    def __enter__(self) -> Self:
+        self.open()
         return self
 
     def __exit__(
@@ -192,17 +196,17 @@ class Progress(Bar):
                 self._take(event)
 
     def _view(self, event: Event) -> None:
-        members, changed = event["members"], []
-        assert isinstance(members, list)
-        if self._followed not in map(int, map(str, members)):
-            self._followed = int(str(members[0]))
-        for word in ("lost", "joined"):
-            ranks = event[word]
-            assert isinstance(ranks, list)
-            if ranks:
-                changed.append(f"{word} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}")
+        values: Mapping[str, Any] = event
+        members: list[int] = values["members"]
+        if self._followed not in members:
+            self._followed = members[0]
+        changed = [
+            f"{word} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for word in ("lost", "joined")
+            if (ranks := values[word])
+        ]
         self._tell(event, f"{' and '.join(changed)}; {len(members)} go on as view {event['view']}")
-        self._replicas = {int(str(rank)) for rank in members}
+        self._replicas = {*members}
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
@@ -264,42 +268,39 @@ class Progress(Bar):
 class ComparisonProgress(Bar):
     """A sink that counts the steps of several runs; elsewhere than in a terminal, a line for each run at its end.
 
-    Args:
-      steps: of all runs together.
-      runs: how many.
-      quiet: shows nothing at all.
-      console: where to; stderr when not given.
-      clock: gives seconds.
+    Further arguments are those of :class:`Bar`.
     """
 
     def __init__(
         self,
-        steps: int,
-        runs: int,
         *,
         quiet: bool = False,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("starting", steps, quiet=quiet, console=console, clock=clock)
-        self._runs, self._number, self._through = runs, 0, 0
+        super().__init__("starting", quiet=quiet, console=console, clock=clock)
+        self._runs, self._number, self._through = 0, 0, 0.0
 
-    def begin(self, name: str, steps: int) -> None:
-        """Begins to count a run of ``steps`` steps."""
-        self._number += 1
-        self._through += steps
-        self.state, self.about = f"run {self._number} of {self._runs}", name
+    @override
+    def __enter__(self) -> Self:  # what is refused has no bar
+        return self
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event of the run."""
-        if event["event"] == "step" and event["rank"] == 0:
+        """Takes in one event of the comparison, or of a run."""
+        kind = event["event"]
+        if kind == "compare":
+            self._runs, self.total = int(number(event, "rows")), number(event, "steps")
+            self.open()
+        elif kind == "row":
+            self._number += 1
+            self._through += number(event, "steps")
+            self.state, self.about = f"run {self._number} of {self._runs}", str(event["name"])
+        elif kind == "row_end":  # of a run that was stored already no step was counted
+            self.skip(self._through - self.done)
+            left = self.left() if self.done < self.total else ""
+            self.line(f"{self.state}: {self.about}{f'; about {left}' if left else ''}")
+        elif kind == "step" and event["rank"] == 0:
             self.advance(self.done + 1)
-
-    def end(self) -> None:
-        """Counts steps that the run did not need, since it was stored already."""
-        self.skip(self._through - self.done)
-        left = self.left() if self.done < self.total else ""
-        self.line(f"{self.state}: {self.about}{f'; about {left}' if left else ''}")
 
 
 class _Live(Live):

@@ -111,31 +111,32 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers with the page, or with its figures."""
         here = f"127.0.0.1:{self.server.server_port}"
+        status, kind, text = HTTPStatus.OK, "text/html", ""
         if self.headers.get("Host") not in (here, f"localhost:{self.server.server_port}"):
             # A site whose name has been made to point here would otherwise be let in by the browser.
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "plain", f"farflung watch answers at {here} alone")
+            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers at {here} alone"
         elif self.path not in ("/", "/data.json"):
-            self._answer(HTTPStatus.NOT_FOUND, "plain", "not there")
+            status, text = HTTPStatus.NOT_FOUND, "not there"
         else:
             try:
                 data = page_data([self.server.folder], live=True)
+                text = report_page(data) if self.path == "/" else json.dumps(data)
             except FarflungError as error:
-                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "plain", str(error))
-            else:
-                page = self.path == "/"
-                said = report_page(data) if page else json.dumps(data)
-                self._answer(HTTPStatus.OK, "html" if page else "json", said)
-
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+                status, text = HTTPStatus.INTERNAL_SERVER_ERROR, str(error)
+        if status is not HTTPStatus.OK:
+            kind = "text/plain"
+        elif self.path != "/":
+            kind = "application/json"
         content = text.encode()
         self.send_response(status)
-        self.send_header(
-            "Content-Type", f"{'application' if kind == 'json' else 'text'}/{kind}; charset=utf-8"
-        )
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
-        self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": "frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff",
+        }.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 

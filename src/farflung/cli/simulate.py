@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import ENDPOINT, KEPT, RunCommand, finish, given, with_settings
+from farflung.cli.options import ENDPOINT, KEPT, RunCommand, given, with_settings
 from farflung.runs import RunConfig, RunOptions, SimulatedConfig, asked_to_stop
-from farflung.telemetry import Event, Sink
-from farflung.types import Json
+
+if TYPE_CHECKING:  # imports torch, which help does without
+    from farflung.runs import Prepared
 
 __all__ = ["Simulate"]
 
@@ -33,23 +33,16 @@ class Simulate(RunCommand):
     elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
 
     @override
-    def start(self, filed: Mapping[str, Json]) -> int:
-        """Makes the run; ``filed`` are its settings from a file."""
-        from farflung.cli.progress import Progress
-        from farflung.runs import prepared, simulate_prepared
+    def prepare(self, *layers: Mapping[str, object]) -> Prepared[SimulatedConfig]:
+        from farflung.runs import prepared
 
         options = RunOptions(**given(self, KEPT), device=self.compute_on)
-        run = prepared(SimulatedConfig, filed, self.given(), options=options)
-        progress = Progress(quiet=bool(self.quiet or self.json), simulated=True)
-        with asked_to_stop() as stop, ExitStack() as stack:
-            opened: list[Sink] = []
+        return prepared(SimulatedConfig, *layers, options=options)
 
-            def tell(event: Event) -> None:
-                if not opened:  # only now nothing is refused any more
-                    self.show(run)
-                    opened.append(stack.enter_context(progress))
-                opened[0](event)
+    @override
+    def start(self, run: Prepared[SimulatedConfig]) -> int:
+        from farflung.runs import ready_to_simulate
 
-            ended = simulate_prepared(run, tell, stop_asked=stop.is_set)
-        finish(ended, as_json=bool(self.json))
+        with asked_to_stop() as stop, ready_to_simulate(run, stop_asked=stop.is_set) as begin:
+            self.make(run, begin)
         return 130 if stop.is_set() else 0

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import ENDPOINT, RunCommand, endpoint_of, finish, given, with_options, with_settings
+from farflung.cli.options import ENDPOINT, RunCommand, endpoint_of, given, with_options, with_settings
+from farflung.config import settings_of
 from farflung.errors import ConfigError
-from farflung.runs import RunConfig, RunOptions, settings_of
-from farflung.types import Json
+from farflung.runs import RunConfig, RunOptions
+
+if TYPE_CHECKING:  # imports torch, which help does without
+    from farflung.runs import Prepared
 
 __all__ = ["Train"]
 
@@ -39,25 +42,23 @@ class Train(RunCommand):
     models them."""
 
     @override
-    def start(self, filed: Mapping[str, Json]) -> int:
-        """Makes the run; ``filed`` are its settings from a file."""
+    def prepare(self, *layers: Mapping[str, object]) -> Prepared[RunConfig]:
         if self.network is not None:
             raise ConfigError(
                 f"--network: train uses the links of this machine: use farflung lab --network {self.network} train ... "
                 f"(real sockets on shaped links, needs root) or farflung simulate --network {self.network}"
             )
-        from farflung.cli.progress import Progress
-        from farflung.runs import prepare_training, ready_to_train
-        from farflung.wall import LaunchEnv
+        from farflung.runs import prepare_training
 
         options = RunOptions(**given(self, OPTIONS), endpoint=endpoint_of(self))
-        run = prepare_training(filed, self.given(), options=options)
+        return prepare_training(*layers, options=options)
+
+    @override
+    def start(self, run: Prepared[RunConfig]) -> int:
+        from farflung.runs import ready_to_train
+        from farflung.wall import LaunchEnv
+
         env = LaunchEnv.read()
-        leads = env is None or env.rank == 0
         with ready_to_train(run) as begin:
-            self.show(run)
-            with Progress(quiet=bool(self.quiet or self.json) or not leads) as events:
-                ended = begin(events)
-        if leads:
-            finish(ended, as_json=bool(self.json))
+            ended = self.make(run, begin, leads=env is None or env.rank == 0)
         return 130 if ended.summary.get("interrupted") else 0

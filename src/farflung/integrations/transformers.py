@@ -18,7 +18,6 @@ from farflung.extras import need
 from farflung.handle import Handle, attach
 from farflung.integrations.own_files import begin_run, gather_own, load_own, restore_own, save_own
 from farflung.recipes import Recipe
-from farflung.types import State
 
 need("farflung.integrations.transformers", "transformers", extra="transformers")
 
@@ -130,12 +129,10 @@ class FarflungCallback(TrainerCallback):
         written = cast("dict[str, Any]", state.stateful_callbacks)
         if state.global_step:
             own, run = _own_file(self._loaded_folder(args)), written.get(KEY, {}).get("run")
-            restore_own(own, _mark(state, run), self._load_own, device)
+            load = partial(load_own, self.handle, self._optimizer)
+            restore_own(own, _mark(state, run), load, device)
         self._run = begin_run(device)
         written[KEY] = {"run": self._run}
-
-    def _load_own(self, state: State) -> None:
-        load_own(cast(Handle, self.handle), self._optimizer, state)
 
     @override
     def on_save(

@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+from farflung.config import Setting
 from farflung.errors import ConfigError
 from farflung.recipes.recipe import RECIPES
-from farflung.spec import name_of, parse
+from farflung.spec import name_of, parse, unparse
+from farflung.types import Json
 
 __all__ = ["changes_of"]
 
 
-def changes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
-    """Splits ``name(setting=value)`` into the name and the expressions of the settings that change.
+def changes_of(text: str, known: Mapping[str, Setting]) -> tuple[str, dict[str, Json]]:
+    """Splits ``name(setting=value)`` into the name and the settings that change.
 
     A recipe that is named after its codec, reducer or schedule takes that member's options too; options that are not
     changed stay as they are in the preset.
 
-    >>> from farflung.spec import unparse
-    >>> name, changes = changes_of("delayed(period=8, codec=int8)", ["codec", "schedule"])
-    >>> {setting: unparse(node) for setting, node in changes.items()}
-    {'codec': 'int8', 'schedule': "delayed(delay='auto', period=8)"}
+    >>> from farflung.config import settings_of
+    >>> from farflung.recipes import Recipe
+    >>> changes_of("delayed(period=8, codec=int8)", settings_of(Recipe))
+    ('delayed', {'codec': 'int8', 'schedule': "delayed(delay='auto', period=8)"})
 
     Args:
       text: a preset with or without changes.
       known: the settings that can change.
 
     Raises:
-      ConfigError: not of this form, or a change of something else.
+      ConfigError: not of this form, a change of something else, or a value of another kind.
     """
+    name, nodes = _nodes_of(text, known)
+    changes: dict[str, Json] = {}
+    for changed, node in nodes.items():
+        setting, words = known[changed], unparse(node)
+        value = node.value if isinstance(node, ast.Constant) and words not in setting.words else words
+        changes[changed] = setting.read(value, f"recipe {text!r}: {changed}")
+    return name, changes
+
+
+def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
     refusal = f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
     try:
         tree = parse("recipe", text)
@@ -61,7 +73,11 @@ def changes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.ex
         raise ConfigError(
             f"recipe {text!r}: {', '.join(options)}: write options of the {family} into {family}=..., or leave that out"
         )
-    return name, {**changes, family: _with_options(name, family, options)}
+    member = parse(family, getattr(RECIPES[name], family))
+    present = member.keywords if isinstance(member, ast.Call) else []
+    merged = {keyword.arg: keyword.value for keyword in present} | options
+    keywords = [ast.keyword(option, value) for option, value in merged.items()]
+    return name, {**changes, family: ast.Call(ast.Name(name), [], keywords)}
 
 
 def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[str]]:
@@ -74,11 +90,3 @@ def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[s
             options = inspect.signature(MEMBERS[family][name]).parameters
             return family, [option for option in options if option not in known]
     return "", []
-
-
-def _with_options(name: str, family: str, options: dict[str, ast.expr]) -> ast.expr:
-    """Returns the preset's member of a family with some options changed."""
-    member = parse(family, getattr(RECIPES[name], family))
-    present = member.keywords if isinstance(member, ast.Call) else []
-    merged = {keyword.arg: keyword.value for keyword in present} | options
-    return ast.Call(ast.Name(name), [], [ast.keyword(option, value) for option, value in merged.items()])

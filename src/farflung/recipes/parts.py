@@ -78,8 +78,10 @@ def _reducer(recipe: Recipe) -> Reducer:
         given["codec"] = _made("codec", recipe.codec, CODECS)
     reducer: Reducer = _made("reducer", recipe.reducer, REDUCERS, given)
     if not plain and recipe.codec != "identity":
+        how = recipe.reducer
+        named = name_of("reducer", how) if isinstance(how, str) else type(how).__name__
         raise ConfigError(
-            f"reducer {_outermost(recipe.reducer)} takes no codec: leave out one of --reducer and --codec "
+            f"reducer {named} takes no codec: leave out one of --reducer and --codec "
             f"{text_of(recipe.codec, CODECS)}"
         )
     return reducer
@@ -128,7 +130,3 @@ def _lack(kind: str) -> str:
     if kind in _BASES:
         return f"its class has to derive from farflung.types.{_BASES[kind].__name__}"
     return f"it has no method {_METHODS[kind]}(); see farflung.types.{kind.title()}"
-
-
-def _outermost(reducer: object) -> str:
-    return name_of("reducer", reducer) if isinstance(reducer, str) else type(reducer).__name__

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from farflung.config import BUCKET_NBYTES
-from farflung.errors import ConfigError, UnknownName
-from farflung.spec import text_of, unparse
+from farflung.config import BUCKET_NBYTES, Setting, settings_of
+from farflung.errors import UnknownName
+from farflung.spec import text_of
 from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule, Sharing, Stream
 
 if TYPE_CHECKING:
     from farflung.loop import Parts
 
-__all__ = ["FAMILIES", "RECIPES", "Recipe", "recipe"]
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "member_settings", "recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +116,11 @@ def _text(family: str, member: object) -> str:
     return text_of(member, MEMBERS[family])
 
 
+def member_settings() -> dict[str, Setting]:
+    """Returns the settings of a recipe but its name and summary."""
+    return {name: one for name, one in settings_of(Recipe).items() if name in Recipe().settings}
+
+
 def recipe(text: str) -> Recipe:
     """Returns the preset that ``text`` names, with the changes in its brackets.
 
@@ -131,15 +135,9 @@ def recipe(text: str) -> Recipe:
         return RECIPES[text]
     from farflung.recipes.changes import changes_of  # of no use to a name alone
 
-    plain = Recipe().settings
-    name, nodes = changes_of(text, plain)
+    name, changes = changes_of(text, member_settings())
     if name not in RECIPES:
         raise UnknownName("recipe", name, RECIPES)
-    changes = dict[str, object]()
-    for member, node in nodes.items():
-        changes[member] = node.value if isinstance(node, ast.Constant) else unparse(node)
-        if (kind := type(plain[member])) is not type(changes[member]):
-            raise ConfigError(f"recipe {text!r}: {member} = {unparse(node)}: must be of type {kind.__name__}")
     return RECIPES[name].but(**changes)
 
 

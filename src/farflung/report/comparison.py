@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -132,7 +133,20 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
     """One row for each network and recipe, in the order in which they first come."""
     rows: list[Compared] = []
     first: dict[str, float | None] = {}
-    for (network, recipe), group in _grouped(courses).items():
+    networks, recipes = (
+        dict.fromkeys(getattr(course, name) for course in courses) for name in ("network", "recipe")
+    )
+    for network, recipe in product(networks, recipes):
+        group = [course for course in courses if (course.network, course.recipe) == (network, recipe)]
+        if not group:
+            continue
+        of = f"{recipe} on {network}: its summary"
+        means = {
+            name: fmean(number({"coding_s": 0.0, **course.summary}, name, of) for course in group)
+            for name in ("bytes_sent_per_replica", "duration_s", "coding_s")
+        }
+        splits = [time_split(course.summary, of) for course in group]
+        parts = {part: fmean(split[part] for split in splits) for part in PARTS_OF_TIME}
         reached = [found for course in group if (found := course.reaches(target)) is not None]
         all_did = len(reached) == len(group)
         seconds = fmean(t for t, _ in reached) if all_did else None
@@ -149,27 +163,11 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
                 speed_up=None if base is None or not seconds else base / seconds,
                 final_accuracy=fmean(finals),
                 final_accuracy_range=(min(finals), max(finals)),
-                bytes_sent_per_replica=_mean(group, "bytes_sent_per_replica"),
-                duration_s=_mean(group, "duration_s"),
-                time_s=_split(group),
-                coding_s=_mean(group, "coding_s", coding_s=0.0),
+                time_s={part: mean for part, mean in parts.items() if mean or part not in SELDOM},
+                **means,
             )
         )
     return rows
-
-
-def _mean(group: Sequence[Course], name: str, **default: Json) -> float:
-    return fmean(number({**default, **course.summary}, name, _summary_of(course)) for course in group)
-
-
-def _summary_of(course: Course) -> str:
-    return f"{course.recipe} on {course.network}: its summary"
-
-
-def _split(group: Sequence[Course]) -> dict[str, float]:
-    splits = [time_split(course.summary, _summary_of(course)) for course in group]
-    means = {part: fmean(split[part] for split in splits) for part in PARTS_OF_TIME}
-    return {part: mean for part, mean in means.items() if mean or part not in SELDOM}
 
 
 def comparison_table(rows: Sequence[Compared], target: float, width: int | None = None) -> Table:
@@ -228,34 +226,28 @@ def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
     """Returns the cells of each column; evaluation and coding are left out where no row has any."""
     from rich.filesize import decimal
 
-    columns: dict[str, list[str]] = {
-        name: []
-        for name in (
-            *("network", "recipe", "to target", "speed-up", final, "rank 0 sent", "duration"),
-            *("compute", "waiting", "evaluation", "coding"),
-        )
-    }
+    lines: list[dict[str, str]] = []
     for row in rows:
         total = sum(row.time_s.values()) or 1.0
         waiting = row.time_s["exposed_communication"] + row.time_s["data_wait"]
         low, high = (score_words(score)[1] for score in row.final_accuracy_range)
         mean = score_words(row.final_accuracy)[1]
         missed = f"{row.reached} of {row.seeds} runs"
-        cells = (
-            row.network,
-            row.recipe,
-            missed if row.time_to_target_s is None else duration_words(row.time_to_target_s),
-            "" if row.speed_up is None else f"{row.speed_up:.2f}",
-            f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
-            decimal(int(row.bytes_sent_per_replica)),
-            duration_words(row.duration_s),
-            *(
-                f"{100 * part / total:.0f} %"
-                for part in (row.time_s["compute"], waiting, row.time_s["evaluation"], row.coding_s)
-            ),
+        shares = {"compute": row.time_s["compute"], "waiting": waiting}
+        shares |= {"evaluation": row.time_s["evaluation"], "coding": row.coding_s}
+        lines.append(
+            {
+                "network": row.network,
+                "recipe": row.recipe,
+                "to target": missed if row.time_to_target_s is None else duration_words(row.time_to_target_s),
+                "speed-up": "" if row.speed_up is None else f"{row.speed_up:.2f}",
+                final: f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
+                "rank 0 sent": decimal(int(row.bytes_sent_per_replica)),
+                "duration": duration_words(row.duration_s),
+                **{name: f"{100 * part / total:.0f} %" for name, part in shares.items()},
+            }
         )
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
+    columns = {name: [line[name] for line in lines] for name in lines[0]}
     if not any(row.time_s["evaluation"] for row in rows):
         del columns["evaluation"]
     if not any(row.coding_s for row in rows):
@@ -415,12 +407,3 @@ def _finish(axes: Axes, target: float, *, wide: bool) -> None:
         axes.set_ylabel("test accuracy (%)")
     else:
         axes.set_ylabel("test score, higher is better")
-
-
-def _grouped(courses: Sequence[Course]) -> dict[tuple[str, str], list[Course]]:
-    """By network and recipe, networks together."""
-    networks = dict.fromkeys(course.network for course in courses)
-    recipes = dict.fromkeys(course.recipe for course in courses)
-    groups = {(network, recipe): [c for c in courses if (c.network, c.recipe) == (network, recipe)]
-              for network in networks for recipe in recipes}  # fmt: skip
-    return {key: group for key, group in groups.items() if group}

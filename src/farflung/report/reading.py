@@ -30,6 +30,13 @@ PARTS_OF_TIME = {
 """The parts that a replica's time is split into, and their names in tables and pictures."""
 SELDOM: Mapping[str, Json] = {"scoring": 0.0}
 """Those that a run leaves out which had none of them."""
+_FIELDS = {
+    "compute": "compute_s",
+    "exposed_communication": "exposed_s",
+    "data_wait": "data_s",
+    "scoring": "scoring_s",
+}
+"""The fields of a step that tell of parts of its time."""
 TOLD = {"begin", "step", "evaluation", "checkpoint", "exchange", "view", "end"}
 
 
@@ -136,10 +143,8 @@ def rank_course(rank: int, events: Iterable[Event]) -> RankCourse:
                 course.others, course.ended = [], False
             elif kind == "step":
                 course.steps[int(number(event, "step", of))] = at, event
-                split["compute"] += number(event, "compute_s", of)
-                split["exposed_communication"] += number(event, "exposed_s", of)
-                split["data_wait"] += number(event, "data_s", of)
-                split["scoring"] += number({"scoring_s": 0.0, **event}, "scoring_s", of)
+                for part, name in _FIELDS.items():
+                    split[part] += number({"scoring_s": 0.0, **event}, name, of)
             elif kind == "end":
                 leg = event.get("last_leg")
                 split = time_split(leg if isinstance(leg, dict) else event, f"{of}: its end")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from farflung.comm import Purpose
@@ -62,7 +62,10 @@ def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
       MissingExtra: rich is not installed.
     """
     table = new_table(title, show_footer=True)
-    by_pair = {kind: _by_pair(senders) for kind, senders in sent.items()}
+    by_pair = {
+        kind: {(src, dst): count for src, to in senders.items() for dst, count in enumerate(to) if count}
+        for kind, senders in sent.items()
+    }
     table.add_column("from → to", "all", no_wrap=True)
     for kind, pairs in by_pair.items():
         table.add_column(kind, f"{sum(pairs.values()):,}", justify="right", no_wrap=True)
@@ -73,7 +76,3 @@ def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
         words = [f"{count:,}" if count else "·" for count in counts]
         table.add_row(f"{src} → {dst}", *words, f"{sum(counts):,}")
     return table
-
-
-def _by_pair(senders: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], int]:
-    return {(src, dst): count for src, to in senders.items() for dst, count in enumerate(to) if count}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from typing_extensions import override
 
 from farflung.comm import Endpoint
-from farflung.config import Training
+from farflung.config import Setting, Training, check_ranges, settings_of, unknown_setting
 from farflung.devices import DeviceProfile, device_profile
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import naming
 from farflung.network import NetworkProfile, network_profile
 from farflung.recipes import FAMILIES, Recipe, recipe
-from farflung.runs.settings import AUTO, Setting, settings_of, training_settings, variant
+from farflung.recipes.changes import changes_of
+from farflung.recipes.recipe import member_settings
 from farflung.spec import build, is_carried, text_of
 from farflung.types import Json, SampleIds, Workload
 from farflung.types.data import Partition
@@ -32,10 +32,27 @@ if TYPE_CHECKING:
     from farflung.runs.folder import RunFolder
     from farflung.sim import VirtualWorld
 
-__all__ = ["COMPARED", "DEVICE", "NETWORK", "RunConfig", "RunOptions", "Settings", "SimulatedConfig"]
+__all__ = [
+    "COMPARED",
+    "DEVICE",
+    "NETWORK",
+    "RunConfig",
+    "RunOptions",
+    "Settings",
+    "SimulatedConfig",
+    "variant",
+]
 
-DEFAULTS = ("batch_size", "learning_rate", "momentum", "weight_decay", "steps")
-"""What every workload says for itself."""
+DEFAULTS = {
+    **dict.fromkeys(
+        ("batch_size", "learning_rate", "momentum", "weight_decay", "steps"), "the workload's own"
+    ),
+    "evaluate_every": "a tenth of the steps",
+    "checkpoint_every": "a fifth of the steps",
+}
+"""What a setting of the training is when not given, where it has no value of its own."""
+AUTO = "auto"
+"""A batch size by which each replica takes its share of a step's samples."""
 WORKLOAD, RECIPE = "fashion-mnist/cnn", "synchronous"
 NETWORK = "lan-1g"
 """What lies between the replicas of a simulated run when nothing is said."""
@@ -124,19 +141,22 @@ class RunConfig:
     """Which makes such runs."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: must be 1 or more")
-        if self.elastic and not 1 <= self.least <= self.workers <= self.ranks:
-            raise ConfigError(
-                f"--elastic {self.elastic}: must be MIN or MIN:MAX with MIN from 1 to --workers and MAX from there on; "
-                f"--workers is {self.workers}"
-            )
-        if self.quorum not in ("majority", "1") or (self.quorum == "1" and not self.elastic):
-            raise ConfigError(f"--quorum {self.quorum}: must be majority, or 1 beside --elastic")
-        if self.threads < 0:
-            raise ConfigError(f"--threads {self.threads}: must be 1 or more, or 0 to leave it to the machine")
-        if not (self.deadline > 0 and math.isfinite(self.deadline)):
-            raise ConfigError(f"--deadline {self.deadline}: must be a number of seconds above 0")
+        least, ranks = self.least, self.ranks
+        check_ranges(
+            self,
+            workers=(self.workers >= 1, "1 or more"),
+            elastic=(
+                not self.elastic or 1 <= least <= self.workers <= ranks,
+                "MIN or MIN:MAX with MIN from 1 to --workers and MAX from there on; "
+                f"--workers is {self.workers}",
+            ),
+            quorum=(
+                self.quorum == "majority" or (self.quorum == "1" and bool(self.elastic)),
+                "majority, or 1 beside --elastic",
+            ),
+            threads=(self.threads >= 0, "1 or more, or 0 to leave it to the machine"),
+            deadline=(0 < self.deadline < math.inf, "a number of seconds above 0"),
+        )
 
     @property
     def title(self) -> str:
@@ -175,24 +195,16 @@ class RunConfig:
     @classmethod
     def settings(cls) -> dict[str, Setting]:
         """All settings by name: a run's own, those of its training, and the members of its recipe."""
-        found = dict(settings_of(cls))
-        training = {
-            name: replace(one, about=f"{one.about.rstrip('.')}; {_when_not_given(one)} when not given")
-            for name, one in training_settings().items()
-        }
-        members = {
-            name: replace(one, about=f"{one.about.rstrip('.')}; the recipe's when not given")
-            for name, one in settings_of(Recipe).items()
-            if name in Recipe().settings
+        found = settings_of(cls)
+        defaults = {**dict.fromkeys(member_settings(), "the recipe's"), **DEFAULTS}
+        others = {
+            name: replace(
+                one, about=f"{one.about.rstrip('.')}; {defaults.get(name, one.default)} when not given"
+            )
+            for name, one in {**_training_settings(), **member_settings()}.items()
         }
         chosen = Setting("recipe", str, "How to train together; synchronous when not given", None)
-        return {"workload": found.pop("workload"), "recipe": chosen, **training, **members, **found}
-
-    @classmethod
-    def lacks(cls, stored: Mapping[str, Json]) -> bool:
-        """Whether a setting is absent that every run of this kind has."""
-        del stored
-        return False
+        return {"workload": found.pop("workload"), "recipe": chosen, **others, **found}
 
     @classmethod
     def resolve(cls, *layers: Settings, task: Workload | None = None) -> Self:
@@ -209,11 +221,21 @@ class RunConfig:
         """
         said: dict[str, Any] = {}
         for layer in layers:
-            spread = _spread(layer)
+            spread = {name: value for name, value in layer.items() if value is not None}
+            if isinstance(spread.get("recipe"), str):
+                spread = {**variant(str(spread.pop("recipe"))), **spread}
             dropped = Recipe().settings if "recipe" in spread else {}
             said = {**{name: value for name, value in said.items() if name not in dropped}, **spread}
+        known = cls.settings()
         for name, value in said.items():
-            _check_setting(name, value, cls.settings())
+            if name not in known:
+                raise unknown_setting("setting", name, known)
+            if isinstance(value, str) and not is_carried(value):
+                raise ConfigError(
+                    f"{name} {value}: the run was made with an object that has no text: give it again"
+                )
+            if known[name].kind is not str:
+                known[name].read(value, name)
         return cls(**cls._resolved(said, task))
 
     @classmethod
@@ -234,7 +256,11 @@ class RunConfig:
         own: dict[str, Any] = {
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
-        how = _resolved_recipe(said)
+        members = {name: said[name] for name in Recipe().settings if name in said}
+        how: Any = said.get("recipe", RECIPE)
+        if isinstance(how, str):  # all members named need no preset
+            how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
+        how = how.but(**members)
         if by_speed:
             how = _by_speed(how, training.seed)
         holds_shares = how.parts(training.seed).hold_shares
@@ -272,11 +298,11 @@ class RunConfig:
         """
         from farflung.data import PARTITIONS
 
-        how: Partition | _Shared | str = self.partition
+        how: Partition | str | None = self.partition
         if isinstance(how, str):
-            known: dict[str, Callable[..., Partition | _Shared]] = {**PARTITIONS, "shared": _Shared}
+            known: dict[str, Callable[..., Partition | None]] = {**PARTITIONS, "shared": lambda: None}
             how = build("partition", how, known)
-        if isinstance(how, _Shared):
+        if how is None:
             return None
         train, _ = self.task.datasets()
         shares = how.split(train, self.workers, seed=self.seed)
@@ -302,9 +328,9 @@ class RunConfig:
         shares = self.make_shares()
         return [] if shares is None else describe(shares, self.task.datasets()[0].labels)
 
-    def split_json(self, shares: Sequence[Share]) -> dict[str, Json]:
+    def split_json(self) -> dict[str, Json]:
         """How the training set is split, for summaries."""
-        return {"how": self.split_text, "shares": [share.to_json() for share in shares]}
+        return {"how": self.split_text, "shares": [share.to_json() for share in self.split()]}
 
     def check(self) -> list[Share]:
         """Finds out what cannot work before any process is started.
@@ -395,14 +421,13 @@ class RunConfig:
         """The settings of the run in a folder.
 
         Raises:
-          CheckpointError: there is none, it is damaged, or of another kind.
+          BadInput: there is none, it is damaged, or of another kind.
         """
         stored, known = folder.stored_config(), cls.settings()
-        if not set(stored) <= set(known) or cls.lacks(stored):
+        if stored.keys() != known.keys():
             raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
         for name, value in stored.items():
-            if known[name].kind is str and not isinstance(value, str):
-                raise CheckpointError(f"{folder.config}: {name} must be text, not {value!r}")
+            known[name].read(value, f"{folder.config}: {name}")
         return stored
 
 
@@ -443,12 +468,6 @@ class SimulatedConfig(RunConfig):
     def network_name(self) -> str:
         """Of the network, or its file."""
         return self.network if isinstance(self.network, str) else self.network.name
-
-    @classmethod
-    @override
-    def lacks(cls, stored: Mapping[str, Json]) -> bool:
-        """Whether it is a run of the other world."""
-        return "network" not in stored
 
     @classmethod
     @override
@@ -531,7 +550,13 @@ class SimulatedConfig(RunConfig):
     @override
     def to_json(self) -> dict[str, Json]:
         """See :meth:`RunConfig.to_json`."""
-        return {**RunConfig.to_json(self), **{name: _words(getattr(self, name)) for name in _WORLD}}
+        world = {**{name: getattr(self, name) for name in _WORLD}, "connections": str(self.connections)}
+        objects = {
+            name: f"<{value if isinstance(value, FaultPlan) else value.name}>"
+            for name, value in world.items()
+            if not isinstance(value, str | int)
+        }
+        return {**RunConfig.to_json(self), **world, **objects}
 
 
 _WORLD: dict[str, Any] = {
@@ -544,40 +569,28 @@ _WORLD: dict[str, Any] = {
 """What a run in virtual time has beside the others, and what it is when not given."""
 
 
-class _Shared:
-    """All replicas draw from the whole training set."""
-
-
-def _when_not_given(one: Setting) -> str:
-    """What a setting of the training is then."""
-    of_the_run = {"evaluate_every": "a tenth of the steps", "checkpoint_every": "a fifth of the steps"}
-    if one.name in of_the_run:
-        return of_the_run[one.name]
-    return "the workload's own" if one.name in DEFAULTS else f"{one.default}"
-
-
-def _spread(layer: Settings) -> dict[str, object]:
-    """A layer whose recipe, where it is text with changes in brackets, is the settings that this stands for."""
-    said = {name: value for name, value in layer.items() if value is not None}
-    how = said.get("recipe")
-    return (
-        {**variant(how), **{k: v for k, v in said.items() if k != "recipe"}} if isinstance(how, str) else said
+def _training_settings() -> dict[str, Setting]:
+    found = settings_of(Training)
+    about = (
+        "Samples per replica and step; auto: as many as by the workload's own in a step of all, of which each replica "
+        "takes as many as it is fast (the sampler balanced)"
     )
+    return {**found, "batch_size": replace(found["batch_size"], about=about, words=(AUTO,))}
 
 
-def _check_setting(name: str, value: object, known: Mapping[str, Setting]) -> None:
-    if name in known and isinstance(value, str) and value in known[name].words:
-        return
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
-        raise ConfigError(f"unknown setting {name!r}; {hint}")
-    if isinstance(value, str) and not is_carried(value):
-        raise ConfigError(f"{name} {value}: the run was made with an object that has no text: give it again")
-    kind = known[name].kind
-    fits = (int, float) if kind is float else kind
-    if kind is not str and (not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool)):
-        raise ConfigError(f"{name}: must be of type {kind.__name__}, not {value!r}")
+def variant(text: str) -> dict[str, Json]:
+    """Returns the settings that a recipe with changes stands for; whether its values are good is found out later.
+
+    >>> variant("synchronous(codec=topk(density=0.01), learning_rate=0.02)")
+    {'recipe': 'synchronous', 'codec': 'topk(density=0.01)', 'learning_rate': 0.02}
+
+    Raises:
+      ConfigError: not of this form, or a setting that a recipe cannot change.
+    """
+    known = {**_training_settings(), **member_settings()}
+    del known["seed"]
+    name, changes = changes_of(text, known)
+    return {"recipe": name, **changes}
 
 
 def _made_workload(what: object, data: str) -> Workload:
@@ -590,15 +603,6 @@ def _made_workload(what: object, data: str) -> Workload:
     if options and made is what:
         raise ConfigError(f"--data {data}: {what!r} is made already")
     return check_workload(made)
-
-
-def _resolved_recipe(said: Mapping[str, Any]) -> Recipe:
-    """The preset, or the recipe itself, with the members that are named; all named need no preset."""
-    how: str | Recipe = said.get("recipe", RECIPE)
-    members = {name: said[name] for name in Recipe().settings if name in said}
-    if isinstance(how, str):
-        how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
-    return how.but(**members)
 
 
 def _by_speed(how: Recipe, seed: int) -> Recipe:
@@ -619,10 +623,3 @@ def _by_speed(how: Recipe, seed: int) -> Recipe:
 
 def _profile(network: str | NetworkProfile) -> NetworkProfile:
     return network_profile(network) if isinstance(network, str) else network
-
-
-def _words(value: str | int | NetworkProfile | DeviceProfile | FaultPlan) -> str | int:
-    """Text, numbers and switches as they are; in brackets what is none of them."""
-    if isinstance(value, str | int):
-        return value
-    return f"<{value if isinstance(value, FaultPlan) else value.name}>"

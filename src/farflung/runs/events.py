@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Condition, Thread
+from queue import SimpleQueue
+from threading import Lock, Thread
 from types import TracebackType
 from typing import Self
 
@@ -59,42 +60,36 @@ class Buffered:
     """
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._changed = Condition()
-        self._waiting: deque[Event] = deque()
+        self._sink, self._lock = sink, Lock()
+        self._waiting: SimpleQueue[Event | None] = SimpleQueue()
         self._dropped: Counter[int] = Counter()
         self._error: BaseException | None = None
-        self._closed = False
+        self._leaves_steps_out = False
         self._thread = Thread(target=self._hand_on, name="farflung-events", daemon=True)
 
     def __call__(self, event: Event) -> None:
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            if event["event"] == "step" and len(self._waiting) >= BUFFERED:
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if event["event"] == "step" and self._waiting.qsize() >= BUFFERED:
                 self._dropped[int(str(event["rank"]))] += 1
-                return
-            self._tell_dropped()
-            self._waiting.append(event)
-            self._changed.notify()
+            else:
+                self._put(event)
 
-    def _tell_dropped(self) -> None:
+    def _put(self, event: Event | None) -> None:
+        """Queues an event behind those that count what was dropped; None is the end."""
         for rank, count in self._dropped.items():
-            self._waiting.append({"event": "dropped", "rank": rank, "count": count})
+            self._waiting.put({"event": "dropped", "rank": rank, "count": count})
         self._dropped.clear()
+        self._waiting.put(event)
 
     def _hand_on(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._waiting or self._closed)
-                    if not self._waiting:
-                        return
-                    event = self._waiting.popleft()
-                self._sink(event)
+            while (event := self._waiting.get()) is not None:
+                if not (self._leaves_steps_out and event["event"] == "step"):
+                    self._sink(event)
         except BaseException as error:
-            with self._changed:
-                self._error = error
+            self._error = error
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -103,12 +98,8 @@ class Buffered:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._changed:
-            self._tell_dropped()
-            if error is not None:
-                self._waiting = deque(event for event in self._waiting if event["event"] != "step")
-            self._closed = True
-            self._changed.notify()
+        self._leaves_steps_out = error is not None
+        self._put(None)
         self._thread.join()
         if error is None and self._error is not None:
             raise self._error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,22 +92,6 @@ class RunFolder(RunFiles):
         for file in sorted((self.path / "telemetry").glob("rank-*.jsonl")):
             with reading(file, "damaged", DataError):
                 found[int(file.stem.removeprefix("rank-"))] = read_events(file)
-        return found
-
-    def refused(self, rank: int | None = None) -> Counter[str]:
-        """How many messages and connections of strangers a rank has refused, over all legs of the run; not given: all.
-
-        Raises:
-          DataError: the events cannot be read.
-        """
-        found: Counter[str] = Counter()
-        for file in (
-            [self.telemetry(rank)] if rank is not None else (self.path / "telemetry").glob("rank-*.jsonl")
-        ):
-            with reading(file, "damaged", DataError), file.open(encoding="utf-8") as lines:
-                for line in lines:
-                    if '"refused"' in line and (event := json.loads(line))["event"] == "refused":
-                        found.update({what: event[what] for what in ("messages", "connections")})
         return found
 
     def checkpoints(self, rank: int, size: int, *, leader: bool, any_size: bool = False) -> Checkpoints:

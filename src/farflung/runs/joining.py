@@ -10,8 +10,8 @@ import platform
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -39,7 +39,7 @@ from farflung.runs.result import Run
 from farflung.runs.simulation import torch_threads, whole
 from farflung.runs.stopping import on_stop
 from farflung.state_trees import save_tree
-from farflung.telemetry import JsonLines, Sink, Telemetry
+from farflung.telemetry import JsonLines, Sink, Telemetry, count_refusals, read_events
 from farflung.wall import LaunchEnv, Pace, WallRuntime
 from farflung.wall.rendezvous import ask_leader
 from farflung.wall.visits import Guest, Takes, elastic_on
@@ -109,6 +109,15 @@ def join(
         else:
             leave()
 
+    def publish(access: Access) -> None:
+        """Writes how the run is reached, for its owner alone to read."""
+
+        def write(partial: Path) -> None:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(access.to_json()), encoding="utf-8")
+
+        write_whole(files.path / KEY, write)
+
     def leave() -> None:
         if elastic is not None and not leaving.is_set():
             threading.Thread(target=elastic.leave).start()
@@ -173,12 +182,14 @@ def join(
             start = checkpoints.newest() if files.resumed and guest is None else 0
             collective = config.recipe.collective
             if guest is None:
-                with among(runtime, size):
-                    collective = settled_collective(settle, config.recipe, replica, start)
+                comm = runtime.comm
+                if size < comm.size:  # those that come later are not there yet
+                    runtime.comm = cast("WallCommunicator", Among(comm, range(size)))
+                collective = settled_collective(settle, config.recipe, replica, start)
+                runtime.comm = comm
             if config.elastic:
-                takes = None
-                if config.ranks > config.workers:
-                    takes = Takes(config.to_json(), config.ranks, partial(_publish, files.path / KEY))
+                can_grow = config.ranks > config.workers
+                takes = Takes(config.to_json(), config.ranks, publish) if can_grow else None
                 elastic = runtime.elastic = elastic_on(
                     runtime,
                     range(size) if guest is None else guest.members,
@@ -200,7 +211,7 @@ def join(
             summary = {
                 **ended.to_json(),
                 "collective": collective,
-                "partition": config.split_json(config.split()),
+                "partition": config.split_json(),
             }
             if runtime.pace is not None:
                 telemetry.emit("pace", t=runtime.now(), **runtime.pace.to_json())
@@ -215,7 +226,7 @@ def join(
             if runtime.view.refusals:
                 telemetry.emit("refused", t=runtime.now(), **runtime.view.refusals)
         runtime.close()
-        if refused := files.refused(rank):
+        if refused := count_refusals(read_events(files.telemetry(rank))):
             summary["refused"] = dict(refused)
     first = rank == (0 if elastic is None else elastic.changes[-1].ranks[0])
     if leader or first:
@@ -223,30 +234,6 @@ def join(
     if first:
         write_json(files.summary, summary)
     return run.ended(summary)
-
-
-@contextmanager
-def among(runtime: WallRuntime, size: int) -> Iterator[None]:
-    """Inside, the runtime's messages are among the ranks that are there from the start."""
-    comm = runtime.comm
-    if size < comm.size:
-        runtime.comm = cast("WallCommunicator", Among(comm, range(size)))
-    try:
-        yield
-    finally:
-        runtime.comm = comm
-
-
-def _publish(file: Path, access: Access) -> None:
-    """Writes how the run is reached, for its owner alone to read."""
-
-    def write(partial: Path) -> None:
-        with open(
-            partial, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
-        ) as text:
-            json.dump(access.to_json(), text)
-
-    write_whole(file, write)
 
 
 def join_later(
@@ -295,10 +282,9 @@ def join_later(
             try:
                 with show(guest.rank) as sink:
                     return join(run, sink, env, Page.inherited(), guest)
-            except (Left, DeadlinePassed, ProtocolError):
-                raise
             except RunLost as lost:
-                if guest.has_begun or not tries_left:
+                is_final = isinstance(lost, Left | DeadlinePassed | ProtocolError)
+                if is_final or guest.has_begun or not tries_left:
                     raise
                 logging.getLogger("farflung").warning(
                     "rank %d has not begun, and asks again: %s", guest.rank, lost

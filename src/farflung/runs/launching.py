@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from farflung.errors import BadInput, RunLost
@@ -35,7 +36,7 @@ from farflung.runs.preparing import Prepared
 from farflung.runs.result import Run
 from farflung.runs.stopping import on_stop
 from farflung.runs.workers import Job, serve
-from farflung.telemetry import Event, Sink
+from farflung.telemetry import Event, Sink, count_refusals
 from farflung.types import Json
 
 __all__ = ["forked_ahead", "launch"]
@@ -146,23 +147,22 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
             events = stack.enter_context(listener(Path(scratch)))
         shown = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
-        said = run.options
+        options, elastic = run.options, bool(config.elastic)
         job = Job(
             str(folder.path),
             folder.resumed,
             config.workers,
             scratch,
-            said.device,
-            said.pace,
-            said.trace,
-            bool(config.elastic),
+            options.device,
+            options.pace,
+            options.trace,
+            elastic,
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        summary = _Watch(
-            parent, config.workers, events, shown, folder, config.deadline, elastic=job.elastic
-        ).run()
-    return run.ended({**summary, "partition": config.split_json(config.split())})
+        watch = _Watch(parent, config.workers, events, shown, folder, config.deadline, elastic)
+        summary = watch.run()
+    return run.ended({**summary, "partition": config.split_json()})
 
 
 @dataclass
@@ -179,18 +179,17 @@ class _Watch:
     show: Sink
     folder: RunFolder
     deadline_s: float
-    elastic: bool = False
+    elastic: bool
 
     def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
-        self._ends: dict[int, Event] = {}
-        self._pace: dict[int, Event] = {}
-        self._interrupts = 0
+        self._told: dict[str, dict[int, Event]] = {"end": {}, "pace": {}}
+        """The events of these kinds, by rank."""
+        self._interrupts, self._longest_s = 0, 0.0
+        """The signals to stop, and the longest step."""
         self._end_by = self._stop_by = math.inf
         """When workers are ended that an error or a second interrupt ends, and those that a stop waits for."""
-        self._longest_s = 0.0
-        """The longest step."""
 
     def run(self) -> Mapping[str, Json]:
         with on_stop(self._interrupt):
@@ -221,8 +220,8 @@ class _Watch:
             self._longest_s = max(self._longest_s, float(str(event["duration_s"])))
             if self._interrupts:
                 self._stop_by = time.monotonic() + self._patience_s
-        elif kind in ("end", "pace"):
-            (self._ends if kind == "end" else self._pace)[int(str(rank))] = event
+        elif kind in self._told:
+            self._told[str(kind)][int(str(rank))] = event
         self.show(event)
 
     @property
@@ -242,23 +241,25 @@ class _Watch:
                 os.kill(pid, signal.SIGINT)
 
     def _outcome(self) -> Mapping[str, Json]:
-        if self._errors and not (self.elastic and self._ends):
+        ends, paces = self._told.values()
+        if self._errors and not (self.elastic and ends):
             # A worker's own error explains more than what the others saw of it.
             told = next((e for e in self._errors if e["own"]), self._errors[0])
             kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
             raise kind(str(told["message"]))
-        if self._ends:
-            rank = min(self._ends)
-            told = {k: v for k, v in self._ends[rank].items() if k not in {"event", "rank", "t"}}
-            if rank in self._pace:
-                told["pace"] = {k: self._pace[rank][k] for k in ("device", "steps", "overran")}
+        if ends:
+            rank = min(ends)
+            told = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
+            if rank in paces:
+                told["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
             kept = self.folder.stored_summary() if self.folder.summary.exists() else {}
-            summary = {**kept, **told}
-            if refused := self.folder.refused():
-                summary["refused"] = dict(refused)
-            if slow := slowest(self.folder.events()):
-                summary["slowest"] = slow
-            if refused or slow:
+            events = self.folder.events()
+            found: dict[str, Json] = {
+                "refused": {**count_refusals(chain(*events.values()))},
+                "slowest": slowest(events),
+            }
+            summary = {**kept, **told, **{name: value for name, value in found.items() if value}}
+            if any(found.values()):
                 write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:

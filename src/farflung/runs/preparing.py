@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -22,22 +22,9 @@ from farflung.runs.folder import RunFolder, Scratch
 from farflung.runs.result import Run
 from farflung.types import Json
 
-__all__ = ["Filed", "Prepared", "prepared", "run_folder"]
+__all__ = ["Prepared", "prepared", "run_folder"]
 
 C = TypeVar("C", bound=RunConfig)
-
-
-class Filed(dict[str, Json]):
-    """Settings by name that come from a file, for messages.
-
-    Args:
-      path: of the file.
-      said: the settings.
-    """
-
-    def __init__(self, path: Path, said: Mapping[str, Json]) -> None:
-        super().__init__(said)
-        self.path = path
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +95,22 @@ def prepared(
     out, resume = options.out, options.resume
     stored = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
     kept: Scratch | None = None
-    shares: list[Share] = []
-    with ExitStack() as sources:  # what is wrong may be what they say
-        if resume is not None:
-            sources.enter_context(naming(f"--resume {resume}"))
-        for layer in layers:
-            if isinstance(layer, Filed):
-                sources.enter_context(naming(layer.path))
+    with nullcontext() if resume is None else naming(f"--resume {resume}"):  # what is wrong may be in there
         config = kind.resolve(stored, *layers)
         if resume is not None:
             if out is not None and Path(out) != Path(resume):
                 raise ConfigError(
                     "--out and --resume name different folders: a run resumes in its own folder"
                 )
-            files = RunFolder(Path(resume), resumed=True)
+            path = Path(resume)
         elif out is not None:
-            files = RunFolder(Path(out))
+            path = Path(out)
         elif scratch:
             kept = Scratch()
-            files = RunFolder(kept.path / "run")
+            path = kept.path / "run"
         else:
-            files = RunFolder((folder or run_folder)(config.title))
+            path = (folder or run_folder)(config.title)
+        files, shares = RunFolder(path, resumed=resume is not None), list[Share]()
         if check:
             files.check()
             shares = config.check()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from farflung.engine.placement import place
 from farflung.errors import CheckpointError, ConfigError, DataError, Suspended
 from farflung.files import naming, reading, write_json, write_whole
 from farflung.loop import Replica, Summary, keep_once
+from farflung.membership import Elastic
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
@@ -37,9 +38,9 @@ from farflung.telemetry import Event, JsonLines, Sink, Telemetry, both
 from farflung.types import Decision, Json, State, Workload
 
 __all__ = [
-    "never",
     "nowhere",
     "one_thread",
+    "ready_to_simulate",
     "retime",
     "retime_prepared",
     "simulate",
@@ -63,11 +64,6 @@ def nowhere(event: Event) -> None:
     del event
 
 
-def never() -> bool:
-    """No stop is requested."""
-    return False
-
-
 def simulate(
     workload: str | Workload | Callable[..., Workload] | None = None,
     recipe: str | Recipe | None = None,
@@ -79,7 +75,7 @@ def simulate(
     log_to: str = "",
     compute_on: str = "cpu",
     show: Sink = nowhere,
-    stop_asked: Callable[[], bool] = never,
+    stop_asked: Callable[[], bool] = lambda: False,
     **settings: object,
 ) -> Run:
     """Trains in virtual time, with the real arithmetic on a modelled clock, as ``farflung simulate`` does.
@@ -120,7 +116,7 @@ def simulate_prepared(
     run: Prepared[SimulatedConfig],
     show: Sink = nowhere,
     *,
-    stop_asked: Callable[[], bool] = never,
+    stop_asked: Callable[[], bool] = lambda: False,
     checkpointed: bool = True,
 ) -> Run:
     """Makes the folder, and trains there in virtual time.
@@ -135,6 +131,18 @@ def simulate_prepared(
       BadInput: another run is there or being made there, or it cannot be written.
       RunLost: a replica was lost.
     """
+    with ready_to_simulate(run, stop_asked=stop_asked, checkpointed=checkpointed) as begin:
+        return begin(show)
+
+
+@contextmanager
+def ready_to_simulate(
+    run: Prepared[SimulatedConfig], *, stop_asked: Callable[[], bool], checkpointed: bool = True
+) -> Iterator[Callable[[Sink], Run]]:
+    """Makes the folder; inside, what it gives trains there, and tells a sink of the events.
+
+    The arguments and errors are those of :func:`simulate_prepared`.
+    """
     ranks = range(run.config.ranks)
     devices = [
         place(run.options.device, local_rank=rank, local_size=len(ranks), option="--compute-on")
@@ -142,93 +150,102 @@ def simulate_prepared(
     ]
     log = run.log()
     with run.begun(), log:
-        ended = _simulated(run, devices, both(show, log), stop_asked, checkpointed=checkpointed)
-    warn_of_uncharged(ended)
-    return ended
+        yield lambda show: _simulated(run, devices, both(show, log), stop_asked, checkpointed)
 
 
-def _simulated(
+@contextmanager
+def _world_of(
     run: Prepared[SimulatedConfig],
-    devices: Sequence[torch.device],
-    show: Sink,
-    stop_asked: Callable[[], bool],
-    *,
-    checkpointed: bool,
-) -> Run:
+) -> Iterator[tuple[VirtualWorld, list[JsonLines], Callable[..., Replica]]]:
+    """Gives a run's world, the file of each rank's events, and what makes a replica of a rank, sinks and options."""
     config, files = run.config, run.files
     decisions = files.decision_log()
     world = config.make_world(decisions)
     shares = config.make_shares()
-    with ExitStack() as open_files:
-        open_files.callback(decisions.write)
-        recorder = open_files.enter_context(TrafficRecorder(files.traffic, config.ranks))
-        replicas: list[Replica] = []
+
+    def make(rank: int, *sinks: Sink, **options: Any) -> Replica:
+        telemetry = Telemetry(rank, *sinks, world.injector, decisions.write)
+        task, recipe, training = config.task, config.recipe, config.training
+        return make_replica(world.runtimes[rank], task, recipe, training, telemetry, shares=shares, **options)
+
+    with ExitStack() as stack:
+        stack.callback(decisions.write)
+        yield (
+            world,
+            [stack.enter_context(JsonLines(files.telemetry(rank))) for rank in range(len(world.runtimes))],
+            make,
+        )
+    world.injector.warn_of_missed()
+
+
+def _simulated(
+    run: Prepared[SimulatedConfig],
+    devices: list[torch.device],
+    show: Sink,
+    stop_asked: Callable[[], bool],
+    checkpointed: bool,
+) -> Run:
+    config, files = run.config, run.files
+    with (
+        _world_of(run) as (world, event_files, make),
+        TrafficRecorder(files.traffic, config.ranks) as recorder,
+    ):
         makes: list[Callable[[], Replica]] = []
-        for rank, runtime in enumerate(world.runtimes):
-            file = open_files.enter_context(JsonLines(files.telemetry(rank)))
+        for rank, file in enumerate(event_files):
             checkpoints = files.checkpoints(
                 rank, config.workers, leader=rank == 0, any_size=bool(config.elastic)
             )
-            make = partial(
-                make_replica,
-                runtime,
-                config.task,
-                config.recipe,
-                config.training,
-                Telemetry(rank, file, show, world.injector, decisions.write),
-                shares=shares,
-                checkpoints=checkpoints if checkpointed else None,
-                stop_asked=stop_asked,
-                trace=run.options.trace,
-                device=devices[rank],
-                kind=partial(RecordedReplica, recorder=recorder),
-            )
-            replicas.append(make())
-            makes.append(make)
-        start = checkpoints.newest() if files.resumed else 0
-        if config.elastic:
-            from farflung.membership import Elastic
-
-            for runtime in world.runtimes:
-                runtime.elastic = Elastic(
-                    runtime,
-                    b"simulated",
-                    least=config.least,
-                    quorum=config.quorum,
-                    patience_s=config.deadline,
-                    returns=True,
-                    first_step=start,
-                    reach=replicas[0].parts.schedule.reach,
-                    members=range(config.workers),
+            makes.append(
+                partial(
+                    make,
+                    rank,
+                    file,
+                    show,
+                    checkpoints=checkpoints if checkpointed else None,
+                    stop_asked=stop_asked,
+                    trace=run.options.trace,
+                    device=devices[rank],
+                    kind=partial(RecordedReplica, recorder=recorder),
                 )
+            )
+        replicas = [again() for again in makes]
+        start = checkpoints.newest() if files.resumed else 0
+        for runtime in world.runtimes if config.elastic else ():
+            runtime.elastic = Elastic(
+                runtime,
+                b"simulated",
+                least=config.least,
+                quorum=config.quorum,
+                patience_s=config.deadline,
+                returns=True,
+                first_step=start,
+                reach=replicas[0].parts.schedule.reach,
+                members=range(config.workers),
+            )
         collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
-        if files.resumed:
-            for replica in replicas:
-                replica.resume(start)
+        for replica in replicas if files.resumed else ():
+            replica.resume(start)
         if not config.make_faults().faults:
             keep_once(replicas)
-        _say_if_long(world, config.recipe, replicas[0])
+        _warn_if_slow(world, config.recipe, replicas[0])
         with one_thread():
             summary, model = world.run([whole(*each) for each in zip(replicas, makes, strict=True)])[0]
-    world.injector.warn_of_missed()
     save_tree(files.model, model)
-    return _kept(run, {**summary.to_json(), "collective": collective}, world)
+    return _ended(run, {**summary.to_json(), "collective": collective}, world)
 
 
-def _say_if_long(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
+def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
     """Warns in one line, before a run begins, of exchanges that take long to simulate."""
     auto = replica.runtime.comm.auto
-    names = [
-        auto.get(spec.nbytes, "direct") if recipe.collective == AUTO else recipe.collective
-        for spec in replica.bucket_specs
-    ]
-    size = len(world.runtimes)
+    size, names = len(world.runtimes), [recipe.collective] * len(replica.bucket_specs)
+    if recipe.collective == AUTO:
+        names = [auto.get(spec.nbytes, "direct") for spec in replica.bucket_specs]
     messages = sum(count(size) for name in names if (count := collective_named(name).messages))
     if messages * MESSAGE_S >= LONG_S:
         logging.getLogger("farflung").warning(
             "an exchange of %s replicas by %s has about %s messages, which are simulated one by one: each will take "
             "about %s",
-            f"{len(world.runtimes):,}",
+            f"{size:,}",
             ", ".join(dict.fromkeys(names)),
             f"{messages:,}",
             timedelta(seconds=round(messages * MESSAGE_S)),
@@ -307,62 +324,27 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
     Raises:
       BadInput: the run cannot be retimed; says why.
     """
-    config = run.config
+    config, files = run.config, run.files
     events, checkpointed = _retimable(stored, config)
-    traffic = Traffic.read(stored.traffic)
+    kind = partial(Retimed, traffic=Traffic.read(stored.traffic), checkpointed=checkpointed)
     replay = stored.decisions if stored.decisions.exists() else None
     with replace(run, options=RunOptions(replay=replay)).begun():
-        ended = _retimed(run, stored, show, events, traffic, checkpointed)
-    warn_of_uncharged(ended)
-    return ended
-
-
-def _retimed(
-    run: Prepared[SimulatedConfig],
-    stored: RunFolder,
-    show: Sink,
-    events: Mapping[int, Sequence[Event]],
-    traffic: Traffic,
-    checkpointed: bool,
-) -> Run:
-    config, files = run.config, run.files
-    decisions = files.decision_log()
-    world = config.make_world(decisions)
-    shares = config.make_shares()
-    with ExitStack() as open_files:
-        open_files.callback(decisions.write)
-        replicas: list[Replica] = []
-        for rank, runtime in enumerate(world.runtimes):
-            file = open_files.enter_context(JsonLines(files.telemetry(rank)))
-            replicas.append(
-                make_replica(
-                    runtime,
-                    config.task,
-                    config.recipe,
-                    config.training,
-                    Telemetry(
-                        rank, retimed_events(events[rank], file, show), world.injector, decisions.write
-                    ),
-                    shares=shares,
-                    kind=partial(Retimed, traffic=traffic, checkpointed=checkpointed),
-                )
-            )
-        settle = partial(world.settle_collective, fresh=True)
-        collective = settled_collective(settle, config.recipe, replicas[0])
-        _say_if_long(world, config.recipe, replicas[0])
-        with (
-            reading(
-                stored.path, "cannot be retimed by its events and its traffic; simulate it anew", DataError
-            ),
-            one_thread(),
-        ):
-            world.run([replica.run() for replica in replicas])
-    world.injector.warn_of_missed()
-    if stored.model.exists():
-        write_whole(files.model, partial(shutil.copyfile, stored.model))
-    (end,) = (event for event in files.events()[0] if event["event"] == "end")
-    told = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
-    return _kept(run, {**told, "collective": collective}, world)
+        with _world_of(run) as (world, event_files, make):
+            replicas = [
+                make(rank, retimed_events(events[rank], file, show), kind=kind)
+                for rank, file in enumerate(event_files)
+            ]
+            settle = partial(world.settle_collective, fresh=True)
+            collective = settled_collective(settle, config.recipe, replicas[0])
+            _warn_if_slow(world, config.recipe, replicas[0])
+            wrong = "cannot be retimed by its events and its traffic; simulate it anew"
+            with reading(stored.path, wrong, DataError), one_thread():
+                world.run([replica.run() for replica in replicas])
+        if stored.model.exists():
+            write_whole(files.model, partial(shutil.copyfile, stored.model))
+        (end,) = (event for event in files.events()[0] if event["event"] == "end")
+        told = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
+        return _ended(run, {**told, "collective": collective}, world)
 
 
 def timing_decisions(stored: RunFolder) -> list[Decision]:
@@ -392,16 +374,18 @@ def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Eve
     return events, "checkpoint" in told
 
 
-def _kept(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
-    split, slow = run.config.split_json(run.config.split()), slowest(run.files.events())
+def _ended(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
+    """Stores the summary of a run, and warns of what it has coded for nothing."""
+    slow = slowest(run.files.events())
     found: dict[str, Json] = {
         **summary,
         **coding_told(world, resumed=run.files.resumed),
         **({"slowest": slow} if slow else {}),
-        "partition": split,
+        "partition": run.config.split_json(),
         "simulated": run.config.world_json(),
     }
     write_json(run.files.summary, found)
+    _warn_of_uncharged(run.config, found.get("coding_not_charged", []))
     return run.ended(found)
 
 
@@ -410,7 +394,7 @@ def one_thread() -> AbstractContextManager[None]:
     return torch_threads(1)
 
 
-@contextlib.contextmanager
+@contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Has torch compute on so many threads inside."""
     before = torch.get_num_threads()
@@ -438,32 +422,30 @@ def coding_told(world: VirtualWorld, *, resumed: bool) -> dict[str, Json]:
     return {**told, **({"coding_not_charged": unknown} if unknown else {})}
 
 
-def warn_of_uncharged(run: Run) -> None:
-    """Warns in one line, once a process, of what a run that has ended has coded for nothing.
+def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
+    """Warns in one line, once a process, of methods whose coding is not charged.
 
     What a codec or reducer charges is named by its text; a reducer of one's own may have a name for it of its own.
     """
-    assert isinstance(run.config, SimulatedConfig)
-    device = str(run.config.world_json()["device"])
-    methods = [str(method) for method in _list(run.summary.get("coding_not_charged"))]
+    device, reducer = str(config.world_json()["device"]), str(config.recipe.members["reducer"])
     new = [method for method in methods if (device, method) not in UNCHARGED]
     UNCHARGED.update((device, method) for method in new)
-    reducer = str(run.config.recipe.members["reducer"])
-    options: dict[str, dict[str, None]] = {}
-    measurable = []
-    for method in new:
-        option, text = _calibrated_as(method, reducer)
-        if is_carried(text):
-            options.setdefault(option, {})[text] = None
-            measurable.append(method)
+    calibrated = {method: _calibrated_as(method, reducer) for method in new}
+    measurable = [method for method, (_, text) in calibrated.items() if is_carried(text)]
     command = ["farflung calibrate"]
-    for option in sorted(filter(None, options)):
-        command += [option, *map(repr, options[option])]
-    _warn_of(measurable, f"calibrate with {' '.join(command)}")
-    _warn_of(
-        [method for method in new if method not in measurable],
-        "farflung calibrate measures only what can be imported, as module:name",
-    )
+    for option in ("--codecs", "--reducers"):
+        texts = dict.fromkeys(text for one, text in map(calibrated.__getitem__, measurable) if one == option)
+        command += [option, *map(repr, texts)] if texts else []
+    others = [method for method in new if method not in measurable]
+    for group, advice in (
+        (measurable, f"calibrate with {' '.join(command)}"),
+        (others, "farflung calibrate measures only what can be imported, as module:name"),
+    ):
+        if group:
+            names = ", ".join(method or "plain sums" for method in group)
+            logging.getLogger("farflung").warning(
+                "coding of %s is not charged on this device: %s", names, advice
+            )
 
 
 def _calibrated_as(method: str, reducer: str) -> tuple[str, str]:
@@ -476,16 +458,3 @@ def _calibrated_as(method: str, reducer: str) -> tuple[str, str]:
     if name in CODECS or ":" in name or not is_carried(method):
         return "--codecs", method
     return "--reducers", reducer if ":" in reducer else f"<{method}>"
-
-
-def _warn_of(methods: Sequence[str], advice: str) -> None:
-    if methods:
-        logging.getLogger("farflung").warning(
-            "coding of %s is not charged on this device: %s",
-            ", ".join(method or "plain sums" for method in methods),
-            advice,
-        )
-
-
-def _list(value: Json) -> list[Json]:
-    return value if isinstance(value, list) else []

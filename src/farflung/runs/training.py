@@ -144,10 +144,5 @@ def ready_to_train(
     if options.pace is not None:
         device_profile(options.pace, forward_flops=forward_flops(config.task))
     log = run.log()
-
-    def launched(show: Sink) -> Run:
-        with log:
-            return launch(run, both(show, log))
-
-    with run.begun():
-        yield launched
+    with run.begun(), log:
+        yield lambda show: launch(run, both(show, log))

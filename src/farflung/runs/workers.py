@@ -92,11 +92,10 @@ def serve(pipe: int) -> int:
       The exit code: 1 if a worker was killed by a signal.
     """
     torch.optim.SGD([torch.zeros(1)])  # imports what torch leaves for the first optimizer
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (more := os.read(pipe, 1 << 16)):
-            return 0
-        line += more
+    with open(pipe, "rb", buffering=0, closefd=False) as jobs:
+        line = jobs.readline()
+    if not line.endswith(b"\n"):
+        return 0
     job = Job(**json.loads(line))
     with job.files.log.open("ab") as log:
         os.dup2(log.fileno(), 1)

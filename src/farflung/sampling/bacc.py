@@ -66,7 +66,9 @@ class Bacc:
         if step > 0 and (step - 1) % self._every == 0:
             made = decide("group", step, lambda: self._choice(most))
             with deciding("group", step):
-                self._chunks = _possible(made.value)
+                if type(made.value) is not int or made.value < 1:
+                    raise ValueError(f"{made.value!r} chunks")
+                self._chunks = made.value
             self._forget()
         return min(self._chunks, most)
 
@@ -104,14 +106,3 @@ class Bacc:
             return most
         budget_s, chunk_s = self._budget_s / self._steps, self._chunk * self._scoring_s / self._scored
         return max(1, math.floor(budget_s / chunk_s))
-
-
-def _possible(value: Json) -> int:
-    """A number as it was chosen or read.
-
-    Raises:
-      ValueError: it cannot have been chosen.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} chunks")
-    return value

@@ -131,12 +131,13 @@ class Gain:
             return False
         self._age += 1
         self._pause = max(0, self._pause - 1)
-        self._sums = {name: MEMORY * each for name, each in self._sums.items()}
-        shares = sums["shares"]
+        more, shares = dict[str, float](), sums["shares"]
         if 0 < shares < 1 and self._age > SETTLING:
-            self._add(variance=sums["spread"] * shares / (1 - shares), square=sums["square"], measured=1.0)
+            variance = sums["spread"] * shares / (1 - shares)
+            more |= {"variance": variance, "square": sums["square"], "measured": 1.0}
         if sums["uniform"] > 0:
-            self._add(**{name: sums[name] for name in MOMENTS}, judged=1.0)
+            more |= {"judged": 1.0, **{name: sums[name] for name in MOMENTS}}
+        self._sums = {name: MEMORY * each + more.get(name, 0.0) for name, each in self._sums.items()}
         chosen = self._choice() if self._auto and self._age >= STEPS else self.rule
         if chosen == self.rule:
             return False
@@ -198,10 +199,6 @@ class Gain:
     def _restart(self) -> None:
         self._age = 0
         self._sums = dict.fromkeys(("variance", "square", "measured", *MOMENTS, "judged"), 0.0)
-
-    def _add(self, **more: float) -> None:
-        for name, each in more.items():
-            self._sums[name] += each
 
     def _parts(self) -> tuple[float, float]:
         """The variance of the mean gradient of uniform batches, and the square of what it expects to be; summed up."""

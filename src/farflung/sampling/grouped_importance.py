@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -313,7 +313,10 @@ class GroupedImportance(ScoringSampler):
         if not size:
             return ()
         if not isinstance(view.pool, int):
-            ids = view.pool[self._need(view.pool).argsort(stable=True)[:size]]
+            rows, there = self._find(view.pool)
+            lacks_score = ~there | (self._scores[rows] < 0)  # these come first
+            stamps = torch.where(lacks_score, torch.iinfo(torch.int64).min, self._stamps[rows])
+            ids = view.pool[stamps.argsort(stable=True)[:size]]
         elif self._rule is None:
             ids = self._order.order(0, count)[(self._cursor + torch.arange(size)) % count]
         else:
@@ -332,7 +335,9 @@ class GroupedImportance(ScoringSampler):
         if self._groups is None:
             return min(CANDIDATES * view.batch_size, count)
         if self._rule is None and isinstance(view.pool, int):
-            return _to_boundary(self._cursor, count, self._groups)
+            # Up to the end of the group that the cursor is in; the end of group g is at count * (g + 1) // groups.
+            group = -(-(self._cursor + 1) * self._groups // count) - 1
+            return count * (group + 1) // self._groups - self._cursor
         return -(-count // self._groups)
 
     @override
@@ -363,12 +368,6 @@ class GroupedImportance(ScoringSampler):
             scores, weights = (torch.cat(each) for each in zip(*self._fresh, strict=True))
             self.gain.judge(self._rule.moments(scores, weights), self._part)
         self._fresh.clear()
-
-    def _need(self, pool: SampleIds) -> Tensor:
-        """The stamp of each sample's score, and less than any where there is none."""
-        rows, there = self._find(pool)
-        never = ~there | (self._scores[rows] < 0)
-        return torch.where(never, torch.iinfo(torch.int64).min, self._stamps[rows])
 
     # --- samples that change their owner ----------------------------------------------------------------------------
 
@@ -414,28 +413,26 @@ class GroupedImportance(ScoringSampler):
             "ids": self._ids.clone(),
             **{name: column.clone() for name, column in zip(COLUMNS, self._columns(), strict=True)},
             "life": self._life,
-            "renewal": self._renewal.state_dict(),
             "cursor": self._cursor,
             "by": self._by,
-            "rule": {} if self._rule is None else self._rule.state_dict(),
-            "gain": {} if self.gain is None else self.gain.state_dict(),
-            "bacc": self._bacc.state_dict(),
-            "uniform": self._uniform.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts().items()},
         }
 
     @override
     def load_state_dict(self, state: State) -> None:
         ids = state["ids"].clone()
         self._put(ids, *(state[name].clone() for name in COLUMNS))
-        self._life = state["life"]
-        self._renewal.load_state_dict(state["renewal"])
-        self._cursor, self._by = state["cursor"], state["by"]
-        self._bacc.load_state_dict(state["bacc"])
-        self._uniform.load_state_dict(state["uniform"])
-        if self._rule is not None:
-            self._rule.load_state_dict(state["rule"])
-        if self.gain is not None:
-            self.gain.load_state_dict(state["gain"])
+        self._life, self._cursor, self._by = state["life"], state["cursor"], state["by"]
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        """Returns what has a state of its own."""
+        parts = {"renewal": self._renewal, "bacc": self._bacc, "uniform": self._uniform}
+        return {
+            **parts,
+            **{name: one for name, one in (("rule", self._rule), ("gain", self.gain)) if one is not None},
+        }
 
     def _hold(self, view: PoolView) -> None:
         """Forgets samples that are gone, and takes up new ones."""
@@ -483,9 +480,3 @@ class GroupedImportance(ScoringSampler):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         at = torch.searchsorted(self._sorted, ids).clamp(max=len(self._ids) - 1)
         return self._sorting[at], self._sorted[at] == ids
-
-
-def _to_boundary(position: int, count: int, groups: int) -> int:
-    """Samples from a position to the end of its group; the end of group g is at ``count * (g + 1) // groups``."""
-    group = -(-(position + 1) * groups // count) - 1
-    return count * (group + 1) // groups - position

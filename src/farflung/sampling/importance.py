@@ -185,6 +185,8 @@ def without_replacement(logs: Tensor, count: int, generator: torch.Generator) ->
 
 FEWEST = 8
 """Of fewer samples ranks say nothing."""
+_NOTHING = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
+"""Scores before, scores now and ages of no samples."""
 
 
 class Renewal:
@@ -195,8 +197,7 @@ class Renewal:
     """
 
     def __init__(self) -> None:
-        self._step = -1
-        self._columns = _empty()
+        self._step, self._columns = -1, _NOTHING
 
     def add(self, before: Tensor, after: Tensor, ages: Tensor, step: int) -> None:
         """A chunk of samples with a score that are scored afresh.
@@ -207,10 +208,9 @@ class Renewal:
           ages: steps since the scores before were made, int64.
           step: now; with another than that of the chunk before, what was there is forgotten.
         """
-        if step != self._step:
-            self._step, self._columns = step, _empty()
-        for column, more in zip(self._columns, (before, after, ages), strict=True):
-            column.append(more)
+        known = self._columns if step == self._step else _NOTHING
+        first, second, third = map(torch.cat, zip(known, (before, after, ages), strict=True))
+        self._step, self._columns = step, (first, second, third)
 
     def told(self, step: int) -> dict[str, Json]:
         """Of the samples that were scored afresh at a step; ``None`` where fewer than 8 had a score.
@@ -219,7 +219,7 @@ class Renewal:
           ``rank_within_5`` and ``rank_within_10``, the share whose rank among them changed by less than that per cent
           of their number, and ``score_age``, the mean age of their scores before, in steps.
         """
-        before, after, ages = map(torch.cat, self._columns)
+        before, after, ages = self._columns
         if step != self._step or len(ages) < FEWEST:
             return dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
         # In whole numbers: 100 changes against 5 n rounds nothing.
@@ -231,14 +231,8 @@ class Renewal:
         }
 
     def state_dict(self) -> State:
-        before, after, ages = map(torch.cat, self._columns)
-        return {"step": self._step, "before": before, "after": after, "ages": ages}
+        return {"step": self._step, **dict(zip(("before", "after", "ages"), self._columns, strict=True))}
 
     def load_state_dict(self, state: State) -> None:
         self._step = int(state["step"])
-        self._columns = [state["before"]], [state["after"]], [state["ages"]]
-
-
-def _empty() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Of scores before, scores now and ages; each may be joined."""
-    return [torch.empty(0)], [torch.empty(0)], [torch.empty(0, dtype=torch.int64)]
+        self._columns = state["before"], state["after"], state["ages"]

@@ -22,9 +22,10 @@ from farflung.coded.parts import read_samples
 from farflung.coded.picture import coded_picture
 from farflung.coded.record import Folder
 from farflung.coded.run import Learner, coordinate
+from farflung.config import settings_of
 from farflung.errors import ConfigError
 from farflung.report.tables import duration_words
-from farflung.runs import run_folder, settings_of
+from farflung.runs import run_folder
 from farflung.runs.stopping import asked_to_stop
 from farflung.telemetry import Event
 
