@@ -543,7 +543,7 @@ def test_a_wait_ends_by_its_deadline() -> None:
     runtimes = joined(2, deadline_s=0.05)
     pending = runtimes[0].launch(receive(runtimes[0], 1))
     with pytest.raises(
-        DeadlinePassed, match=r"lost rank 1: waited 0\.\d s for the exchange at step 4, part 0, hop 0"
+        DeadlinePassed, match=r"lost rank 1: waited \d+\.\d s for the exchange at step 4, part 0, hop 0"
     ):
         pending.wait()
     with pytest.raises(DeadlinePassed):

@@ -73,7 +73,7 @@ class Run:
             elastic.admitted.set(view)
 
         async def ask() -> None:
-            elastic.agreement.joiner.ask_to_be_admitted()
+            elastic.agreement.joiner._ask_to_be_admitted()
 
         elastic.agreement.install = noted
         runtime.launch(ask())

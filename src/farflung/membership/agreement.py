@@ -82,8 +82,6 @@ class Agreement:
             quorum=1 if quorum == "1" else "majority",
         )
         self.member.connected.update(set(names) - {name})
-        self._known = set(names)
-        """All that have been members."""
         self.is_over = False
         """Whether this member takes part no more."""
         self.error: FarflungError | None = None
@@ -146,14 +144,9 @@ class Agreement:
         self.launch(self.suspicion.hear_all(view))
         return whole
 
-    def enter(self, view: View) -> None:
-        """Takes a view for the newest."""
-        self.roster.view = view
-        self._known.update(view.members)
-
     def install(self, view: View) -> None:
         before = self.roster.view.members
-        self.enter(view)
+        self.roster.enter(view)
         self.log.is_frozen, self.log.error = False, self.error
         self._comm.advance(view.number)
         self.connections.await_back(set(before).difference(view.members))
@@ -187,7 +180,7 @@ class Agreement:
         if not self._returns or self.error is not None:
             return False
         logging.getLogger("farflung").warning("%s: it asks to be admitted again", error)
-        self.enter(view)
+        self.roster.enter(view)
         self.giver.close(self.giver.ranks)
         self.joiner.suspend(error)
         self.log.fail(error)
@@ -293,7 +286,7 @@ class Agreement:
             if self.is_over:
                 continue
             if self.joiner.suspended is not None or (
-                name in self._known and name not in self.roster.view.members
+                name in self.roster.known and name not in self.roster.view.members
             ):
                 self.connections.await_back([name])
             self.settle_soon()

@@ -257,7 +257,7 @@ class ExchangeLog:
 
     def merged(self) -> set[Logged[Any]]:
         """Returns exchanges whose results are in the state before the next step."""
-        return {*self.taken, *(one for logged in self._logged.values() for one in logged.drops)}
+        return {*self.taken, *(one for logged in list(self._logged.values()) for one in logged.drops)}
 
     def to_begin(self, started: int) -> dict[str, Any]:
         """Returns what a replica that joins begins with, once all exchanges up to a number are whole."""

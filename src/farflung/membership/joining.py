@@ -69,7 +69,7 @@ class Joiner:
             self._agreement.launch(self.ask())
 
         return Follower(
-            self._runtime, want, self.ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
+            self._runtime, want, self._ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
         )
 
     # --- for the replica --------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Joiner:
         """Hears of a view that has not admitted this member: its members are those to be reached from now on."""
         is_news = view.number > self._roster.view.number and view.holders
         if self.follower is not None and is_news and self._member.name not in view.members:
-            self._agreement.enter(view)
+            self._roster.enter(view)
 
     def come(self, name: str) -> None:
         """Notes that a process is connected again."""
@@ -192,7 +192,7 @@ class Joiner:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def ask_to_be_admitted(self) -> None:
+    def _ask_to_be_admitted(self) -> None:
         """Asks all members to be admitted, from now on."""
         if self._member.name not in self._roster.view.members:
             self._asks = True

@@ -23,6 +23,8 @@ class Roster:
     def __init__(self, view: View, change: Change, reach: int) -> None:
         self.view = view
         """The newest view that is installed, or that a member which joins has heard of."""
+        self.known = set(view.members)
+        """All that have been members."""
         self.changes = [change]
         """The members that take samples, by the step from which on they do."""
         self.begins: dict[int, int] = {}
@@ -33,6 +35,11 @@ class Roster:
     def members(self) -> tuple[int, ...]:
         """The ranks of the newest view, by seniority."""
         return tuple(map(int, self.view.members))
+
+    def enter(self, view: View) -> None:
+        """Takes a view for the newest."""
+        self.view = view
+        self.known.update(view.members)
 
     def at(self, step: int) -> Change:
         """Returns the change that is in force at a step."""
