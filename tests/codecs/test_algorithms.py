@@ -175,7 +175,9 @@ def test_levels_take_the_bits_they_need(levels: int, bits: int) -> None:
 
 @pytest.mark.parametrize("codec", [QSGD(), QSGD(levels=7)])
 def test_four_bits_are_the_default_and_hold_seven_levels(codec: QSGD) -> None:
-    (decoded, payload), (wanted, other) = (there_and_back(each, normal(800)) for each in (codec, QSGD(bits=4)))
+    (decoded, payload), (wanted, other) = (
+        there_and_back(each, normal(800)) for each in (codec, QSGD(bits=4))
+    )
     assert same_bits(decoded, wanted)
     assert payload.nbytes == other.nbytes
 

@@ -12,7 +12,9 @@ from farflung.sim import VirtualWorld
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_the_spread_is_the_largest_distance_from_the_mean_by_the_norm(scale: float) -> None:
     """Of parameters of one element each, whose sums are themselves; who does not take part counts nothing."""
-    values = torch.tensor([[3.0, 4.0, 0.0], [3.0, 4.0, 1.0], [3.0, 5.0, 1.0], [90.0, 90.0, 90.0]]).double() * scale
+    values = (
+        torch.tensor([[3.0, 4.0, 0.0], [3.0, 4.0, 1.0], [3.0, 5.0, 1.0], [90.0, 90.0, 90.0]]).double() * scale
+    )
     compared, world = values[:3], VirtualWorld(4)
     found = world.run(
         [
@@ -31,7 +33,8 @@ def test_replicas_that_are_equal_are_not_apart_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "count"), [((1001,), 5), ((40, 24), 4), ((3, 400), 6), ((), 1), ((0,), 1), ((250,), 1), ((2, 2, 125), 2)]
+    ("shape", "count"),
+    [((1001,), 5), ((40, 24), 4), ((3, 400), 6), ((), 1), ((0,), 1), ((250,), 1), ((2, 2, 125), 2)],
 )
 def test_tensors_are_cut_into_as_few_pieces_as_their_rows_allow(shape: tuple[int, ...], count: int) -> None:
     tensor = torch.randn(shape)

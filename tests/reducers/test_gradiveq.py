@@ -441,7 +441,9 @@ def test_most_must_see_the_loss_grow_to_end_a_window() -> None:
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_window_ends_by_a_majority_or_after_its_steps(size: int) -> None:
     state = {**window.begun(0, Layout.of(SPEC, 48)), "phase": "compress", "count": 1}
-    ends = [window.compressed(state, votes, steps=3, size=size)["phase"] == "sample" for votes in range(size + 1)]
+    ends = [
+        window.compressed(state, votes, steps=3, size=size)["phase"] == "sample" for votes in range(size + 1)
+    ]
     assert ends == [votes > size / 2 for votes in range(size + 1)]
     second = window.compressed(state, 0, steps=3, size=size)
     assert (second["phase"], second["count"]) == ("compress", 2)

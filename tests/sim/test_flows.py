@@ -255,7 +255,7 @@ def test_jitter_is_drawn_per_message_and_keeps_the_order() -> None:
 
 
 def test_a_lost_packet_holds_up_the_end_of_its_message() -> None:
-    """A message of one packet, with nothing behind it, comes again after two round trips, and one for each further loss."""
+    """A single packet, with nothing behind it, comes again after two round trips, and one for each further loss."""
     loss, count = 0.19, 60
     network = replace(NetworkProfile.uniform(Link(0.5, loss=loss)), congestion="bbr")
     found = arrivals(network, 2, [(0, 1, 100.0 * k, 1000, 0) for k in range(count)], seed=5)
