@@ -41,6 +41,7 @@ POOLED = (
     "tests/integrations/",
     "tests/models/",
     "tests/test_attach.py",
+    "tests/test_attach_start.py",
     "tests/test_ddp.py",
     "tests/test_importance.py",
     "tests/test_own_loops.py",

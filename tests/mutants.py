@@ -151,6 +151,8 @@ def _statements(node: ast.stmt) -> Iterator[str]:
     match node:
         case ast.Expr(value=ast.Call() as call) if not LOGGING.match(ast.unparse(call.func)):
             yield "pass"
+        case ast.Delete(targets=targets) if all(isinstance(target, ast.Name) for target in targets):
+            return  # of arguments that are not used
         case ast.Expr(value=ast.Await()) | ast.Raise() | ast.Break() | ast.Continue() | ast.Delete():
             yield "pass"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):

@@ -23,6 +23,8 @@ def step(x: int, *, whole: bool = True) -> float:
         raise ValueError(f"ä {x + 1} " + "x")
     _log.info("%d", x + 1)
     x -= 2
+    del whole, found[x]
+    del LEAST
     return x * 2.5
 '''
 CHANGES = [
@@ -35,6 +37,7 @@ CHANGES = [
     "2 -> (2 + 1)",
     "x -= 2 -> pass",
     "x -= 2 -> x += 2",
+    "del whole, found[x] -> pass",
     "2.5 -> (2.5 + 1)",
     "x * 2.5 -> (x / 2.5)",
 ]
