@@ -6,14 +6,14 @@ import pytest
 import torch.distributed as dist
 
 from tests import attach_jobs
-from tests.pool import Pool
+from tests.pool import Pool, digest
 
 
 def trains(rank: int, size: int, store: dist.Store, *, how: str, apart: bool) -> str:
     """What a rank ends with, from parameters of its own or those that rank 0 makes."""
     with attach_jobs.attached(rank, size, store, how=how, at=rank if apart else 0) as handle:
         attach_jobs.plain(handle._model, handle._optimizer, handle.no_sync, rank)
-    return attach_jobs.digest(dict(handle._model.state_dict()))
+    return digest(dict(handle._model.state_dict()))
 
 
 @pytest.mark.parametrize("how", ["local_sgd(2)", "diloco(sync_every=2)", "delayed(2, pull='swap')"])
