@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.sampling.importance import (
+    Renewal,
     importance_weights,
     included,
     quantiles,
@@ -225,3 +226,10 @@ def test_the_variance_ratio_of_drawn_samples_estimates_that_of_all(seed: int) ->
     weights = 0.2 / expected[rows]
     found = variance_ratio(scores[rows], smoothed(scores[rows], 0.02, weights), weights)
     assert found == pytest.approx(variance_ratio(scores, smoothed(scores, 0.02)), rel=0.25)
+
+
+@pytest.mark.parametrize("count", [7, 8])
+def test_eight_scores_are_enough_to_tell_how_ranks_have_moved(count: int) -> None:
+    renewal, scores = Renewal(), torch.arange(float(count))
+    renewal.add(scores, scores, torch.full((count,), 3), step=5)
+    assert renewal.told(5)["score_age"] == (None if count < 8 else 3.0)
