@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,15 +287,15 @@ def test_any_number_of_replicas_goes_on_where_that_is_wanted(tmp_path: Path) -> 
         own: State = {
             "random": rank,
             "sent": {"gradients": [rank]},
-            "exchanges": {"slots": {"0": rank}, "said": {}},
+            "exchanges": {"reducer": {"0": rank}, "absent": {}},
         }
         Checkpoints(tmp_path, 0, 5, leader=False).among(rank, 2).save(3, {"step": 3}, own)
     read = [Checkpoints(tmp_path, rank, 3, leader=False, any_size=True) for rank in range(3)]
     assert [one.newest() for one in read] == [3, 3, 3]
     (_, first), (_, second), (_, third) = (one.load(3) for one in read)
     assert (first["random"], second["random"], "random" in third) == (0, 1, False)
-    assert second["exchanges"]["slots"] == {"0": 1}
-    assert third["exchanges"] == {"slots": {}, "said": {}}
+    assert second["exchanges"]["reducer"] == {"0": 1}
+    assert third["exchanges"] == {"reducer": {}, "absent": {}}
     assert first["sent"] == third["sent"] == {}
 
 
@@ -503,3 +504,20 @@ def test_a_checkpoint_whose_codec_keeps_something_else_is_refused(schedule: str,
         CheckpointError, match=r"the reducer's state in the checkpoint lacks .*components: use"
     ):
         resumed[0].resume(4)
+
+
+def test_a_folder_that_another_machine_prunes_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 0, 1, leader=True)
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, {"step": step})
+    glob = Path.glob
+
+    def pruned(self: Path, pattern: str) -> list[Path]:
+        found = sorted(glob(self, pattern))
+        shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", pruned)
+    assert checkpoints.complete() == [2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -129,14 +130,12 @@ class Checkpoints:
         steps = []
         for folder in self.folder.glob("step-*"):
             match = re.fullmatch(r"step-(\d+)", folder.name)
-            ranks = {int(m[1]): int(m[2]) for f in folder.iterdir() if (m := _RANK_FILE.fullmatch(f.name))}
+            files: set[str] = set()
+            with suppress(FileNotFoundError):  # another machine may prune it at this moment
+                files = {file.name for file in folder.iterdir()}
+            ranks = {int(m[1]): int(m[2]) for file in files if (m := _RANK_FILE.fullmatch(file))}
             sizes = set(ranks.values())
-            if (
-                match
-                and (folder / "shared.safetensors").exists()
-                and len(sizes) == 1
-                and len(ranks) == sizes.pop()
-            ):
+            if match and "shared.safetensors" in files and len(sizes) == 1 and len(ranks) == sizes.pop():
                 steps.append(int(match[1]))
         return sorted(steps)
 
@@ -175,7 +174,7 @@ class Checkpoints:
             own["sent"] = {}
         if own_file is None:
             del own["random"]
-            own["exchanges"] = {**own["exchanges"], "slots": {}}
+            own["exchanges"] = {**own["exchanges"], "reducer": {}}
         return own
 
     def _own_name(self) -> str:
