@@ -12,7 +12,7 @@ setup: ## make .venv and install farflung in it; the others do this first
 demo: setup ## train a small model with four workers on this machine
 	@scripts/demo $(ARGS)
 
-test: setup ## run the tests, about 13 minutes on two cores
+test: setup ## run the tests, about 7 minutes on two cores
 	@scripts/test $(ARGS)
 
 test-all: setup ## run the thorough tests, which make test leaves out
