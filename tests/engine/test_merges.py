@@ -67,12 +67,7 @@ class Slow(Merge):
 
     @override
     def apply(
-        self,
-        bucket: MergeBucket,
-        state: MergeState,
-        saved: State,
-        mean: Tensor | None,
-        delay: int,
+        self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         anchor = anchor_of(state)
         since = anchor - bucket.weights() - saved["own"]

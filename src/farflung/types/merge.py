@@ -117,12 +117,7 @@ class Merge:
         raise NotImplementedError
 
     def apply(
-        self,
-        bucket: MergeBucket,
-        state: MergeState,
-        saved: State,
-        mean: Tensor | None,
-        delay: int,
+        self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         """Applies the mean to a bucket, or takes the rank's own contribution back if ``mean`` is ``None``."""
         raise NotImplementedError

@@ -61,12 +61,7 @@ class Outer(Merge):
 
     @override
     def apply(
-        self,
-        bucket: MergeBucket,
-        state: MergeState,
-        saved: State,
-        mean: Tensor | None,
-        delay: int,
+        self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         anchor, since = anchor_of(state), None
         recent = state.has_updates and (self.keep or not delay)

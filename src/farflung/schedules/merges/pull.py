@@ -77,12 +77,7 @@ class Pull(Merge):
 
     @override
     def apply(
-        self,
-        bucket: MergeBucket,
-        state: MergeState,
-        saved: State,
-        mean: Tensor | None,
-        delay: int,
+        self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         recent = _recent(bucket, state)
         if mean is None:

@@ -40,12 +40,7 @@ class Replace(Merge):
 
     @override
     def apply(
-        self,
-        bucket: MergeBucket,
-        state: MergeState,
-        saved: State,
-        mean: Tensor | None,
-        delay: int,
+        self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         if mean is None:
             return

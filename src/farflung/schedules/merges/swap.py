@@ -36,12 +36,7 @@ class Swap(Merge):
 
     @override
     def apply(
-        self,
-        bucket: MergeBucket,
-        state: MergeState,
-        saved: State,
-        mean: Tensor | None,
-        delay: int,
+        self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         recent = _recent(bucket, state, saved) if state.has_updates else None
         if mean is not None:
