@@ -45,9 +45,9 @@ def test_a_delay_hides_what_it_is_as_long_as(latency: float, busy: float, delay:
 
 def timed(schedule: str, latency: float, bandwidth: float = math.inf) -> float:
     """Seconds of each step of two replicas that compute for 0.1 s, over a multiple of every cycle here."""
-    run = Run(schedule, 2, {"collective": "direct"}, LinkModel(latency, bandwidth), 0.1 / 12).steps(120)
+    run = Run(schedule, 2, {"collective": "direct"}, LinkModel(latency, bandwidth), 0.1 / 12).steps(180)
     ends = [float(event["t"]) for event in run.step_events()]  # type: ignore[arg-type]
-    return (ends[-1] - ends[-61]) / 60
+    return (ends[-1] - ends[-121]) / 120
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

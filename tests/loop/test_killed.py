@@ -16,16 +16,15 @@ from unittest import mock
 import pytest
 from safetensors.torch import save_file
 
-from farflung import files
+from farflung import files, state_trees
 from farflung.errors import CheckpointError
-from farflung.loop import checkpoint
 from tests.forks import Fork
 from tests.helpers import same_tree
 from tests.schedules.runs import Run
 
 BETWEEN, WITHIN, STEPS = 40, 10, 4
 """Kills between two lines and within the write of a file, and the steps of a run."""
-WRITERS = {checkpoint.__file__, files.__file__, shutil.__file__}
+WRITERS = {state_trees.__file__, files.__file__, shutil.__file__}
 
 
 def make(folder: Path) -> Run:
@@ -55,7 +54,7 @@ def runs(folder: Path, line: Callable[[], object], written: Callable[[Path], obj
         return trace
 
     run = make(folder)
-    with mock.patch.object(checkpoint, "save_file", saved):
+    with mock.patch.object(state_trees, "save_file", saved):
         before = sys.gettrace()
         sys.settrace(trace)
         try:
