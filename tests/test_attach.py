@@ -265,7 +265,7 @@ def test_a_state_comes_to_the_device_of_the_model(how: str, monkeypatch: pytest.
 
 
 def devices_in(state: State) -> set[str]:
-    """Those of its tensors, riders apart, which stay on the host."""
+    """Those of its tensors, metadata apart, which stay on the host."""
     found: set[str] = set()
     for name, leaf in state.items():
         if isinstance(leaf, dict):

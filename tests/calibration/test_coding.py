@@ -64,7 +64,7 @@ class Slow(Reducer):
         self.clock.now += 1e6  # what is not computed by the channel does not count
         channel.compute(CodingCost("encode", "slow(speed=2)", numel), pass_by)
         channel.compute(CodingCost("add", "", numel // 2), pass_by)
-        return Reduced(own.tensor, 1.0, own.rider)
+        return Reduced(own.tensor, 1.0, own.metadata)
 
 
 def test_what_is_computed_is_timed_by_what_it_is_charged_as() -> None:

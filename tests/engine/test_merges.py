@@ -326,8 +326,8 @@ class Learning(Reducer):
         def together(states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
             return {n: CodecState({"steps": [*s.shared["steps"], step]}, {}) for n, s in states.items()}
 
-        total, rider = await channel.collective("direct")(channel, own.tensor, own.rider)
-        return Reduced(total / channel.size, channel.size, rider, None, together)
+        total, metadata = await channel.collective("direct")(channel, own.tensor, own.metadata)
+        return Reduced(total / channel.size, channel.size, metadata, None, together)
 
 
 def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

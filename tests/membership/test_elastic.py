@@ -754,8 +754,8 @@ def test_one_that_cannot_leave_by_a_view_has_not_left() -> None:
 
 
 def test_a_result_that_is_given_teaches_what_all_share() -> None:
-    q, rider = {"8x8": torch.ones(1, 8, 1)}, torch.zeros(3, dtype=torch.float64)
-    given = _unpacked(_packed(Reduced(torch.ones(4), 2.0, rider, taught={"q": q})))
+    q, metadata = {"8x8": torch.ones(1, 8, 1)}, torch.zeros(3, dtype=torch.float64)
+    given = _unpacked(_packed(Reduced(torch.ones(4), 2.0, metadata, taught={"q": q})))
     assert given.learn is not None
     learned = given.learn(CodecState({"q": {}, "seed": 5}, {"residual": {"8x8": q["8x8"]}}))
     assert torch.equal(learned.shared["q"]["8x8"], q["8x8"])

@@ -26,7 +26,7 @@ LINK = LinkModel(latency_s=0.05, bandwidth_bps=1e6)
 
 NO_RIDER = torch.zeros(0, dtype=torch.float64)
 SIDE = 8
-"""Bytes of what rides beside the tensor when there is no rider."""
+"""Bytes of what rides beside the tensor when there is no metadata."""
 
 
 def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
@@ -60,9 +60,9 @@ class Replica:
         flying: list[tuple[Pending[Reduced], ExchangeChannel]] = []
         for step in steps:
             weight = WEIGHTS[self.rank] if self.weighted else 1.0
-            rider = torch.tensor([self.rank, 0.1 * step], dtype=torch.float64)
+            metadata = torch.tensor([self.rank, 0.1 * step], dtype=torch.float64)
             channel = ExchangeChannel(self.runtime.comm, self.first + step, 0)
-            own = Contribution(self.make(self.rank, step), weight, rider)
+            own = Contribution(self.make(self.rank, step), weight, metadata)
             flying.append(
                 (self.runtime.launch(self.reducer.reduce(channel, self.slot, own, step=step)), channel)
             )
@@ -75,7 +75,7 @@ class Replica:
     async def _merge(self, pending: Pending[Reduced], channel: ExchangeChannel) -> None:
         reduced = await pending
         await self.runtime.launch(self._learn(reduced))  # behind the exchanges launched before
-        self.results.append(Reduced(reduced.mean.clone(), reduced.weight, reduced.rider))
+        self.results.append(Reduced(reduced.mean.clone(), reduced.weight, reduced.metadata))
         self.nbytes.append(channel.sent_nbytes)
 
     async def _learn(self, reduced: Reduced) -> None:
@@ -118,7 +118,7 @@ def assert_alike(replicas: list[Replica]) -> None:
     for other in replicas[1:]:
         for one, two in zip(first.results, other.results, strict=True):
             assert same_bits(one.mean, two.mean)
-            assert same_bits(one.rider, two.rider)
+            assert same_bits(one.metadata, two.metadata)
             assert one.weight == two.weight
         assert same_tree(first.slot.state.shared, other.slot.state.shared)
 

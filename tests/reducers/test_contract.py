@@ -135,7 +135,7 @@ def test_all_ranks_end_with_the_same_bits(name: str) -> None:
         assert all(result.mean.isfinite().all() for result in replicas[0].results)
         for replica in replicas:
             assert replica.results[2].weight == sum(WEIGHTS[:size])
-            assert replica.results[2].rider[0] == sum(range(size))
+            assert replica.results[2].metadata[0] == sum(range(size))
             assert replica.results[2].mean.shape == (NUMEL,)
             assert size > 1 or replica.nbytes == [0, 0, 0]
 

@@ -226,7 +226,7 @@ def test_buckets_of_any_size_in_both_worlds(pool: Pool, schedule: str) -> None:
         parameters[bucket_nbytes] = [end["parameters"] for end in real]
         sent.add(real[0]["bytes"])
     assert parameters[1] == parameters[2000] == parameters[25 << 20]
-    assert len(sent) == 3, "each exchange has a rider, so the size of buckets shows"
+    assert len(sent) == 3, "each exchange has metadata, so the size of buckets shows"
 
 
 def test_equals_ddp_within_rounding_at_four_ranks(pool: Pool) -> None:

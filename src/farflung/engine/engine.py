@@ -442,7 +442,7 @@ class Engine:
             self.sent_nbytes += flight.channel.sent_nbytes
             self.times.record_exchange(flight)
             await self._update_reducer(flight, reduced)
-            metadata = self._metadata.layout.unpack(reduced.rider)
+            metadata = self._metadata.layout.unpack(reduced.metadata)
             if metadata.num_nonfinite and self._on_nonfinite == "stop":
                 what = "gradient" if self._checks_gradients else "loss"
                 raise NonFinite(flight.step, metadata.nonfinite_ranks, metadata.num_nonfinite, what)

@@ -216,22 +216,22 @@ def _zeros(tree: Any) -> Any:
 
 def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
     """Returns a result as tensors, for a member that lacks it; its own residual of the exchange is lost to it."""
-    result = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.rider
+    result = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.metadata
     if not reduced.taught:
         return result
     return *result, pack_tree(reduced.taught)
 
 
 def _unpacked(tensors: tuple[Tensor, ...]) -> Reduced:
-    mean, weight, rider, *taught = tensors
+    mean, weight, metadata, *taught = tensors
     if not taught:
-        return Reduced(mean, float(weight), rider)
+        return Reduced(mean, float(weight), metadata)
     shared = unpack_tree(taught[0])
 
     def learn(now: CodecState) -> CodecState:
         return CodecState({**now.shared, **shared}, now.local)
 
-    return Reduced(mean, float(weight), rider, learn, taught=shared)
+    return Reduced(mean, float(weight), metadata, learn, taught=shared)
 
 
 _RESULT: Values[Reduced] = Values(_packed, _unpacked)

@@ -193,10 +193,10 @@ class AdaptiveTopK(Reducer):
             summed = exchange.sum_dense(tensor)
         slot.state = with_nested_state(slot.state, "codec", inner)
         result = reduced(channel, *await summed, own.tensor.dtype)
-        rider, sums = result.rider.split([len(own.rider), len(norms)])
+        metadata, sums = result.metadata.split([len(own.metadata), len(norms)])
         return replace(
             result,
-            rider=rider,
+            metadata=metadata,
             learn=partial(self._learn, compressed=shared["compress"], sums=sums.tolist()),
             learn_together=self._decide_together if self.decide == "last" else None,
         )

@@ -51,8 +51,8 @@ def numerator(channel: Channel, own: Contribution) -> Tensor:
 
 
 def side_of(own: Contribution) -> Tensor:
-    """What is summed beside the tensor: the weight, then the rider."""
-    return torch.cat((torch.tensor([own.weight], dtype=torch.float64), own.rider))
+    """What is summed beside the tensor: the weight, then the metadata."""
+    return torch.cat((torch.tensor([own.weight], dtype=torch.float64), own.metadata))
 
 
 def divisor(side: Tensor) -> float:

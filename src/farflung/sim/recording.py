@@ -80,7 +80,7 @@ class TrafficRecorder(JsonLinesFile):
                     "number": number,
                     "journeys": [ended[rank] for rank in range(self._size)],
                     "weight": result.weight,
-                    "rider": result.rider.tolist(),
+                    "metadata": result.metadata.tolist(),
                     "learns": result.learn is not None,
                 }
             )

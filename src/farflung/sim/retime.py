@@ -147,13 +147,13 @@ class _Mover(Reducer):
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
         for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
             await _again(op, channel)
-        rider = torch.tensor(exchanged.rider, dtype=torch.float64)
+        metadata = torch.tensor(exchanged.metadata, dtype=torch.float64)
         learning = self._traffic.learning(step, number)
         together = self._traffic.learning(step, number, together=True)
         return Reduced(
             own.tensor,
             exchanged.weight,
-            rider,
+            metadata,
             partial(_relearned, channel, learning) if exchanged.learns else None,
             partial(_relearned, channel, together) if together else None,
         )

@@ -32,13 +32,13 @@ class Exchanged:
     Args:
       journeys: what each rank did, by the number of its journey.
       weight: the sum of the weights.
-      rider: the sum of the riders.
+      metadata: of all ranks, summed.
       learns: whether the reducer's state changed when the result was merged.
     """
 
     journeys: tuple[int, ...]
     weight: float
-    rider: tuple[float, ...]
+    metadata: tuple[float, ...]
     learns: bool
 
 
@@ -90,7 +90,7 @@ class Traffic:
             self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = Exchanged(
                 tuple(cast("list[int]", row["journeys"])),
                 cast(float, row["weight"]),
-                tuple(cast("list[float]", row["rider"])),
+                tuple(cast("list[float]", row["metadata"])),
                 cast(bool, row["learns"]),
             )
 

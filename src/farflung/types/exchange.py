@@ -95,12 +95,12 @@ class Contribution:
     Args:
       tensor: flat; given away: the reducer may write in it, and return it as the mean.
       weight: this replica's weight in the mean; 1 for a full batch.
-      rider: float64 vector summed over the replicas beside the tensor, in rank order: losses, votes, flags.
+      metadata: float64 vector summed over the ranks beside the tensor, in rank order: losses, flags, numbers.
     """
 
     tensor: Tensor
     weight: float
-    rider: Tensor
+    metadata: Tensor
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class Reduced:
     Args:
       mean: the weighted mean; may share memory with what was contributed.
       weight: the sum of the weights.
-      rider: the sum of the riders.
+      metadata: of all ranks, summed.
       learn: what the state becomes when the result is merged; ``None`` where it stays.
       learn_together: what the states of all parts, by number, become once the last exchange of its step is merged and
         each has learned for itself; ``None`` where they stay. For what is decided from the whole gradient.
@@ -126,7 +126,7 @@ class Reduced:
 
     mean: Tensor
     weight: float
-    rider: Tensor
+    metadata: Tensor
     learn: Callable[[CodecState], CodecState] | None = None
     learn_together: Callable[[Mapping[int, CodecState]], Mapping[int, CodecState]] | None = None
     taught: State = field(default_factory=dict)

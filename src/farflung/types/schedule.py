@@ -69,7 +69,7 @@ class SharedStats:
     """Weighted mean over all replicas."""
     weight: float
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Over all replicas, what parts of theirs have added to the rider, by name."""
+    """Sums over all ranks of the numbers that extensions add to the metadata, by name."""
     elapsed_s: float | None = None
     """What the run has taken so far on the decider's clock, where a schedule asked for it."""
     step_s: float | None = None

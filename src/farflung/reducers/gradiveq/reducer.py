@@ -250,7 +250,7 @@ class GradiVeQ(Reducer):
             mean = mean_of(channel, total, side)
             if phase == "share":
                 received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
-        weight, rider, sums = side.split([1, len(own.rider), len(numbers)])
+        weight, metadata, sums = side.split([1, len(own.metadata), len(numbers)])
 
         def learn(now: CodecState) -> CodecState:
             """What the exchange teaches as long as its window's phase lasts, and what it has left out."""
@@ -275,7 +275,7 @@ class GradiVeQ(Reducer):
                 shared = self._learned(channel, shared, mean, waited)
             return CodecState(shared, local)
 
-        return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), rider, learn)
+        return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), metadata, learn)
 
     def _learned(self, channel: Channel, now: State, mean: Tensor, waited: int) -> State:
         if not waited and not self._spread:
