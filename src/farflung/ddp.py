@@ -21,6 +21,7 @@ from farflung.comm import COLLECTIVES, Endpoint, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
 from farflung.engine import Engine, GradientBuckets, StepMetadata
 from farflung.engine.buckets import GradientBucket, make_buckets
+from farflung.engine.placement import record_stream
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.options import whole_option
 from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
@@ -204,7 +205,6 @@ class _HookBucket(GradientBucket):
     """DDP's gradients of the pass in progress."""
     places: list[Tensor] = field(default_factory=list)
     """Views of the flat tensor, one for each of them."""
-    is_full: bool = False
 
     @override
     def load_gradient(self, mean: Tensor) -> None:
@@ -341,8 +341,8 @@ class HookState:
             for arrival in self._arrivals:
                 self._enter(arrival)
         for bucket in () if self._buckets is None else self._buckets.own:
-            if not bucket.is_full:
-                self._fill(bucket, sorted(bucket.missing) or range(len(bucket.parameters)))
+            if bucket.missing:
+                self._fill(bucket, sorted(bucket.missing))
 
     def _end(self) -> None:
         """Applies the means of the pass, before DDP waits for them and turns an error into one of its own."""
@@ -458,7 +458,7 @@ class HookState:
     def _begin_round(self) -> None:
         assert self._buckets is not None
         for bucket in self._buckets.own:
-            bucket.missing, bucket.is_full = set(range(len(bucket.parameters))), False
+            bucket.missing = set(range(len(bucket.parameters)))
         self._engine.begin(self.step - 1, StepMetadata(0.0, 1.0))
 
     def _taking_turns(self) -> Iterator[bool]:
@@ -542,7 +542,6 @@ class HookState:
 
     def _fill(self, bucket: _HookBucket, absent: Sequence[int]) -> None:
         """Sends a bucket; absent places are those of parameters that DDP has left out."""
-        bucket.is_full = True
         bucket.missing = set()
         bucket.clear_places(absent)
         self._engine.bucket_ready(bucket.index)
@@ -551,14 +550,11 @@ class HookState:
         """Sends one of DDP's buckets as it is, before there are buckets of the hook's own."""
         values, number, size = arrival.buffer.detach().clone(), len(self._averages), self._runtime.comm.size
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
-        filled = None
-        if values.device.type != "cpu":
-            filled = torch.cuda.current_stream(values.device).record_event()
+        wait_until_filled = record_stream(values.device)
         divides_first = values.dtype == torch.float16  # whose sums may overflow
 
         async def exchange() -> None:
-            if filled is not None:
-                torch.cuda.current_stream(values.device).wait_event(filled)
+            wait_until_filled()
             own = values.mul_(1 / size) if divides_first else values
             total, _ = await channel.collective("direct")(channel, own, _NO_SIDE)
             arrival.buffer.detach().copy_(total if divides_first else total.div_(size))

@@ -83,6 +83,7 @@ class Engine:
             number: Unit.make(number, part, buckets, self.reducer_states[number])
             for number, part in parts.items()
         }
+        self._parts = tuple(parts.values())
         self._unit_of = {id(unit.part): unit for unit in self._units.values()}
         self.unused = UnusedParameters()
         self._metadata = PendingMetadata(self._units.values(), runtime.comm.rank)
@@ -246,7 +247,8 @@ class Engine:
     @property
     def merged_weight(self) -> float:
         """Sum of the weights of the last gradients that were merged at this step; 0 if none were."""
-        return self._plan.outcome.merged_weight
+        stats = self._plan.outcome.stats
+        return stats.weight if stats else 0.0
 
     # --- the model --------------------------------------------------------------------------------------------
 
@@ -347,9 +349,7 @@ class Engine:
     # --- launching --------------------------------------------------------------------------------------------
 
     def _transfers(self, step: int) -> list[Transfer]:
-        return self._schedule.plan(
-            self._schedule_state, tuple(unit.part for unit in self._units.values()), step
-        )
+        return self._schedule.plan(self._schedule_state, self._parts, step)
 
     def _check(self, transfer: Transfer) -> None:
         plans = f"schedule {type(self._schedule).__name__}, step {self._plan.step}: plans"

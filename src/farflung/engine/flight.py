@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
-from farflung.engine.placement import state_on
+from farflung.engine.placement import record_stream, state_on
 from farflung.engine.units import Places, Unit
 from farflung.state_trees import pack_tree, unpack_tree
 from farflung.tasks import Pending, done
@@ -35,7 +35,6 @@ class Flight:
       is_first_of_step: whether it is the first of its step, whose metadata has the numbers of extensions.
       absent: parameters of the unit without a gradient.
       notes: of extensions, JSON by name.
-      is_restarted: whether it was in flight when the run was saved.
     """
 
     unit: Unit
@@ -49,7 +48,6 @@ class Flight:
     is_first_of_step: bool
     absent: Places = ()
     notes: dict[str, Any] = field(default_factory=dict)
-    is_restarted: bool = False
     started: Started[Reduced] = field(init=False)
     began_s: float = field(init=False)
     ended_s: float | None = field(init=False, default=None)
@@ -94,16 +92,13 @@ class Flight:
           ends_step: whether it is the last to start at its step.
         """
         self.began_s = runtime.now()
-        first, device, filled = [tensor], tensor.device, None
-        if device.type == "cuda":  # a loop may have a stream of its own
-            filled = torch.cuda.current_stream(device).record_event()
+        first, wait_until_filled = [tensor], record_stream(tensor.device)
         # The first attempt may write in the tensor; another one needs the same numbers.
         is_saved = all("own" in saved for saved in self.saved.values())
         copy = None if runtime.elastic is None or is_saved else tensor.clone()
 
         def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
-            if filled is not None:
-                torch.cuda.current_stream(device).wait_event(filled)
+            wait_until_filled()
             own = first.pop() if first else self._contribution() if copy is None else copy.clone()
             return self._exchange(reducer, channel, own, state)
 
@@ -175,14 +170,13 @@ class Flight:
             state["is_first_of_step"],
             tuple(state["absent"]),
             dict(state["notes"]),
-            is_restarted=True,
         )
         if state["times"] is not None:
             flight.times = done(Decision("times", flight.step, state["times"]))
         if runtime.elastic is not None and runtime.elastic.joins:
             for saved in flight.saved.values():
                 saved["own"].zero_()
-            flight.weight, flight.absent, flight.notes, flight.is_restarted = 0.0, (), {}, False
+            flight.weight, flight.absent, flight.notes = 0.0, (), {}
             flight.metadata = torch.zeros_like(flight.metadata)
         before = state_on(state["before"], unit.device)
         flight.launch(runtime, reducer, flight._contribution(), CodecState(before["shared"], before["local"]))

@@ -140,11 +140,6 @@ class MergeStates:
                     bucket.load_weights(state.anchor)
                 state.local, state.has_updates = merge.init(state.anchor.clone()).local, False
 
-    def clear_pending(self) -> None:
-        """Forgets all contributions in flight."""
-        for _, _, state in self:
-            state.pending = []
-
     def finish(self) -> None:
         """Completes merges at the end of a run, when nothing is in flight."""
         for merge, bucket, state in self:

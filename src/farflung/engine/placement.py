@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,7 @@ from farflung.comm.staging import moved
 from farflung.errors import ConfigError
 from farflung.types import Batch, State
 
-__all__ = ["HOST", "batch_on", "place", "state_on", "wait_for"]
+__all__ = ["HOST", "batch_on", "place", "record_stream", "state_on", "wait_for"]
 
 HOST = torch.device("cpu")
 """Where everything is unless something else was asked for."""
@@ -68,6 +69,18 @@ def state_on(state: State, device: torch.device) -> State:
         else leaf
         for name, leaf in state.items()
     }
+
+
+def record_stream(device: torch.device) -> Callable[[], None]:
+    """Returns a function by which another thread's stream waits for what is queued on this thread's so far."""
+    if device.type != "cuda":
+        return _wait_for_nothing
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(event)
+
+
+def _wait_for_nothing() -> None:
+    pass
 
 
 def wait_for(device: torch.device) -> None:

@@ -38,11 +38,6 @@ class StepOutcome:
     num_exhausted: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def merged_weight(self) -> float:
-        """Sum of the weights of the last step's gradients; 0 if none has been merged."""
-        return self.stats.weight if self.stats else 0.0
-
 
 class StepPlan:
     """The transfers of one step, in the planned order, which is equal on all ranks.
