@@ -1,8 +1,8 @@
-"""The nouns and the protocols: what the parts of farflung say to each other.
+"""Shared types and protocols: the interfaces between the parts of farflung.
 
-Every protocol has its identity member elsewhere in the package (identity codec, synchronous schedule, uniform
-sampler, in-memory stream, no sharing); together they equal plain data-parallel SGD. Schedules and reducers derive from
-a base with defaults. The other protocols are structural: a member inherits from nothing.
+Every protocol has a neutral implementation elsewhere in the package (identity codec, synchronous schedule, uniform
+sampler, in-memory stream, no sharing). Together these equal plain data-parallel SGD. Schedules and reducers derive from
+a base class with defaults. The other protocols are structural.
 """
 
 from farflung.types.data import (

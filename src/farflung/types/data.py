@@ -1,4 +1,4 @@
-"""Data: samples, workloads, streams, sharing."""
+"""Interfaces of data: samples, workloads, streams and sharing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some samples: ``inputs`` and ``targets`` share their first dimension."""
+    """Batch of samples; ``inputs`` and ``targets`` share their first dimension."""
 
     inputs: Tensor
     targets: Tensor
@@ -42,104 +42,104 @@ class Batch:
 
 
 class Samples(Protocol):
-    """Samples by number: as they are stored, and made ready for a model."""
+    """Samples by number, as stored and as prepared for a model."""
 
     def rows(self, ids: SampleIds) -> Batch:
-        """The samples ``ids`` as stored; what is sent where samples are sent."""
+        """Returns the samples ``ids`` as stored, which is also the form in which samples are sent."""
         ...
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        """Rows, also those of another replica, as the model takes them.
+        """Converts stored rows, of this or another replica, to the model's input.
 
-        With ``train``, augmented by what torch's current random state draws.
+        With ``train``, they are augmented by draws from torch's current random state.
         """
         ...
 
 
 class Dataset(Samples, Protocol):
-    """A fixed number of samples, by index."""
+    """Fixed number of samples, addressed by index."""
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of each sample, shape ``(n,)``, int64, for partitioners; ``None`` where there are no classes."""
+        """Class of each sample, shape ``(n,)``, int64, for partitioners; ``None`` if there are no classes."""
         ...
 
     def __len__(self) -> int: ...
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        """``prepare(rows(ids), train=train)``."""
+        """Returns ``prepare(get_rows(ids), train=train)``."""
         ...
 
 
 class Partition(Protocol):
-    """A way to split a data set among replicas."""
+    """Rule that splits a data set among replicas."""
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        """The ids of each part: every sample in exactly one of them, the same at each call.
+        """Returns the ids of each part; every sample is in exactly one part, and repeated calls give equal results.
 
         Raises:
-          ConfigError: numbers that cannot work.
-          DataError: a split by class of data without classes.
+          ConfigError: the numbers are impossible.
+          DataError: the split needs classes and the data has none.
         """
         ...
 
 
 class Workload(Protocol):
-    """A task to train: model, per-sample loss, metric and data.
+    """Training task: model, per-sample loss, metric and data.
 
-    Where model, loss and data draw from torch's random state alone, an attribute ``draws_from_torch_alone = True``
-    saves the simulation of many replicas the switching of numpy's and Python's.
+    If model, loss and data draw from torch's random state only, set the attribute ``draws_from_torch_alone = True``.
+    The simulation of many replicas then does not switch the random states of numpy and Python.
     """
 
     @property
     def name(self) -> str:
-        """``family/model``."""
+        """Name in the form ``family/model``."""
         ...
 
     @property
     def defaults(self) -> Mapping[str, Json]:
-        """Settings that train it well when none are given: ``batch_size``, ``learning_rate``, ``momentum``,
-        ``weight_decay``, ``steps``.
-        """
+        """Default settings: ``batch_size``, ``learning_rate``, ``momentum``, ``weight_decay``, ``steps``."""
         ...
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A fresh model whose initial weights depend on ``generator`` alone."""
+        """Returns a new model whose initial weights depend on ``generator`` only."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """One loss per sample, shape ``(len(batch),)``; the replica takes the weighted mean."""
+        """Returns one loss per sample, shape ``(len(batch),)``; the replica takes the weighted mean."""
         ...
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        """One score per sample, higher is better, shape ``(len(batch),)``; accuracy is its mean.
+        """Returns one score per sample, shape ``(len(batch),)``; higher is better.
 
-        What is no mean of samples, such as average precision, comes as a row of numbers per sample, shape
-        ``(len(batch), n)``; a method ``metric_of`` makes the metric of their sums over the test set, shape ``(n,)``.
+        A metric that is no mean over samples, such as average precision, returns a row of numbers per sample, shape
+        ``(len(batch), n)``. A method ``metric_of`` then computes the metric from their sums over the test set, shape
+        ``(n,)``.
         """
         ...
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """The training and the test set.
+        """Returns the training and the test set.
 
         Raises:
-          DataError: absent, truncated or altered files, with the command that would fetch them.
+          DataError: files are missing, truncated or altered; the message has the command that fetches them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What one replica gives its stream to deliver from.
+    """Training data and settings from which one replica's stream delivers.
 
     Args:
-      data: the training samples that the replica draws from.
-      rank: this replica.
-      size: number of replicas.
-      shared: whether all replicas draw from ``data``; otherwise it is this one's share.
-      batch_size: of the run, per replica.
-      seed: of the run.
-      decide: :meth:`farflung.types.Runtime.decide_own`; whatever a stream chooses by time or arrival goes through it.
+      data: Training samples that the replica draws from.
+      rank: Rank of this replica.
+      size: Number of replicas.
+      is_shared: True if all replicas draw from ``data``; False if it is this replica's share.
+      batch_size: Batch size of the run, per replica.
+      seed: Seed of the run.
+      decide: :meth:`farflung.types.Runtime.decide_locally`; every choice of a stream by time or arrival goes through
+        it.
     """
 
     data: Dataset
@@ -153,15 +153,15 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What a stream holds, and what a step is to train on.
+    """Contents of a stream, and the samples that the next step trains on.
 
     Args:
-      ids: all that has arrived and has not been taken out, oldest first.
-      ready: ``None``: train now. Otherwise poll again at this time on the runtime's clock, in seconds, or when this is
-        done, which another thread may see to; an error in it ends the run.
-      count: how many of the oldest the step is made of; ``None``: as many as the run's batch.
-      weight: of the step in the mean; ``None``: its samples by those of the run's batch.
-      told: what telemetry says of the stream at this step, for example ``held``: the number of ``ids`` if not told.
+      ids: All samples that have arrived and are not committed, oldest first.
+      next_poll: Next time to poll in seconds on the runtime's clock, or a pending that another thread may complete.
+        ``None`` if the step can be trained now. An error of the pending ends the run.
+      count: Number of the oldest samples that make up the step; ``None`` for the run's batch size.
+      weight: Weight of the step in the mean; ``None`` for its number of samples over the run's batch size.
+      telemetry: Telemetry of the stream at this step, for example ``held``, which defaults to the number of ``ids``.
     """
 
     ids: SampleIds
@@ -172,59 +172,59 @@ class Arrivals:
 
 
 class Stream(ABC):
-    """Where a replica's samples come from, at what rate, and what becomes of those not yet used.
+    """Source of a replica's samples, with their rate and the policy for unused ones.
 
-    A sample is held from its arrival until :meth:`commit` takes it out, however often it is shown meanwhile. A replica
-    keeps a step's samples until their gradient is given and commits them then, so that neither a step that is broken
-    off nor a resumed run loses any.
+    A sample is held from its arrival until :meth:`commit` removes it, even if it has been polled several times. A
+    replica commits a step's samples once it has contributed their gradient. An interrupted step or a resumed run thus
+    loses none.
 
-    Waiting for samples counts against no deadline of the run. A stream whose source may fall silent for good has a
-    deadline of its own, and lets :attr:`Arrivals.ready` fail with an error that names the source.
+    Waiting for samples counts against no deadline of the run. A stream whose source may fall silent has a deadline of
+    its own, and fails :attr:`Arrivals.next_poll` with an error that names the source.
     """
 
     everything: bool = False
-    """Whether all of the data set is there at any time, so that a sampler may pick anything in it."""
+    """True if the whole data set is available at any time, so that a sampler may pick any sample."""
     is_live: bool = False
-    """Whether a source outside sends samples in real time, so that virtual time cannot model the stream."""
+    """True if an external source sends samples in real time, so that virtual time cannot model the stream."""
 
     @abstractmethod
     def open(self, feed: Feed) -> Samples:
-        """Begins to deliver; what the ids of :meth:`poll` stand for.
+        """Starts delivery and returns the samples that the ids of :meth:`poll` refer to.
 
         Raises:
-          ConfigError: settings that do not go with the run.
+          ConfigError: the settings do not fit the run.
         """
 
     @abstractmethod
     def poll(self, now: float, step: int) -> Arrivals:
-        """All that is held, and whether ``step`` can be trained; never blocks, and takes nothing out."""
+        """Returns all held samples and tells if ``step`` can be trained; never blocks and removes nothing."""
 
     def commit(self, ids: SampleIds, *, step: int) -> None:  # noqa: B027
-        """Takes out what a step has used, whose gradient is given."""
+        """Removes the samples of a step whose gradient has been contributed."""
 
     def state_dict(self) -> State:
-        """The position to resume from, with all that is held."""
+        """Returns the position to resume from, with all held samples."""
         return {}
 
     def seek(self, state: State) -> None:  # noqa: B027
-        """Goes back to a position from :meth:`state_dict`; after :meth:`open`."""
+        """Restores a position from :meth:`state_dict`; called after :meth:`start`."""
 
     def close(self) -> None:  # noqa: B027
-        """Delivers no more; ends threads and connections. Also without :meth:`open`, and more than once."""
+        """Stops delivery, threads and connections; may be called without :meth:`start`, and twice."""
 
     def report_metadata(self) -> Mapping[str, float]:
-        """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
+        """Returns numbers of the step by constant names, to be summed in :attr:`SharedStats.sums`."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Samples that change owner.
+    """Samples that move to another replica.
 
     Args:
-      ids: of each in the whole training set.
-      rows: as stored.
-      scores: what the sampler that had them knows of each, float32; ``None`` where it knows nothing.
+      ids: Index of each sample in the whole training set.
+      rows: Samples as stored.
+      scores: Importance score of each by the previous owner's sampler, float32; ``None`` if it keeps no scores.
     """
 
     ids: SampleIds
@@ -236,33 +236,33 @@ class Moved:
 
 
 class Gate(Protocol):
-    """When samples that change owner may set out: while a step waits for none of this replica's exchanges."""
+    """Gate for samples that change owner: open while no step waits for this replica's exchanges."""
 
     def now(self) -> float:
-        """Seconds on the run's clock."""
+        """Returns the seconds on the run's clock."""
         ...
 
     async def opened(self, rest_s: float = 0.0) -> float:
-        """Waits until it is open.
+        """Waits until the gate is open.
 
         Args:
-          rest_s: seconds to leave the link alone before, if exchanges are under way that no step waits for yet.
+          idle_s: Seconds to leave the link idle first, if exchanges are in flight that no step waits for yet.
 
         Returns:
-          When that is.
+          Time at which it is open.
         """
         ...
 
 
 class Sharing:
-    """Samples that other replicas get: lent for one step, or moved for good. This one does neither.
+    """Policy for sending samples to other replicas, for one step or permanently; this base class sends none.
 
-    To lend, override :meth:`due` and :meth:`exchange`. A sharing that moves samples for good derives from
+    To lend samples, override :meth:`is_due` and :meth:`exchange`. A sharing that moves samples permanently derives from
     :class:`farflung.data.MovingSharing`.
     """
 
     data_leaves_device: bool = False
-    """Whether samples are sent to other replicas."""
+    """True if samples are sent to other replicas."""
 
     def due(self, step: int) -> bool:
         """Returns True if samples are lent at ``step``; equal on all replicas."""
@@ -270,7 +270,7 @@ class Sharing:
         return False
 
     def own(self, wanted: int, size: int) -> int:
-        """Returns how many a replica draws itself for a step of ``wanted`` samples, among ``size`` replicas."""
+        """Returns the number of samples that a replica draws itself for a step."""
         del size
         return wanted
 
@@ -278,31 +278,31 @@ class Sharing:
         """Lends samples, before the gradient of ``step`` is computed.
 
         Args:
-          channel: of this round.
-          samples: of this replica.
-          rows: those of the step.
-          step: the step.
+          channel: Channel of this round.
+          samples: Samples of this replica.
+          rows: Rows of the step.
+          step: Number of the step.
 
         Returns:
-          The rows that the step trains on: the first are ``rows``, others may follow.
+          The rows that the step trains on: ``rows`` first, possibly followed by others.
         """
         del channel, samples, step
         return rows
 
     def report_metadata(self) -> Mapping[str, float]:
-        """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
+        """Returns numbers of the step by constant names, to be summed in :attr:`SharedStats.sums`."""
         return {}
 
     moves_samples: bool = False
-    """Whether samples change their owner for good."""
+    """True if samples change their owner permanently."""
     by_importance: bool = False
-    """Whether the sampler chooses, by what it knows of samples; then it has to be one that carries scores."""
+    """True if the sampler chooses by importance scores; it then has to be one that can transfer scores."""
 
     def extensions(self, loop: Any) -> Sequence[Any]:
-        """Returns what the sharing adds to a run; see :meth:`farflung.types.Sampler.extensions`.
+        """Returns the sharing's extensions; see :meth:`farflung.types.Sampler.build_extensions`.
 
         Raises:
-          ConfigError: the run cannot have that.
+          ConfigError: the run does not support the sharing.
         """
         del loop
         return ()

@@ -1,4 +1,4 @@
-"""Codecs and reducers: how a gradient travels."""
+"""Interfaces of codecs and reducers, which exchange gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Seeds(NamedTuple):
-    """Where a part's randomness comes from: ``shared`` is equal on all replicas, ``own`` differs on each."""
+    """Seeds of a part's randomness: ``shared`` is equal on all replicas, ``local`` differs on each."""
 
     shared: int
     own: int
@@ -34,8 +34,8 @@ class Seeds(NamedTuple):
 class CodecState:
     """State passed in and out of a codec or reducer, never kept inside it.
 
-    ``shared`` is equal on all ranks: sent to a joiner, compared by hash. ``local`` stays with its owner
-    (residuals); a joiner starts with what ``init`` gives.
+    ``shared`` is equal on all ranks, sent to joiners and compared by hash. ``local`` stays on its rank, such as
+    residuals; a joiner starts with the ``local`` state of ``init``.
     """
 
     shared: State = field(default_factory=dict)
@@ -43,59 +43,59 @@ class CodecState:
 
 
 class Codec(Protocol):
-    """Gradient to payload and back. Hyperparameters are frozen; state is passed in and out.
+    """Conversion of a gradient to a payload and back. Hyperparameters are frozen, and state is passed in and out.
 
-    ``count`` is how many replicas' tensors are summed in what is encoded or decoded: 1 for one's own gradient.
+    ``count`` is the number of replicas whose tensors are summed in the encoded tensor: 1 for a replica's own gradient.
     """
 
     @property
     def unbiased(self) -> bool:
-        """Whether the expectation of ``decode(encode(g))`` is ``g``."""
+        """Returns True if the expectation of ``decode(encode(g))`` is ``g``."""
         ...
 
     @property
     def stateless(self) -> bool:
-        """Whether :meth:`init` gives an empty state that :meth:`encode` never fills."""
+        """Returns True if :meth:`init` gives an empty state that :meth:`encode` never fills."""
         ...
 
     @property
     def per_hop(self) -> bool:
-        """Whether partial sums may be encoded anew on every hop of a collective: it is stateless, and what one
-        encoding loses is small beside each number it keeps. Top-k is stateless, but not this.
+        """Returns True if partial sums may be encoded again on every hop of a collective. Such a codec is stateless,
+        and its error is small relative to each number. Top-k is stateless but does not qualify.
         """
         ...
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """State for one flat tensor."""
+        """Returns the initial state for one flat tensor."""
         ...
 
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Leaves ``grad`` untouched."""
+        """Encodes ``grad``, which is not modified."""
         ...
 
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """A dense tensor of ``spec``."""
+        """Returns a dense tensor of ``spec``."""
         ...
 
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Learns from what was aggregated, equal on all replicas: the average of the tensors encoded."""
+        """Updates the state from the average of the encoded tensors, which is equal on all replicas."""
         ...
 
     def linear(self, state: CodecState) -> bool:
-        """Whether payloads may be summed part by part before decoding; may depend on the state."""
+        """Returns True if payloads may be summed part by part before decoding; may depend on the state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one replica gives to one exchange.
+    """Input of one replica to one exchange.
 
     Args:
-      tensor: flat; given away: the reducer may write in it, and return it as the mean.
-      weight: this replica's weight in the mean; 1 for a full batch.
-      metadata: float64 vector summed over the ranks beside the tensor, in rank order: losses, flags, numbers.
+      tensor: Flat tensor, given away: the reducer may write in it and return it as the mean.
+      weight: Weight of this replica in the mean; 1 for a full batch.
+      metadata: Float64 vector of losses, flags and other numbers, summed over the ranks in rank order.
     """
 
     tensor: Tensor
@@ -105,23 +105,23 @@ class Contribution:
 
 @dataclass(slots=True)
 class StateSlot:
-    """Holds the state of one bucket's reducer between exchanges."""
+    """Holder of one bucket's reducer state between exchanges."""
 
     state: CodecState
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What an exchange brings.
+    """Result of an exchange.
 
     Args:
-      mean: the weighted mean; may share memory with what was contributed.
-      weight: the sum of the weights.
-      metadata: of all ranks, summed.
-      learn: what the state becomes when the result is merged; ``None`` where it stays.
-      learn_together: what the states of all parts, by number, become once the last exchange of its step is merged and
-        each has learned for itself; ``None`` where they stay. For what is decided from the whole gradient.
-      taught: what :attr:`learn` changes in the shared half of the state, for a replica that was given the result.
+      mean: Weighted mean; may share memory with the contribution.
+      weight: Sum of the weights.
+      metadata: Metadata summed over all ranks.
+      update_state: Function that updates the state when the result is merged; ``None`` if it stays.
+      update_all_states: Function that updates the states of all units, by number, for decisions on the whole gradient. It
+        runs after the last exchange of the step is merged and each state updated; ``None`` if they stay.
+      shared_delta: Changes by :attr:`update_state` in the shared half of the state, for a replica that receives the result.
     """
 
     mean: Tensor
@@ -133,71 +133,72 @@ class Reduced:
 
 
 class Reducer:
-    """One bucket's whole path over the network, possibly several rounds; equal results on all ranks.
+    """Exchange of one bucket over the network, possibly in several rounds; results are equal on all ranks.
 
-    A member derives from it and gives :meth:`init` and :meth:`reduce`. Exchanges of one bucket may overlap, so state
-    changes at two moments that are alike on all ranks: up to the first ``await`` (what encoding leaves behind, such as
-    a residual), and when the result is merged (:attr:`Reduced.learn`).
+    Implementations override :meth:`init` and :meth:`reduce`. Exchanges of one bucket may overlap, so the state changes
+    only at two moments that are equal on all ranks: up to the first ``await`` (effects of encoding, such as a
+    residual), and when the result is merged (:attr:`ReduceResult.update_state`).
     """
 
     __slots__ = ()
     repeatable: ClassVar[bool] = False
-    """Whether an exchange may be made again among fewer replicas, from the state before it."""
+    """True if an exchange may be repeated among fewer replicas from the state before it."""
     teaches: ClassVar[bool] = False
-    """Whether results change the shared half of the state (:attr:`Reduced.taught`). Then only exchanges that are merged
-    before the next ones start may be made again, since the state before them is another on a replica that is ahead."""
+    """True if results change the shared half of the state (:attr:`ReduceResult.shared_delta`). Only exchanges merged
+    before the next ones start may then be repeated, since a replica that is ahead has another state.
+    """
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """State for one flat tensor."""
+        """Returns the initial state for one flat tensor."""
         raise NotImplementedError
 
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """The weighted mean over all replicas of ``channel``."""
+        """Returns the weighted mean over all replicas of ``channel``."""
         raise NotImplementedError
 
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """Returns the bytes of each tensor that the collective sums in a step, but for sums with a codec inside.
+        """Returns the bytes of each tensor that the collective sums in a step, without sums that use a codec.
 
-        The collective ``auto`` is settled by them when a run is made. Tensors of other sizes, as those of a warm-up,
-        are summed in the usual way, to the same bits. A reducer that does not say sums the tensor as it is.
+        They resolve the collective ``auto`` when a run is created. Tensors of other sizes, such as those of a warm-up,
+        are summed by the default collective with bit-identical results. By default, the tensor is summed as it is.
 
         Args:
-          spec: of the tensor that it carries.
-          size: number of replicas.
+          spec: Spec of the exchanged tensor.
+          size: Number of replicas.
         """
         del size
         return (spec.nbytes,)
 
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
-        """Refuses a model or run before it begins.
+        """Validates a model and run before the first step.
 
         Args:
-          specs: of all that the reducer will carry.
-          steps: of the run, where that is known.
+          specs: Specs of all tensors to exchange.
+          steps: Number of steps of the run, if known.
 
         Raises:
-          ConfigError: says why, and what to do instead.
+          ConfigError: the reducer cannot work; the message has an alternative.
         """
 
     def for_run(self, steps: int, warmup: int) -> Reducer:
-        """Return the reducer with what hangs on a run's length settled.
+        """Returns the reducer with options resolved that depend on a run's length.
 
         Args:
-          steps: of the run.
-          warmup: the first of them, in which the learning rate rises.
+          steps: Number of steps of the run.
+          warmup: Number of first steps in which the learning rate rises.
         """
         del steps, warmup
         return self
 
     def exchanges_until(self, times: int) -> int:
-        """After so many exchanges each kind has happened ``times`` times, where replicas agree; without a warm-up."""
+        """Returns the number of exchanges in which each kind occurs ``times`` times, without warm-up."""
         return times
 
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
-        """Figures by name, for the run's summary.
+        """Returns figures by name for the run's summary.
 
         Args:
-          states: the shared halves of the states of all parts that it carries.
+          states: Shared halves of the states of all units that it exchanges.
         """
         del states
         return {}

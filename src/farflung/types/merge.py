@@ -1,4 +1,4 @@
-"""Merges: how the mean of an exchange takes effect in a bucket."""
+"""Interfaces of merges: how a bucket takes the mean of an exchange."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["Averaged", "Merge", "MergeBucket", "MergeState", "OptimizerState", "anchor_of"]
 
 Averaged: TypeAlias = Literal["gradient", "update", "parameters"]
-"""What an exchange averages. Gradients leave as backward fills their buckets and are merged before the optimizer steps;
-updates and parameters leave, and are merged, after it.
+"""Quantity that an exchange averages. Gradients leave as backward fills their buckets and are merged before the
+optimizer steps. Updates and parameters leave and are merged after it.
 """
 OptimizerState: TypeAlias = Literal["kept", "reset", "averaged"]
-"""What becomes of an optimizer's state for parameters that are merged."""
+"""Treatment of an optimizer's state for parameters that are merged."""
 
 
 class MergeBucket(Protocol):
-    """A bucket of the model as a merge sees it: flat gradient, flat parameters, the optimizer that steps on them."""
+    """Bucket as seen by a merge: flat gradient, flat parameters and their optimizer."""
 
     index: int
     gradient: Tensor
@@ -49,12 +49,13 @@ class MergeState:
     """State of a merge for one bucket between exchanges.
 
     Args:
-      anchor: the parameters without contributions in flight, equal on all ranks; ``None`` if the merge needs none.
-      shared: other tensors and numbers that are equal on all ranks, by name.
-      local: tensors and numbers of this rank. A joiner starts with what :meth:`Merge.init` makes of the anchor.
-      is_apart: whether ranks still differ after the last result was applied; equal on all ranks.
-      has_updates: whether the optimizer has stepped since the last contribution; kept by the engine.
-      pending: what was saved of each contribution in flight, oldest first; kept by the engine.
+      anchor: Parameters without contributions in flight, equal on all ranks; ``None`` if the merge needs none.
+      shared: Other tensors and numbers that are equal on all ranks, by name.
+      local: Tensors and numbers of this rank. A joiner starts with those that :meth:`Merge.init` derives from the
+        anchor.
+      has_diverged: True if ranks still differ after the last result was applied; equal on all ranks.
+      has_updates: True if the optimizer has stepped since the last contribution; set by the engine.
+      pending: Saved state of each contribution in flight, oldest first; set by the engine.
     """
 
     anchor: Tensor | None = None
@@ -66,7 +67,7 @@ class MergeState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside what exchanges in flight have saved."""
+        """Number of bytes in the state, without those saved for exchanges in flight."""
         tensors: list[Tensor] = [*self.shared.values(), *self.local.values()]
         if self.anchor is not None:
             tensors.append(self.anchor)
@@ -74,56 +75,56 @@ class MergeState:
 
 
 class Merge:
-    """How a mean takes effect: frozen settings with JSON values, to which state is passed in, as to a codec.
+    """Rule by which a mean takes effect: frozen settings with JSON values, to which state is passed in, as to a codec.
 
-    A merge derives from this and gives :meth:`contribute` and :meth:`apply`. Unlike a codec it changes its state in
-    place: anchors are as large as the model.
+    A merge overrides :meth:`contribute` and :meth:`apply`. Unlike a codec it changes its state in place, since anchors
+    are as large as the model.
     """
 
     __slots__ = ()
     moves: ClassVar[Averaged] = "update"
-    """What its exchanges average."""
+    """Quantity that its exchanges average."""
     evaluates_anchor: ClassVar[bool] = False
-    """Whether the anchor is evaluated and saved while ranks differ, and not the mean of their parameters."""
+    """True if the anchor, not the mean of the parameters, is evaluated and saved while ranks differ."""
     if TYPE_CHECKING:
 
         @property
         def optimizer_state(self) -> OptimizerState:
-            """What becomes of the optimizer's state of a merged bucket."""
+            """Treatment of the optimizer's state of a merged bucket."""
     else:
         optimizer_state = "kept"
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer before the first step.
+        """Validates an optimizer before the first step.
 
         Raises:
-          ConfigError: says what to do instead.
+          ConfigError: the merge does not support it; the message has an alternative.
         """
 
     def init(self, weights: Tensor) -> MergeState:
-        """Returns the state of a bucket with parameters ``weights``, equal on all ranks; takes them over."""
+        """Returns the initial state for ``weights``, which are equal on all ranks and given away."""
         del weights
         return MergeState()
 
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the flat tensor to average, which is given away, and what to save until :meth:`apply`.
+        """Returns the flat tensor to average, which is given away, and the state to save until :meth:`apply`.
 
         Args:
-          bucket: to take it from.
-          state: of the merge for this bucket; changed in place.
-          delay: steps of the optimizer before the mean is applied. Unless it is 0, ``own`` among what is saved equals
-            the tensor: a resumed run repeats the exchange from it.
+          bucket: Bucket to average.
+          state: State of the merge for this bucket; changed in place.
+          delay: Number of optimizer steps before the mean is applied. Unless it is 0, ``own`` in the saved state equals
+            the tensor, from which a resumed run repeats the exchange.
         """
         raise NotImplementedError
 
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        """Applies the mean to a bucket, or takes the rank's own contribution back if ``mean`` is ``None``."""
+        """Applies the mean to a bucket; if ``mean`` is ``None``, reverts the rank's own contribution."""
         raise NotImplementedError
 
     def finish(self, bucket: MergeBucket, state: MergeState) -> None:
-        """Completes what is half done once nothing is in flight at the end of a run."""
+        """Completes a partial merge at the end of a run, when nothing is in flight."""
 
     def last(self) -> Self:
         """Returns the merge for a result that no training step follows."""

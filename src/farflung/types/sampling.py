@@ -1,4 +1,4 @@
-"""Samplers: which samples a replica takes, and which of them it scores in its waits."""
+"""Interface of samplers, which choose the samples to train on and to score during waits."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = [
 ]
 
 ScoredBy: TypeAlias = Literal["loss", "gradient_bound"]
-"""What a sample is judged by: its loss, or the norm of its loss's gradient with respect to the model's output."""
+"""Score of a sample: its loss, or the norm of the loss's gradient with respect to the output."""
 
 
 Statistics: TypeAlias = Literal["batch", "uniform"]
-"""Running statistics follow every batch, or uniform samples alone."""
+"""Samples that update running statistics: every batch, or uniform samples only."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What a sampler may pick from at one step.
+    """Samples that a sampler may pick from at one step.
 
     Args:
-      step: the step.
-      rank: this replica among those that draw from the same samples.
-      size: how many these are.
-      batch_size: how many samples to pick.
-      pool: the number of samples when all of them are at hand, else the ids that are, oldest first.
-      share: samples that the replica holds over the mean of all replicas; 1 where all draw from the same.
+      step: Number of the step.
+      rank: Rank among the replicas that draw from the same samples.
+      size: Number of these replicas.
+      batch_size: Number of samples to pick.
+      pool: Number of samples if all are available, otherwise the available ids, oldest first.
+      share: Samples of the replica over the mean of all replicas; 1 if all draw from the same samples.
     """
 
     step: int
@@ -55,13 +55,13 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A batch.
+    """Batch drawn by a sampler.
 
     Args:
-      ids: which samples.
-      weights: each one's importance weight, floating; ``None`` where all weigh 1.
-      weight: of the step in the mean, in batches; ``None``: by the number of samples.
-      told: what telemetry says of it.
+      ids: Indices of the samples.
+      weights: Importance weight of each sample, floating; ``None`` if all weigh 1.
+      weight: Weight of the step in the mean, in batches; ``None`` for the number of samples.
+      telemetry: Telemetry of the draw.
     """
 
     ids: SampleIds
@@ -71,17 +71,17 @@ class Draw:
 
 
 PASSES = 3
-"""Forward passes that a gradient takes as long as."""
+"""Cost of a gradient in forward passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What a step's wait is spent on, in chunks of samples.
+    """Work for a step's wait, in chunks of samples.
 
     Args:
-      scores: to score.
-      gradients: to compute the gradient of, which is added to that of the next step, weighted by samples.
-      statistics: to update running statistics by, such as a batch norm's.
+      scores: Samples to score.
+      gradients: Samples whose gradient is added to that of the next step, weighted by samples.
+      statistics: Samples that update running statistics, such as a batch norm's.
     """
 
     scores: Sequence[SampleIds] = ()
@@ -91,14 +91,14 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """What a step has left for scoring, by one replica's own clock.
+    """Times of a step that determine how many samples to score, by the replica's own clock.
 
     Args:
-      compute_s: seconds of its forward and backward pass.
-      wait_s: seconds from the end of its backward pass until its exchanges were through; 0 where they were before.
-      scoring_s: seconds of scoring, and of whatever else the wait was spent on.
-      scored: samples; one whose gradient was computed counts as three.
-      overlaps: whether exchanges go on beside computing, so that the wait says nothing about how much may be scored.
+      compute_s: Seconds of the forward and backward pass.
+      wait_s: Seconds from the end of the backward pass until the exchanges completed; 0 if they completed before.
+      scoring_s: Seconds of scoring and other work during the wait.
+      num_scored: Number of scored samples; one whose gradient was computed counts as three.
+      has_overlap: True if exchanges overlap computing, so that the wait does not bound the scoring.
     """
 
     compute_s: float
@@ -109,86 +109,86 @@ class Spare:
 
 
 BALANCED = "sampler balanced (--batch-size auto)"
-"""What messages call a sampler that shares out a step."""
+"""Name of a sampler that balances a step, in messages."""
 
 
 class Sampler(ABC):
-    """Picks a batch and its importance weights; deterministic given state and seed.
+    """Draws a batch and its importance weights; deterministic given state and seed.
 
-    All but :meth:`next` has a default. A sampler with state overrides :meth:`state_dict` and :meth:`load_state_dict`;
-    one that does something in a step besides drawing has :meth:`extensions`.
+    All methods but :meth:`draw` have a default. A sampler with state overrides :meth:`state_dict` and
+    :meth:`load_state_dict`. One that does more in a step than drawing overrides :meth:`build_extensions`.
     """
 
     @abstractmethod
     def next(self, view: PoolView) -> Draw:
-        """The batch of this replica for one step."""
+        """Draws the batch of this replica for one step."""
 
     def state_dict(self) -> State:
-        """Cursor, caches and scores, as of the last :meth:`next`."""
+        """Returns cursor, caches and scores, as of the last :meth:`draw`."""
         return {}
 
     def load_state_dict(self, state: State) -> None:  # noqa: B027
-        """Continues from a state; the number of replicas may differ from when it was saved."""
+        """Restores a state; the number of replicas may differ from when it was saved."""
 
     def report_metadata(self) -> Mapping[str, float]:
-        """Returns numbers of the step under way, always by the same names; summed in :attr:`SharedStats.sums`."""
+        """Returns numbers of the step by constant names, to be summed in :attr:`SharedStats.sums`."""
         return {}
 
     def extensions(self, loop: Any) -> Sequence[Any]:
-        """Returns what the sampler adds to a run.
+        """Returns the extensions that the sampler adds to a run.
 
         Args:
-          loop: :class:`farflung.engine.TrainingLoop`.
+          loop: :class:`farflung.engine.TrainingLoop` of the run.
 
         Returns:
-          Objects of :class:`farflung.engine.Extension`.
+          Instances of :class:`farflung.engine.Extension`.
         """
         del loop
         return ()
 
     def report(self) -> Mapping[str, Json]:
-        """Returns the sampler's own figures, for the summary of a run."""
+        """Returns the sampler's figures for the summary of a run."""
         return {}
 
-    # --- one order of all samples, of which a part can be given back ----------------------------------------------
+    # --- shared order of all samples, with batches that can be requeued -------------------------------------------
 
     has_shared_order: bool = False
-    """Whether replicas take their samples from one order of the whole set, so that parts of it can be given back."""
+    """True if replicas draw from one order of the whole set, so that batches can be requeued."""
 
     def give_back(self, step: int, rank: int) -> None:
-        """Returns what a rank took at one of the latest steps, so that it is taken again."""
+        """Requeues the batch that a rank took at a recent step, so that it is drawn again."""
         raise NotImplementedError
 
     def latest(self) -> State:
-        """Returns what a joiner needs beside :meth:`state_dict`, so that it gives back as the others do."""
+        """Returns the state besides :meth:`state_dict` that a joiner needs to requeue batches."""
         return {}
 
     is_balanced: bool = False
-    """Whether a fast replica takes more samples of a step than a slow one; see :class:`farflung.sampling.Balanced`."""
+    """True if fast replicas take more samples of a step; see :class:`farflung.sampling.Balanced`."""
     needs_scores: bool = False
-    """Whether samples are scored in a step's wait; see :class:`farflung.sampling.ScoringSampler`."""
+    """True if samples are scored during waits; see :class:`farflung.sampling.ScoringSampler`."""
 
-    # --- scores that go along with samples that change their owner ------------------------------------------------
+    # --- scores that are transferred with samples -----------------------------------------------------------------
 
     carries_scores: bool = False
-    """Whether the methods below are there.
+    """True if the methods below are implemented.
 
-    A slot is the number by which a replica knows a sample; there are as many afterwards as before. A score below 0 says
-    that its sample was never scored.
+    A slot is the number by which a replica knows a sample; the number of slots is constant. A score below 0 marks a
+    sample that was never scored.
     """
 
     def outgoing(self, count: int, step: int) -> SampleIds:
-        """Returns the slots whose samples are given away at a step: ``count`` distinct ones.
+        """Returns ``count`` distinct slots whose samples are sent away at a step.
 
         Raises:
-          ConfigError: there are not as many.
+          ConfigError: there are fewer samples.
         """
         raise NotImplementedError
 
     def scores_of(self, ids: SampleIds) -> Tensor | None:
-        """Returns what is known of the samples in these slots, float32; ``None`` where scores are not carried."""
+        """Returns the scores of the samples in these slots, float32; ``None`` if scores are not transferred."""
         del ids
         return None
 
     def incoming(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
-        """Notes that the slots hold other samples now, with the scores that their owners knew."""
+        """Replaces the samples in these slots, with the scores of their previous owners."""

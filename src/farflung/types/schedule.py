@@ -1,4 +1,4 @@
-"""Schedules, transfers as data; and what updates parameters: optimizers, and learning rates that change."""
+"""Interfaces of schedules, transfers, optimizer factories and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A flat run of gradients of one dtype, in backward order; ``index`` 0 is ready first."""
+    """Flat run of gradients of one dtype, in backward order; ``index`` 0 is ready first."""
 
     index: int
     spec: TensorSpec
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Itself, as the only bucket of a part."""
+        """This bucket, as the only one of its unit."""
         return (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Several buckets of one dtype that make one exchange, in their order; ``index`` counts fragments."""
+    """Several buckets of one dtype in one exchange, in their order; ``index`` counts fragments."""
 
     index: int
     buckets: tuple[Bucket, ...]
 
 
 Part: TypeAlias = Bucket | Fragment
-"""What a transfer moves."""
+"""Unit that a transfer moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One exchange as data: what starts now, at the end of which step its result is due, and how it merges."""
+    """One exchange as data: the unit, the step at whose end its result is due, and its merge."""
 
     part: Part
     due_step: int
@@ -62,29 +62,29 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class SharedStats:
-    """What all replicas know alike after a step: carried by its exchange, or from one decider."""
+    """Statistics of a step, equal on all replicas: summed in its exchange, or sent by one decider."""
 
     step: int
     loss: float
-    """Weighted mean over all replicas."""
+    """Weighted mean loss over all replicas."""
     weight: float
     sums: Mapping[str, float] = field(default_factory=dict)
     """Sums over all ranks of the numbers that extensions add to the metadata, by name."""
     elapsed_s: float | None = None
-    """What the run has taken so far on the decider's clock, where a schedule asked for it."""
+    """Seconds since the run began on the decider's clock, if requested by the schedule."""
     step_s: float | None = None
-    """What a step of the decider takes without its waits for exchanges, where a schedule asked for it."""
+    """Seconds of a step of the decider without its waits for exchanges, if requested by the schedule."""
     exchange_s: float | None = None
-    """What an exchange of the decider takes from its start to its end, where a schedule asked for it."""
+    """Seconds of an exchange of the decider, if requested by the schedule."""
     learning_rate: float | None = None
-    """Of the optimizer, at the step that merges; alike on all in runs of ``farflung train``."""
+    """Learning rate of the optimizer at the step that merges; equal on all ranks under ``farflung train``."""
 
 
 class Schedule:
-    """Says which transfers start at a step and when they are due; it is data, equal on all ranks.
+    """Plan of the transfers that start at each step and their due steps; it is data, equal on all ranks.
 
-    A member derives from it and gives ``merges`` and :meth:`plan`; the rest fits one that adapts to nothing and
-    waits for each result at the step at which its exchange starts.
+    Implementations override ``merges`` and :meth:`plan`. The defaults fit a schedule that adapts to nothing and waits
+    for each result at the step at which its exchange starts.
     """
 
     __slots__ = ()
@@ -93,21 +93,21 @@ class Schedule:
 
         @property
         def merges(self) -> tuple[Merge, ...]:
-            """Every merge that transfers may name."""
+            """All merges that transfers may use."""
 
     @property
     def attach_refusal(self) -> str | None:
-        """Reason why :func:`farflung.attach` cannot follow the schedule; None if it can."""
+        """Reason why :func:`farflung.attach` does not support the schedule; None if it does."""
         return None
 
     @property
     def moves_gradients(self) -> bool:
-        """Returns True if all merges move gradients: the optimizer steps on means alone, and ranks never differ."""
+        """Returns True if all merges average gradients: the optimizer steps on means only, and ranks never differ."""
         return all(merge.moves == "gradient" for merge in self.merges)
 
     @property
     def is_synchronous(self) -> bool:
-        """Returns True if the optimizer steps on means of gradients alone, each at the step of the gradients."""
+        """Returns True if the optimizer steps on means of gradients only, each at the step of its gradients."""
         return self.moves_gradients and not self.late
 
     @property
@@ -117,59 +117,59 @@ class Schedule:
 
     @property
     def late(self) -> bool:
-        """Whether any result may be due at a later step than the one at which its exchange starts."""
+        """Returns True if any result may be due at a later step than its exchange starts."""
         return False
 
     @property
     def reach(self) -> int:
-        """The most steps that a replica begins after the last one whose exchanges are all there.
+        """Maximum number of steps begun after the last one whose exchanges are all complete.
 
-        0: where replicas are lost, the schedule does not go on without them.
+        0 if the schedule does not continue when replicas are lost.
         """
         return 0
 
     def check(self, size: int) -> None:
-        """Refuses a number of replicas before a run begins.
+        """Validates the number of replicas before a run begins.
 
         Raises:
-          ConfigError: says why, and what to do instead.
+          ConfigError: the schedule does not support it; the message has an alternative.
         """
 
     def extensions(self, loop: Any) -> Sequence[Any]:
-        """Returns what the schedule adds to a run; see :meth:`farflung.types.Sampler.extensions`.
+        """Returns the schedule's extensions; see :meth:`farflung.types.Sampler.build_extensions`.
 
         Raises:
-          ConfigError: the run cannot have that.
+          ConfigError: the run does not support the schedule.
         """
         del loop
         return ()
 
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """What its transfers move of a model with these buckets."""
+        """Returns the units that transfers move of a model with these buckets."""
         return buckets
 
     def init(self) -> State:
-        """Its state before the first step."""
+        """Returns the state before the first step."""
         return {}
 
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """The transfers that start at ``step``, in the order of ``parts``; each part at most once."""
+        """Returns the transfers that start at ``step``, in the order of ``units``; each unit at most once."""
         raise NotImplementedError
 
     def asks(self, state: State, step: int) -> bool:
-        """Whether the decider's times are wanted with the stats of the exchanges that start at ``step``."""
+        """Returns True if the decider's times are needed with the stats of exchanges that start at ``step``."""
         del state, step
         return False
 
     def observe(self, state: State, stats: SharedStats) -> State:
-        """Adapts to what was measured; equal on all ranks because ``stats`` is."""
+        """Updates the state from the stats of a step, which are equal on all ranks."""
         del stats
         return state
 
 
 @runtime_checkable
 class OptimizerFactory(Protocol):
-    """Makes an optimizer of torch's; its own fields are the settings that only it has."""
+    """Factory of a PyTorch optimizer; its fields are the settings specific to that optimizer."""
 
     def make(
         self,
@@ -179,38 +179,38 @@ class OptimizerFactory(Protocol):
         momentum: float,
         weight_decay: float,
     ) -> torch.optim.Optimizer:
-        """A fresh optimizer of ``parameters``; it may leave out settings that it has no use for."""
+        """Returns a new optimizer of ``parameters``; it may ignore settings that it does not use."""
         ...
 
 
 @runtime_checkable
 class RateSchedule(Protocol):
-    """How the learning rate changes in the course of a run: a pure function of what all replicas have done."""
+    """Change of the learning rate during a run, a pure function of the progress of all replicas."""
 
     @property
     def by(self) -> Literal["steps", "samples"]:
-        """What progress is counted in: steps, or samples that all replicas together have drawn."""
+        """Unit of progress: steps, or samples drawn by all replicas."""
         ...
 
     def factor(self, done: int, total: int) -> float:
-        """What the learning rate that was set is multiplied by.
+        """Returns the factor of the configured learning rate.
 
         Args:
-          done: steps or samples before the step that the rate is for.
-          total: steps or samples in the whole run.
+          progress: Number of steps or samples before the step.
+          total: Number of steps or samples in the whole run.
         """
         ...
 
 
 @runtime_checkable
 class RateScaling(Protocol):
-    """How a step's learning rate follows the size of its batch."""
+    """Dependence of a step's learning rate on the size of its batch."""
 
     def factor(self, share: float) -> float:
-        """What the learning rate of a step is multiplied by.
+        """Returns the factor of a step's learning rate.
 
         Args:
-          share: what the step's gradients weigh on average over all replicas: where weights are numbers of samples,
-            those of all of them over the run's batch times the number of replicas.
+          share: Mean weight of the step's gradients over all replicas. If weights are numbers of samples, this is the
+            total number of samples over the run's batch size times the number of replicas.
         """
         ...

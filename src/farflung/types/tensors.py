@@ -1,4 +1,4 @@
-"""Tensors, what they become on the way, the values that travel with them, and counts of what was sent."""
+"""Tensors, payloads and counts of sent bytes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Counts", "Json", "Payload", "Placed", "SampleIds", "Segment", "Sent"
 
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
-"""What JSON can say."""
+"""JSON value."""
 State: TypeAlias = "dict[str, Any]"
-"""What a checkpoint keeps of a part: nested dicts with string keys; leaves are tensors or JSON values."""
+"""Part of a checkpoint: nested dicts with string keys whose leaves are tensors or JSON values."""
 SampleIds: TypeAlias = "Tensor"
 """Indices into a data set, shape ``(n,)``, int64."""
 
 
 class Placed(NamedTuple):
-    """A parameter's shape, and where its first element is in a flat tensor."""
+    """Shape of a parameter and position of its first element in a flat tensor."""
 
     shape: tuple[int, ...]
     start: int
@@ -44,16 +44,16 @@ def _float32() -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The shape and dtype of a dense tensor."""
+    """Shape and dtype of a dense tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = field(default_factory=_float32)
     parts: tuple[Placed, ...] = field(default=(), compare=False)
-    """What a flat bucket is made of, in its order; empty where that is not known. Specs compare without it."""
+    """Parameters of a flat bucket in order; empty if unknown. Not compared between specs."""
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
-        """The spec of ``tensor``."""
+        """Returns the spec of ``tensor``."""
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -63,34 +63,34 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
+        """Number of bytes of the dense tensor."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``length`` elements of a flat tensor from ``start`` on."""
+    """Range of ``length`` elements of a flat tensor from ``start``."""
 
     start: int
     length: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view."""
+        """Returns the segment as a view of ``tensor``."""
         return tensor.narrow(0, self.start, self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What travels: an ordered tree of tensors. Codecs nest, so a part may be a payload itself.
+    """Ordered tree of tensors to send. Codecs nest, so a part may be a payload itself.
 
-    A caller that hands a payload to :meth:`Communicator.send` gives its tensors away: they are not written again until
-    every receiver has provably read them.
+    A caller that hands a payload to :meth:`Communicator.send` gives its tensors away: they must not be written again
+    until every receiver has provably read them.
     """
 
     parts: tuple[Tensor | Payload, ...]
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors, depth first."""
+        """Yields the tensors, depth first."""
         for part in self.parts:
             if isinstance(part, Payload):
                 yield from part.tensors()
@@ -99,7 +99,7 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, counted from the tensors themselves."""
+        """Number of bytes of all tensors."""
         return sum([part.nbytes for part in self.parts])
 
 
@@ -110,16 +110,16 @@ _EACH = slice(None)
 
 
 class Sent:
-    """Payload bytes that one rank has sent, by the kind of message and by the rank it was for.
+    """Payload bytes that one rank has sent, by kind of message and receiving rank.
 
-    >>> sent = Sent(3, {"evaluation": [0, 16, 16]})
+    >>> sent = SentBytes(3, {"evaluation": [0, 16, 16]})
     >>> sent.add("gradients", 840, 2)
     >>> sent.to_json()
     {'evaluation': [0, 16, 16], 'gradients': [0, 0, 840]}
 
     Args:
-      size: number of ranks.
-      nbytes: what to begin with, as :meth:`to_json` gives it.
+      size: Number of ranks.
+      nbytes: Initial counts in the form of :meth:`to_json`.
     """
 
     def __init__(self, size: int, nbytes: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -131,7 +131,7 @@ class Sent:
             self.add(kind, np.array(counts, dtype=np.int64))
 
     def add(self, kind: str, nbytes: int | Counts, dst: int | slice = _EACH) -> None:
-        """Counts what was sent to ``dst``, or to each rank what was sent to it."""
+        """Adds the bytes sent to ``dst``, or the bytes sent to each rank."""
         import numpy as np
 
         counts = self._counts.get(kind)
@@ -140,10 +140,10 @@ class Sent:
         counts[dst] += nbytes
 
     def add_all(self, other: Sent) -> None:
-        """Counts what another has counted."""
+        """Adds the counts of another instance."""
         for kind, counts in other._counts.items():
             self.add(kind, counts)
 
     def to_json(self) -> dict[str, list[int]]:
-        """For each kind of which anything was sent, by name, the bytes to each rank; callable from any thread."""
+        """Returns the bytes to each rank by kind of message, sorted; callable from any thread."""
         return {kind: counts.tolist() for kind, counts in sorted(self._counts.copy().items()) if counts.any()}

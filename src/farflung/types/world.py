@@ -1,4 +1,4 @@
-"""The world: messages, clock, compute, decisions."""
+"""Interfaces of the runtime: messages, clock, computation and decisions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Tag(NamedTuple):
-    """Names a message inside one membership view; sends and receives match by source and tag, never by order."""
+    """Identifier of a message in one membership view; messages are matched by source and tag, never by order."""
 
     exchange: int
     part: int = 0
@@ -43,46 +43,46 @@ class Tag(NamedTuple):
 
 
 class SegmentCoding(Protocol):
-    """How a collective encodes segments of one flat tensor anew on every hop."""
+    """Encoding of segments of one flat tensor on every hop of a collective."""
 
     @property
     def method(self) -> str:
-        """What the costs of its encodings are called by; see :class:`CodingCost`."""
+        """Name of the encoding in its costs; see :class:`CodingCost`."""
         ...
 
     def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
-        """The segment ``tensor``, which sums ``count`` ranks' and is left untouched."""
+        """Encodes the segment ``tensor``, a sum over ``count`` ranks, which is not modified."""
         ...
 
     def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
-        """The dense segment again, the same bits on all ranks."""
+        """Returns the dense segment, bit-identical on all ranks."""
         ...
 
 
 class AllReduce(Protocol):
-    """Sums a flat tensor and a side vector over all ranks of a channel; see :class:`farflung.comm.Collective`."""
+    """Sum of a flat tensor and its metadata over all ranks of a channel; see :class:`farflung.comm.Collective`."""
 
     def __call__(
         self, channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
     ) -> Awaitable[tuple[Tensor, Tensor]]:
-        """The sums, bit-identical on all ranks.
+        """Returns the sums, bit-identical on all ranks.
 
         Args:
-          channel: the exchange's; hops are reserved when the result is first awaited.
-          tensor: flat; given away, and may be overwritten by the sum.
-          side: a few float64 numbers, summed beside it in rank order.
-          coding: how segments are encoded on their way; ``None``: not at all.
+          channel: Channel of the exchange; hops are reserved when the result is first awaited.
+          tensor: Flat tensor, given away: it may be overwritten by the sum.
+          metadata: A few float64 numbers, summed in rank order.
+          coding: Encoding of segments on their way; ``None`` for no encoding.
         """
         ...
 
 
 class CodingCost(NamedTuple):
-    """What a piece of an exchange's own arithmetic is, so that virtual time can charge for it.
+    """Arithmetic of an exchange, for which virtual time charges.
 
     Args:
-      operation: what is done, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
-      method: by what: the codec or reducer as recipes write it; empty for plain additions.
-      numel: elements of the dense tensor that it is done to.
+      operation: Operation, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
+      method: Codec or reducer as written in recipes; empty for plain additions.
+      numel: Number of elements of the dense tensor.
     """
 
     operation: str
@@ -91,40 +91,40 @@ class CodingCost(NamedTuple):
 
 
 class CodingLane(Protocol):
-    """The processor of a modelled device that carries the arithmetic of exchanges, one piece after the other.
+    """Processor of a modelled device that runs the arithmetic of exchanges in sequence.
 
     On the wall clock this is the communication thread.
     """
 
     def charge(self, cost: CodingCost) -> None:
-        """Takes a piece on, behind all that was asked for before."""
+        """Queues an operation behind those charged before."""
         ...
 
     def through(self) -> Pending[None]:
-        """Done when all that was asked for so far is."""
+        """Completes when all operations charged so far are done."""
         ...
 
 
 class Group(Protocol):
-    """Ranks that exchange, as collectives see them: messages between two, and sums over all; a call returns at once."""
+    """Ranks that exchange, with messages between two and sums over all; calls return immediately."""
 
     auto: Mapping[int, str]
-    """The collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks; for others a rule by their
-    size.
-    Settled when a run is made.
+    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
+    created. Tensors of other sizes use a rule by size.
     """
     sent: Sent
-    """What this replica has sent, counted from tensors by :meth:`send`; what is sent past it counts by
-    :meth:`Channel.count`."""
+    """Bytes that this replica has sent. :meth:`send` counts tensors; bytes sent by other means are added by
+    :meth:`Channel.count_sent`.
+    """
 
     @property
     def lane(self) -> CodingLane | None:
-        """What the arithmetic of exchanges is charged to; ``None`` where it takes the time that it takes, or none."""
+        """Processor charged with the arithmetic of exchanges; ``None`` if that is not modelled."""
         ...
 
     @property
     def rank(self) -> int:
-        """This replica."""
+        """Rank of this replica."""
         ...
 
     @property
@@ -133,14 +133,14 @@ class Group(Protocol):
         ...
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
-        """Done when the message has left this process.
+        """Sends a message; completes when it has left this process.
 
         Args:
-          payload: given away: its tensors must not be modified until all receivers have provably read them.
-          dst: the rank that receives it.
-          tag: of the message.
-          priority: of those to one receiver the smallest leaves first, and equal ones in their order; below 0 it waits
-            behind no message of 0 or more, however much of that is under way.
+          payload: Tensors, given away: they must not be modified until all receivers have provably read them.
+          dst: Receiving rank.
+          tag: Tag of the message.
+          priority: Messages to one receiver leave by ascending priority, and in order if equal. Messages below 0 do not
+            wait behind those of 0 or more, even if these are partly sent.
         """
         ...
 
@@ -152,29 +152,28 @@ class Group(Protocol):
         *,
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
-        """The message with this tag from ``src``; its tensors are read-only.
+        """Receives the message with this tag from ``src``; its tensors are read-only.
 
         Args:
-          src: the rank that sends it.
-          tag: of the message.
-          expect: what its tensors are; any up to the communicator's bound when not given. Others fail the wait with
-            :class:`farflung.errors.ProtocolError`.
-          deadline_s: for how long to wait, in seconds; then this wait fails, with
-            :class:`farflung.errors.DeadlinePassed`, and nothing else. ``math.inf``: for ever. ``None``: as long as the
-            run's deadline says, which ends the view.
+          src: Sending rank.
+          tag: Tag of the message.
+          expect: Specs of its tensors; others fail the wait with :class:`farflung.errors.ProtocolError`. ``None``
+            allows any up to the communicator's bound.
+          deadline_s: Seconds until this wait alone fails with :class:`farflung.errors.DeadlinePassed`; ``math.inf``
+            never fails. ``None`` uses the run's deadline, which ends the view.
         """
         ...
 
     def land(self, src: int, tag: Tag, into: Tensor) -> None:
-        """Names memory in which the first tensor of a message to come may arrive, so that it need not be copied.
+        """Posts a buffer in which the first tensor of a message may arrive without a copy.
 
-        It does where ``into`` is contiguous and of its size, and nothing of it has come before. Bytes may be put there
-        before the message is received, and where it never is.
+        It is used if it is contiguous and of the tensor's size, and nothing of the message has arrived. Bytes may be
+        written to it before the message is received, even if it never is.
 
         Args:
-          src: the rank that sends it.
-          tag: of the message.
-          into: the memory.
+          src: Sending rank.
+          tag: Tag of the message.
+          buffer: Buffer.
         """
         ...
 
@@ -183,87 +182,84 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """The sum by the backend's own collective, where there is one."""
+        """Sums a tensor over all ranks by the backend's native collective, if it has one."""
         ...
 
 
 class Communicator(Group, Protocol):
-    """The group of one membership view, and how its members come, go and are connected again."""
+    """Group of one membership view, with joins, leaves and reconnections of its members."""
 
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
     ) -> Pending[tuple[int, Payload]]:
-        """The first message with this tag from any rank, and its sender; see :meth:`recv`."""
+        """Receives the first message with this tag from any rank, and its sender; see :meth:`recv`."""
         ...
 
     def forget(self, exchange: int) -> None:
         """Ends waits for messages of an exchange with :class:`farflung.errors.WaitEnded`, and drops these messages.
 
         Args:
-          exchange: its number, as in :class:`Tag`.
+          exchange: Number of the exchange, as in :class:`Tag`.
         """
         ...
 
     def advance(self, view: int) -> None:
-        """From now on this member sends and receives messages of a newer view.
+        """Switches this member to a newer view.
 
-        Waits of the older end with :class:`farflung.errors.WaitEnded`, what it has sent and has not left yet is
-        withdrawn, and what comes of it is dropped. What members that were earlier here have sent of the newer one has
-        been kept.
+        Waits of the older view end with :class:`farflung.errors.WaitEnded`. Its unsent messages are withdrawn, and
+        arriving ones dropped. Messages of the newer view from members that switched earlier have been kept.
 
         Args:
-          view: its number, above that of the older one; the first is 0.
+          view: Number of the view, above that of the older one; the first is 0.
         """
         ...
 
     def departure(self) -> Pending[int]:
-        """The rank of the next member that leaves or is lost, each told once; one wait at a time.
+        """Waits for the next member that leaves or is lost and returns its rank, each once; one wait at a time.
 
-        In a view that ends with its first loss that ends this wait too.
+        In a view that ends with its first loss, this wait ends too.
         """
         ...
 
     def arrival(self) -> Pending[int]:
-        """The rank of the next member that comes in after the first meeting, each told once; one wait at a time."""
+        """Waits for the next member that joins after the start and returns its rank, each once; one wait at a time."""
         ...
 
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
-        """Connects to a lost member again, or ends its connection first; both ends have to call it.
+        """Reconnects to a lost member, or closes its connection first; both ends have to call it.
 
         Args:
-          rank: the member.
-          relay: a member that passes the messages of the two on, see :meth:`relay`; ``None``: the route is as it was at
-            first.
+          rank: Rank of the member.
+          relay: Rank that forwards messages between the two, see :meth:`relay`; ``None`` for the initial route.
 
         Returns:
-          Done once the other end has connected too, as :meth:`arrival` tells; fails with
-          :class:`farflung.errors.PeerLost` where its process has ended. What was under way over the old connection is
-          lost.
+          Pending that completes once the other end has connected too, as :meth:`wait_for_join` reports. It fails with
+          :class:`farflung.errors.PeerLost` if the process has ended. Messages in flight on the old connection are lost.
         """
         ...
 
     def moved_nbytes(self, rank: int | None = None) -> int:
-        """The bytes of large messages, whole and in part, that have come from and gone to a member, or to all."""
+        """Returns the bytes of large messages, complete or partial, exchanged with a member or with all."""
         ...
 
     def relay(self, one: int, other: int) -> None:
-        """Passes the messages of two other members on that reconnect through this one."""
+        """Forwards messages between two other members that reconnect through this one."""
         ...
 
     def quiet_s(self, rank: int) -> float:
-        """The seconds since bytes of a member have arrived; infinite where that is not known."""
+        """Returns the seconds since bytes of a member last arrived; infinite if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a computation is, so that virtual time can charge for it.
+    """Computation for which virtual time charges.
 
     Args:
-      kind: of work.
-      samples: how many it goes through.
-      numels: of a backward pass, the parameters in each bucket; says when in the pass each is ready. Empty: at even
-        steps.
+      kind: Kind of work.
+      samples: Number of samples.
+      numels: Number of parameters in each bucket of a backward pass, which determines when each is ready. If empty,
+        buckets are ready at equal intervals.
     """
 
     kind: Literal["forward", "backward", "optimizer", "evaluate", "score", "other"]
@@ -273,15 +269,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A choice that was not a function of the seed, recorded with its step.
+    """Choice that is not a function of the seed, recorded with its step.
 
     Args:
-      name: of what was decided; with ``step`` and ``rank`` it names the decision, so each is made once.
-      step: the step it belongs to.
-      value: what was decided.
-      timing: whether it depended on time or arrival, so that another network might have led to another; a person's
-        wish to stop does not.
-      rank: the replica that decided for itself alone; ``None``: rank 0 decided for all.
+      name: Name of the decision; unique together with ``step`` and ``rank``.
+      step: Step of the decision.
+      value: Decided value.
+      timing: True if it depends on time or arrival, so that another network may lead to another value; a person's
+        request to stop does not.
+      rank: Replica that decided for itself only; ``None`` if rank 0 decided for all.
     """
 
     name: str
@@ -292,30 +288,30 @@ class Decision:
 
 
 class Decisions(Protocol):
-    """The decisions of a run: those that are made now, and those of an earlier run that are made again."""
+    """Decisions of a run: new ones, and those replayed from an earlier run."""
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
-        """What the run that is replayed decided; ``None`` where it decided nothing, or none is replayed."""
+        """Returns the replayed run's decision; ``None`` if it made none, or no run is replayed."""
         ...
 
     def first_replayed(self, name: str, step: int) -> int | None:
-        """The first step from ``step`` on of such a decision for all replicas; ``None``: there is none."""
+        """Returns the first step from ``step`` with such a decision for all replicas, or ``None``."""
         ...
 
     def record(self, decision: Decision) -> None:
-        """Keeps one; called on the rank that decided, rank 0 where it decided for all."""
+        """Records a decision; called on the rank that decided, rank 0 if it decided for all."""
         ...
 
 
 class Channel(Protocol):
-    """One exchange's share of a communicator: hops instead of tags, and its own count of bytes.
+    """Part of a communicator for one exchange, with hops in place of tags and its own byte count.
 
-    All replicas run the same code inside one exchange, so each numbers its hops alike.
+    All replicas run the same code in an exchange, so hops have equal numbers on each.
     """
 
     @property
     def rank(self) -> int:
-        """This replica."""
+        """Rank of this replica."""
         ...
 
     @property
@@ -325,19 +321,19 @@ class Channel(Protocol):
 
     @property
     def auto(self) -> Mapping[int, str]:
-        """See :attr:`Communicator.auto`."""
+        """See :attr:`Communicator.auto_collectives`."""
         ...
 
     @property
     def sent_nbytes(self) -> int:
-        """Payload bytes sent so far, counted from tensors."""
+        """Number of payload bytes sent so far."""
         ...
 
     def count(self, nbytes: Counts) -> None:
-        """Counts what is sent past :meth:`send`: so many bytes to each rank.
+        """Adds bytes to each rank that are sent by other means than :meth:`send`.
 
         Args:
-          nbytes: by rank.
+          nbytes: Number of bytes by rank.
         """
         ...
 
@@ -346,53 +342,53 @@ class Channel(Protocol):
         ...
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        """Runs ``fn`` now, on the wall and in virtual time, which charges the modelled seconds.
+        """Runs ``fn`` immediately, on the wall clock and in virtual time, which charges the modelled seconds.
 
-        What is sent afterwards leaves when the seconds charged so far are over. The end of an exchange awaits
-        :meth:`computed`.
+        Messages sent afterwards leave when the seconds charged so far have passed. The end of an exchange awaits
+        :meth:`wait_computed`.
         """
         ...
 
     def computed(self) -> Pending[None]:
-        """Done when the modelled device is through with what was computed so far."""
+        """Completes when the modelled device has finished all computation so far."""
         ...
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        """See :meth:`Communicator.send`; leaves once the device is through with what was computed before."""
+        """Sends as :meth:`Communicator.send`, once the device has finished earlier computation."""
         ...
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
-        """See :meth:`Communicator.recv`."""
+        """Receives as :meth:`Communicator.recv`."""
         ...
 
     def land(self, src: int, hop: int, into: Tensor) -> None:
-        """See :meth:`Communicator.land`."""
+        """Posts a buffer as :meth:`Communicator.post_recv_buffer`."""
         ...
 
     def tag(self, hop: int) -> Tag:
-        """What names the messages of a hop to the communicator."""
+        """Returns the communicator's tag for messages of a hop."""
         ...
 
     def collective(self, name: str) -> AllReduce:
-        """See :meth:`Communicator.collective`."""
+        """Returns a collective as :meth:`Communicator.get_collective`."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
-        """See :meth:`Communicator.all_reduce`."""
+        """Sums a tensor as :meth:`Communicator.all_reduce`."""
         ...
 
 
 class Change(NamedTuple):
-    """A change of the members of a run that take samples.
+    """Change of the members of a run that take samples.
 
     Args:
-      step: the first step of the new members; no member has begun it when the change is agreed.
-      ranks: the new members, by seniority; a replica keeps its rank.
-      lost: the ranks that are left out.
-      joined: the ranks that begin with :attr:`step`.
-      again: the steps before :attr:`step` whose batches of lost members are in no update, or in a part of one.
-      t: when it was agreed, in seconds on the run's clock.
-      view: the number of the view.
+      step: First step of the new members; no member has begun it when the change is agreed.
+      ranks: New members by seniority; a replica keeps its rank.
+      lost_ranks: Ranks that are removed.
+      joined_ranks: Ranks that begin with :attr:`step`.
+      repeated_steps: Steps before :attr:`step` whose batches of lost members are in no update, or only partly.
+      time_s: Time of the agreement in seconds on the run's clock.
+      view: Number of the view.
     """
 
     step: int
@@ -405,50 +401,50 @@ class Change(NamedTuple):
 
 
 class Elastic(Protocol):
-    """What a run is asked that goes on where replicas are lost; see :class:`farflung.membership.Elastic`."""
+    """Interface of runs that continue when replicas are lost; see :class:`farflung.membership.Elastic`."""
 
     @property
     def changes(self) -> list[Change]:
-        """The members that take samples, by the step from which on they do."""
+        """Members that take samples, by the step from which they do."""
         ...
 
     @property
     def given_nbytes(self) -> int:
-        """Bytes of the state, and of results, that this replica was given before it began."""
+        """Number of bytes of state and results that this replica received before it began."""
         ...
 
     @property
     def interrupted(self) -> Pending[None]:
-        """Fails once this replica has left, the run has ended here, or it goes on without this replica.
+        """Pending that fails once this replica has left, or the run has ended or continues without it.
 
-        Another one then stands for the next membership.
+        It is replaced by another for the next membership.
         """
         ...
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members of the newest view, by seniority."""
+        """Members of the newest view, by seniority."""
         ...
 
     @property
     def view_number(self) -> int:
-        """The number of the newest view."""
+        """Number of the newest view."""
         ...
 
     async def probe(self) -> None:
-        """Leaves out the members of the newest view that give no sign of life for a whole deadline."""
+        """Removes members of the newest view that are silent for a whole deadline."""
         ...
 
     def at(self, step: int) -> Change:
-        """The change that is in force at a step."""
+        """Returns the change in force at a step."""
         ...
 
     def counted(self, step: int) -> int:
-        """The number of batches that a step adds to those that are taken, less those given back at it."""
+        """Returns the number of batches that a step takes, less those requeued at it."""
         ...
 
     def give_back(self, step: int, sampler: Sampler) -> None:
-        """Returns the batches of lost members to a sampler, where a change takes effect at a step."""
+        """Requeues the batches of lost members in a sampler, if a change takes effect at a step."""
         ...
 
     def start(
@@ -465,28 +461,28 @@ class Elastic(Protocol):
         ...
 
     def end(self) -> None:
-        """Tells the others that this replica's process ends on an error."""
+        """Announces to the others that this replica's process ends on an error."""
         ...
 
     def leave(self) -> Pending[None]:
-        """Leaves the run, which goes on without this replica; completed when it has left."""
+        """Leaves the run, which continues without this replica; completes when it has left."""
         ...
 
     async def finish(self, steps: int) -> None:
-        """Waits until all members have every result of the run, after so many steps."""
+        """Waits until all members have every result of a run of this number of steps."""
         ...
 
     @property
     def joins(self) -> bool:
-        """Whether this replica has yet to be given the state of the run."""
+        """Returns True if this replica has not received the state of the run yet."""
         ...
 
     def begin_step(self, step: int) -> bool:
-        """Notes that a step begins; returns True if a snapshot of the state before it is to be offered."""
+        """Records that a step begins; returns True if a snapshot of the state before it must be published."""
         ...
 
     async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
-        """Offers a snapshot of the state before a step to replicas that join."""
+        """Publishes a snapshot of the state before a step to replicas that join."""
         ...
 
     async def given(self) -> list[Tensor]:
@@ -494,58 +490,57 @@ class Elastic(Protocol):
         ...
 
     async def follows(self, step: int) -> bool:
-        """Waits until a replica that joins can follow a step; returns False where it begins at it."""
+        """Waits until a joining replica can follow a step; returns False if it begins at it."""
         ...
 
 
 class Runtime(Protocol):
-    """The one seam between the code and the world: clock, compute, messages, decisions."""
+    """Clock, computation, messages and decisions of one replica, on the wall clock or in virtual time."""
 
     elastic: Elastic | None
-    """Makes exchanges again where replicas are lost; ``None``: the first loss ends the run."""
+    """Membership that repeats exchanges when replicas are lost; ``None`` if the first loss ends the run."""
     events: int
-    """Counts steps and computations, by which others see that a replica which they wait for is busy."""
+    """Number of steps and computations, which shows waiting peers that this replica is busy."""
 
     def address_of(self, rank: int) -> str | None:
-        """How a replica that has come is reached, for others to let it in; ``None`` where the world knows."""
+        """Returns the address for others to admit a replica that has joined; ``None`` if the world knows it."""
         ...
 
     @property
     def off_clock(self) -> Runtime | None:
-        """The world with its clock at rest, for what is no part of training, such as evaluations and checkpoints.
+        """Runtime with a stopped clock for work outside training, such as evaluations and checkpoints.
 
-        Computing and messages take no time there, and what is launched begins at once. ``None`` where everything takes
-        the time that it takes.
+        Computation and messages take no time there, and launched exchanges begin immediately. ``None`` on the wall
+        clock.
         """
         ...
 
     @property
     def comm(self) -> Communicator:
-        """The membership view's communicator."""
+        """Communicator of the membership view."""
         ...
 
     @property
     def decisions(self) -> Decisions:
-        """The run's."""
+        """Decisions of the run."""
         ...
 
     def now(self) -> float:
-        """Seconds since the run began, wall or virtual."""
+        """Returns the seconds since the run began, wall or virtual."""
         ...
 
     def sleep_until(self, t: float) -> Pending[None]:
-        """Done when the clock shows ``t``."""
+        """Completes when the clock shows ``t``."""
         ...
 
     def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
-        """The index of whichever completes first."""
+        """Waits for the first to complete and returns its index."""
         ...
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
-        """Done at a time, or when another thread says that samples are there; counts against no deadline.
+        """Completes at a time, or when another thread reports samples; counts against no deadline.
 
-        In virtual time a stream tells times. What another thread completes has no time there: the clock stands still
-        until it is done.
+        In virtual time a stream gives times. While another thread completes a pending, the virtual clock stands still.
         """
         ...
 
@@ -556,19 +551,19 @@ class Runtime(Protocol):
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Runs ``fn(ready)``, which calls ``ready(i)`` as bucket ``i`` fills; ``on_ready(i)`` follows at the
-        time the bucket is ready in this world. Done when all of backward is.
+        """Runs ``fn(ready)``, which calls ``ready(i)`` as bucket ``i`` fills, and completes when it is done. In this
+        world's time, ``on_ready(i)`` follows when the bucket is ready.
         """
         ...
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
-        """Starts an exchange beside the replica; its end is the result."""
+        """Starts an exchange concurrently with the replica; completes with its result."""
         ...
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
-        """A choice that depends on time or arrival: ``local`` is asked on one decider, all get its value."""
+        """Decides a choice by time or arrival: one decider calls ``local``, and all get its value."""
         ...
 
     def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
-        """A choice by time or arrival that concerns this replica alone; made without a message."""
+        """Decides a choice by time or arrival for this replica only, without a message."""
         ...
