@@ -1,4 +1,4 @@
-"""The engine: buckets fill with gradients, exchanges carry them, merges apply the results, extensions look on."""
+"""Engine of a training step: gradient buckets, exchanges, merges and extensions."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Sums and averages outside the gradient's own exchanges: shared state, running statistics, barriers."""
+"""Sums and averages outside the gradient exchanges: shared state, running statistics, barriers."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ __all__ = [
 
 _NOTHING = torch.empty(0)
 _MESSAGE_PARTS = 128
-"""Most tensors in a message; there can be no more than 255."""
+"""Maximum number of tensors in a message; the format allows 255."""
 _MESSAGE_NBYTES = 4 << 20
-"""Most bytes in a message."""
+"""Maximum number of bytes in a message."""
 _LEAST_NBYTES = 1 << 12
-"""Bytes for which a message is not made smaller."""
+"""Minimum number of bytes for which a message is split further."""
 _FEWEST_MESSAGES = 16
-"""Messages for each rank in a broadcast, of which all wait for the last one to be passed on."""
+"""Minimum number of messages for each rank in a broadcast, since all wait until the last is forwarded."""
 _GROUPS = 16
-"""Sums in a sketch of a model."""
+"""Number of sums in a sketch of a model."""
 _HASHED_NUMEL = 1 << 18
-"""Elements that a fingerprint takes at a time."""
+"""Number of elements that a fingerprint hashes at a time."""
 _COMPARED = 15
-"""The part of the exchange that compares tensors, beside those that average or score them."""
+"""Part number of the exchange that compares tensors, distinct from those that average or score them."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer dtypes by bytes of an element."""
 _SUMS: Values[tuple[Tensor, Tensor]] = Values(lambda sums: sums, lambda tensors: (tensors[0], tensors[1]))
 
 
 async def sum_everywhere(
     runtime: Runtime, tensor: Tensor, side: Tensor, number: int, *, part: int = 0, purpose: Purpose
 ) -> tuple[Tensor, Tensor]:
-    """One direct all-reduce of ``tensor``, which it overwrites, and ``side``."""
+    """Sums ``tensor``, which is overwritten, and ``metadata`` by one direct all-reduce."""
     summed, _ = await _sum_on(runtime, tensor, side, purpose.at(number), part)
     return summed
 
@@ -61,11 +61,11 @@ async def sum_everywhere(
 async def _sum_on(
     runtime: Runtime, tensor: Tensor, side: Tensor, number: int, part: int
 ) -> tuple[tuple[Tensor, Tensor], int]:
-    """The sums, and the payload bytes that they took to send."""
+    """Returns the sums, and the number of payload bytes sent."""
 
     async def exchange(channel: ExchangeChannel) -> tuple[Tensor, Tensor]:
-        own = tensor if runtime.elastic is None else tensor.clone()
-        summed = await channel.collective("direct")(channel, own, side)
+        operand = tensor if runtime.elastic is None else tensor.clone()
+        summed = await channel.collective("direct")(channel, operand, side)
         await channel.computed()
         return summed
 
@@ -76,8 +76,8 @@ async def _sum_on(
 def sketch(parameters: Sequence[Tensor]) -> Tensor:
     """Returns sums over groups of parameters, in float64 on the host.
 
-    Where two models differ by chance in each element, the norm of the difference of their sketches is about that of
-    their difference: cross terms cancel.
+    If two models differ randomly in each element, cross terms cancel, and the norm of the difference of their sketches
+    approximates the norm of their difference.
     """
     groups = torch.zeros(_GROUPS, dtype=torch.float64)
     device = parameters[0].device
@@ -88,25 +88,25 @@ def sketch(parameters: Sequence[Tensor]) -> Tensor:
 async def relative_spread(
     runtime: Runtime, parameters: Sequence[Tensor], number: int, *, part: int = 0, takes_part: bool = True
 ) -> float:
-    """Returns how far the replicas' parameters are from their mean, estimated from sums and relative to their norm.
+    """Returns the distance of the replicas' parameters from their mean, estimated from sums, relative to their norm.
 
     Args:
-      runtime: the world.
-      parameters: of this replica.
-      number: of the exchange; alike on all ranks.
-      part: the same.
-      takes_part: whether this replica is compared, or only listens.
+      runtime: Runtime of this replica.
+      parameters: Parameters of this replica.
+      number: Number of the exchange; equal on all ranks.
+      part: Part number of the exchange; equal on all ranks.
+      is_compared: False if this replica only receives the result.
 
     Returns:
-      0.0 exactly where all sums are equal; alike on all ranks.
+      Exactly 0.0 if all sums are equal; equal on all ranks.
     """
     rows = torch.zeros(runtime.comm.size, _GROUPS + 2, dtype=torch.float64)
     if takes_part:
         norm = torch.stack(
             [torch.linalg.vector_norm(p.detach(), dtype=torch.float64).cpu() for p in parameters]
         )
-        own = (sketch(parameters), torch.ones(1, dtype=torch.float64), norm.square().sum().reshape(1))
-        rows[runtime.comm.rank] = torch.cat(own).nan_to_num()
+        row = (sketch(parameters), torch.ones(1, dtype=torch.float64), norm.square().sum().reshape(1))
+        rows[runtime.comm.rank] = torch.cat(row).nan_to_num()
     _, summed = await sum_everywhere(
         runtime, _NOTHING, rows.flatten(), number, part=part, purpose=Purpose.COMPARISON
     )
@@ -120,7 +120,7 @@ async def relative_spread(
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Returns a hash of a tensor's bits, alike on all devices: never 0, and of 52 bits, which float64 holds exactly."""
+    """Returns a nonzero hash of a tensor's bits, equal on all devices, of 52 bits, which float64 represents exactly."""
     flat = _real(tensor.detach()).contiguous().view(-1)
     weights = _hash_weights().to(flat.device)
     total = 0
@@ -131,14 +131,14 @@ def fingerprint(tensor: Tensor) -> int:
 
 @cache
 def _hash_weights() -> Tensor:
-    drawn = torch.Generator().manual_seed(0)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (_HASHED_NUMEL,), generator=drawn)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (_HASHED_NUMEL,), generator=generator)
 
 
 async def unlike(runtime: Runtime, tensors: Sequence[Tensor], number: int, *, purpose: Purpose) -> list[int]:
-    """Returns the indices of tensors whose bits are not the same on all replicas; alike on all.
+    """Returns the indices of tensors whose bits differ between replicas; equal on all ranks.
 
-    Those of unlike sizes, such as tables that grow with the longest sequence so far, have no mean and are left out.
+    Tensors of unequal sizes, such as tables that grow with the longest sequence so far, have no mean and are omitted.
     """
     size = runtime.comm.size
     if size == 1 or not tensors:
@@ -151,13 +151,13 @@ async def unlike(runtime: Runtime, tensors: Sequence[Tensor], number: int, *, pu
         runtime, _NOTHING, rows.flatten(), number, part=_COMPARED, purpose=purpose
     )
     compared = summed.view(rows.shape)
-    compared = compared[compared[:, 0, 0] != 0]  # without those that are lost
+    compared = compared[compared[:, 0, 0] != 0]  # drop lost ranks
     bits, sizes = (compared == compared[0]).all(0)
     return [int(index) for index in (~bits & sizes).nonzero()]
 
 
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
-    """Returns when every replica has come here."""
+    """Waits until all replicas have called it."""
     await sum_everywhere(runtime, _NOTHING, torch.zeros(1, dtype=torch.float64), number, purpose=purpose)
 
 
@@ -171,32 +171,32 @@ async def broadcast(
     purpose: Purpose = Purpose.START,
     network: NetworkProfile | None = None,
 ) -> None:
-    """Overwrites ``tensors`` with those of rank ``src``; all have as many, of the same shapes.
+    """Overwrites ``tensors`` with those of rank ``src``; all ranks have equal numbers and shapes.
 
-    They go down trees in small messages, so that no rank sends much more than their bytes once, and few copies are
-    held at a time; see :func:`farflung.comm.broadcasts.choose_trees`.
+    Small messages travel down trees, so that no rank sends much more than the total bytes once, and few copies are held
+    at a time; see :func:`farflung.comm.broadcasts.choose_trees`.
 
     Args:
-      runtime: the world.
-      tensors: of this replica.
-      number: of the exchange; alike on all ranks.
-      src: the rank whose tensors all get.
-      part: of the exchange.
-      purpose: of the messages.
-      network: its profile, alike on all ranks; ``None``: it is not known.
+      runtime: Runtime of this replica.
+      tensors: Tensors of this replica.
+      number: Number of the exchange; equal on all ranks.
+      src: Rank whose tensors are sent.
+      part: Part number of the exchange.
+      purpose: Purpose of the messages.
+      network: Network profile, equal on all ranks; ``None`` if unknown.
     """
-    kept = [tensor.detach() for tensor in tensors]
+    targets = [tensor.detach() for tensor in tensors]
     channel = ExchangeChannel(runtime.comm, purpose.at(number), part)
-    nbytes = sum(tensor.nbytes for tensor in kept)
-    most = min(max(nbytes // (_FEWEST_MESSAGES * channel.size), _LEAST_NBYTES), _MESSAGE_NBYTES)
-    pieces = [piece for tensor in kept for piece in _cut_by_size(tensor, most)]
+    nbytes = sum(tensor.nbytes for tensor in targets)
+    max_nbytes = min(max(nbytes // (_FEWEST_MESSAGES * channel.size), _LEAST_NBYTES), _MESSAGE_NBYTES)
+    pieces = [piece for tensor in targets for piece in _cut_by_size(tensor, max_nbytes)]
     trees = choose_trees(channel.size, src, nbytes, network)
     shares: list[list[tuple[int, list[Tensor]]]] = [[] for _ in trees]
     loads = [0] * len(trees)
-    for hop, message in enumerate(_group_by_size(pieces, most)):
-        least = loads.index(min(loads))
-        shares[least].append((hop, message))
-        loads[least] += sum(tensor.nbytes for tensor in message)
+    for hop, message in enumerate(_group_by_size(pieces, max_nbytes)):
+        tree_index = loads.index(min(loads))
+        shares[tree_index].append((hop, message))
+        loads[tree_index] += sum(tensor.nbytes for tensor in message)
 
     async def pass_down(tree: Tree, share: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
         parent = tree.get(channel.rank)
@@ -206,8 +206,8 @@ async def broadcast(
                 payload = Payload(tuple(_to_wire(tensor) for tensor in message))
             else:
                 payload = await channel.recv(parent, hop)
-            for sent in [channel.send(payload, child, hop) for child in children]:
-                await sent
+            for send in [channel.send(payload, child, hop) for child in children]:
+                await send
             if parent is not None:
                 for tensor, value in zip(message, payload.tensors(), strict=True):
                     _from_wire(value, tensor)
@@ -218,7 +218,7 @@ async def broadcast(
 
 
 def _cut_by_size(tensor: Tensor, most: int) -> Sequence[Tensor]:
-    """Returns views of at most so many bytes, or one element, as the tensor's shape and type say, or the tensor."""
+    """Returns views of at most ``max_nbytes`` bytes, or one element; depends on shape and dtype only."""
     if tensor.nbytes <= most or not tensor.dim():
         return (tensor,)
     rows = len(tensor) * most // tensor.nbytes
@@ -243,7 +243,7 @@ def _group_by_size(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor
 
 
 def _to_wire(tensor: Tensor) -> Tensor:
-    """Returns a flat copy of a tensor in a type that messages have: its bytes where they do not have its own."""
+    """Returns a flat copy of a tensor in a dtype that messages support: its bytes if its own is unsupported."""
     flat = (
         torch.empty_like(_real(tensor), memory_format=torch.contiguous_format).copy_(_real(tensor)).view(-1)
     )
@@ -258,24 +258,24 @@ def _from_wire(value: Tensor, tensor: Tensor) -> None:
 async def average(
     runtime: Runtime, tensors: Sequence[Tensor], number: int, purpose: Purpose, *, first_part: int = 0
 ) -> None:
-    """Overwrites each tensor with its mean over the replicas; one exchange for each dtype."""
+    """Overwrites each tensor with its mean over the replicas, in one exchange for each dtype."""
     if runtime.comm.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in map(_real, tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for part, alike in enumerate(by_dtype.values(), start=first_part):
-        await average_on(runtime, alike, purpose.at(number), part)
+    for part, group in enumerate(by_dtype.values(), start=first_part):
+        await average_on(runtime, group, purpose.at(number), part)
 
 
 async def average_on(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
     """Overwrites tensors of one dtype with their means over the replicas, in one exchange.
 
-    They may be on several devices, since ranks need not place a model alike. What is summed is divided by a power of
-    two, at least the number of replicas: sums do not overflow where means are in range, and rounding stays as it is.
+    They may be on several devices, since ranks may place a model differently. Summands are divided by a power of two,
+    at least the number of replicas. So sums do not overflow if means are in range, and rounding is unchanged.
 
     Returns:
-      The payload bytes that were sent.
+      Number of payload bytes sent.
     """
     share = 0.5 ** (runtime.comm.size - 1).bit_length()
     flat = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors]).mul_(share)
@@ -285,11 +285,11 @@ async def average_on(runtime: Runtime, tensors: Sequence[Tensor], number: int, p
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a view of its real and imaginary parts, since messages have real numbers alone."""
+    """Returns a complex tensor as a view of its real and imaginary parts, since messages support real dtypes only."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def load(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Overwrites each tensor with a value of as many elements."""
+    """Overwrites each tensor with a value of equal size."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value.reshape(tensor.shape))

@@ -17,23 +17,23 @@ from farflung.types import Bucket, Json, Placed, TensorSpec
 __all__ = ["GradientBucket", "GradientBuckets", "make_buckets"]
 
 FIRST_NBYTES = 1 << 20
-"""The first bucket is smaller, so that the first exchange starts early; DistributedDataParallel's choice too."""
+"""Size of the first bucket. It is small so that the first exchange starts early, as in DistributedDataParallel."""
 
 
 @dataclass(slots=True, eq=False)
 class GradientBucket:
-    """A flat tensor of the gradients of some parameters; ``p.grad`` of each becomes a view of it.
+    """Flat tensor of the gradients of some parameters; ``p.grad`` of each becomes a view of it.
 
-    The elements of a parameter lie in the order of its memory, so that its view has its strides: fused optimizers step
-    on memory, as if both had the same layout.
+    The elements of a parameter are in the order of its memory, so that its view has its strides. Fused optimizers step
+    on memory, as if both had equal layouts.
 
     Args:
-      index: in backward order.
-      gradient: the flat tensor.
-      names: of the parameters.
-      parameters: in the order of their places.
-      views: of the flat tensor, in the same order.
-      orders: dimensions of each parameter, outermost in memory first.
+      index: Index in backward order.
+      gradient: Flat tensor.
+      names: Names of the parameters.
+      parameters: Parameters in the order of their places.
+      views: Views of the flat tensor in the same order.
+      orders: Dimensions of each parameter, outermost in memory first.
     """
 
     index: int
@@ -43,33 +43,33 @@ class GradientBucket:
     views: list[Tensor]
     orders: list[tuple[int, ...]]
     optimizer: torch.optim.Optimizer | None = None
-    """Steps on the parameters; ``None`` if it is not known."""
+    """Optimizer of the parameters; ``None`` if unknown."""
     missing: set[int] = field(default_factory=set)
-    """Places that the backward pass in progress has not reached."""
+    """Places that the current backward pass has not reached."""
     absent: tuple[int, ...] = ()
-    """Places without a gradient in the last backward pass, in ascending order."""
+    """Places without a gradient in the last backward pass, ascending."""
     unused: Collection[int] = ()
     """Places without a gradient on any rank, in the exchange whose mean is applied."""
     never_used: Collection[int] = ()
-    """Places that have not had a gradient on any rank yet."""
+    """Places that have never had a gradient on any rank."""
     restrided: set[int] = field(default_factory=set)
-    """Places of parameters whose strides are not those of their views: gradients are copied."""
+    """Places of parameters whose strides differ from those of their views: gradients are copied."""
     _gradients: list[Tensor] = field(init=False)
-    """The gradients that parameters get: the views as other tensors, since a loop may set their ``data``."""
+    """Gradients of the parameters: the views as separate tensors, since a loop may set their ``data``."""
     _gaps: list[Tensor] = field(default_factory=list)
-    """Elements of the absent places, a view for each run of neighbours."""
+    """Elements of the absent places, one view for each contiguous run."""
 
     def __post_init__(self) -> None:
         self._gradients = [view.detach() for view in self.views]
 
     @property
     def spec(self) -> TensorSpec:
-        """The flat tensor's spec with those of its parameters; shapes are in the order of memory."""
-        places, start = [], 0
+        """Spec of the flat tensor and its parameters; shapes are in the order of memory."""
+        spans, start = [], 0
         for parameter, order in zip(self.parameters, self.orders, strict=True):
-            places.append(Placed(tuple(parameter.shape[dim] for dim in order), start))
+            spans.append(Placed(tuple(parameter.shape[dim] for dim in order), start))
             start += parameter.numel()
-        return replace(TensorSpec.of(self.gradient), parts=tuple(places))
+        return replace(TensorSpec.of(self.gradient), parts=tuple(spans))
 
     @property
     def layout(self) -> list[Json]:
@@ -93,10 +93,10 @@ class GradientBucket:
                 parameter.copy_(values)
 
     def load_gradient(self, mean: Tensor) -> None:
-        """Makes a flat tensor the gradient of the parameters, except of those that have been frozen.
+        """Loads a flat tensor into the gradients of the parameters, except frozen ones.
 
-        Places in ``unused`` get none, unless the mean has something for them that a codec had held back from earlier
-        steps; places in ``never_used`` get none.
+        Places in ``unused_places`` get none, unless the mean is nonzero there because a codec held it back from earlier
+        steps. Places in ``unreached_places`` get none.
         """
         if mean.data_ptr() != self.gradient.data_ptr():
             self.gradient.copy_(mean)
@@ -111,12 +111,12 @@ class GradientBucket:
                 self._set_gradient(place)
 
     def gather(self) -> None:
-        """Copies gradients that are not views yet into the flat tensor, and puts the views in their place."""
-        views, grads, absent = [], [], []
+        """Copies gradients that are not views yet into the flat tensor, and replaces them by the views."""
+        views, grads, absent_places = [], [], []
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is None:
-                absent.append(place)
+                absent_places.append(place)
                 continue
             if grad.layout is not torch.strided:
                 raise Unsupported(
@@ -130,19 +130,19 @@ class GradientBucket:
                     self._set_gradient(place)
                 else:
                     self.restrided.add(place)
-        self.clear_places(absent)
+        self.clear_places(absent_places)
         if views:
             torch._foreach_copy_(views, grads)
 
     def clear_places(self, places: Sequence[int]) -> None:
-        """Zeroes places, in ascending order, that have no gradient in this backward pass."""
+        """Zeroes places, ascending, that have no gradient in this backward pass."""
         if self.absent != (absent := tuple(places)):
             self.absent, self._gaps = absent, self._find_gaps(absent)
         for gap in self._gaps:
             gap.zero_()
 
     def has_replaced_gradients(self) -> bool:
-        """Returns True if a gradient has been taken away or replaced since it was filled in."""
+        """Returns True if a gradient has been removed or replaced since the bucket filled."""
         exempt = self.restrided.union(self.absent)
         return any(
             (grad := parameter.grad) is not self._gradients[place]
@@ -152,7 +152,7 @@ class GradientBucket:
         )
 
     def _set_gradient(self, place: int) -> None:
-        """Makes a part of the flat tensor the gradient of its parameter."""
+        """Sets the gradient of a parameter to its part of the flat tensor."""
         view, gradient, parameter = self.views[place], self._gradients[place], self.parameters[place]
         if place in self.restrided:
             parameter.grad = torch.empty_like(parameter).copy_(view)
@@ -162,7 +162,7 @@ class GradientBucket:
         parameter.grad = gradient
 
     def _find_gaps(self, places: Sequence[int]) -> list[Tensor]:
-        """Returns the elements of places, in ascending order, as few views of the flat tensor."""
+        """Returns the elements of places, ascending, as a minimal number of views of the flat tensor."""
         gaps: list[tuple[int, int]] = []
         for place in places:
             first = int(self.views[place].storage_offset())
@@ -176,38 +176,38 @@ class GradientBucket:
 class GradientBuckets:
     """Buckets of a model's gradients, in backward order.
 
-    Parameters are taken in reverse order of registration, frozen ones left out, tied ones once, each dtype in
-    buckets of its own. After a backward pass ``p.grad`` is a view of its bucket; ``zero_grad(set_to_none=True)`` may
-    take it away at any time, the next backward puts it back. A parameter that no loss reached contributes zeros,
-    which is said once, and keeps no gradient, so that an optimizer leaves it alone.
+    Parameters are taken in reverse order of registration, without frozen ones and tied ones only once. Each dtype has
+    its own buckets. After a backward pass ``p.grad`` is a view of its bucket. ``zero_grad(set_to_none=True)`` may
+    remove it at any time, and the next backward pass restores it. A parameter outside the loss contributes zeros, which
+    is warned about once, and gets no gradient, so that an optimizer skips it.
 
     Args:
-      named_parameters: as :meth:`torch.nn.Module.named_parameters` gives them.
-      bucket_nbytes: a bucket is closed once it holds this many bytes; the first at 1 MiB, where that is less.
+      named_parameters: Pairs as from :meth:`torch.nn.Module.named_parameters`.
+      bucket_nbytes: Size in bytes at which a bucket is closed; the first at 1 MiB if that is less.
 
     Raises:
-      ConfigError: there is nothing to train.
-      Unsupported: complex parameters.
+      ConfigError: no parameter is trainable.
+      Unsupported: a parameter is complex.
     """
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
     ) -> None:
-        trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-        if not trained:
+        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        if not trainable:
             raise ConfigError("the model has no parameter that requires a gradient")
-        for name, p in trained:
+        for name, p in trainable:
             if p.is_complex():
                 raise Unsupported(f"parameter {name} is complex: make its torch.view_as_real the parameter")
-        self._buckets = make_buckets(trained, bucket_nbytes)
+        self._buckets = make_buckets(trainable, bucket_nbytes)
         self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self._buckets)
-        """As schedules see them."""
+        """Buckets as passed to schedules."""
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
-        """Parameters in each bucket."""
+        """Number of parameters in each bucket."""
         self._ready: Callable[[int], None] | None = None
         self._watcher: Callable[[nn.Parameter], None] | None = None
         self.lock = threading.RLock()
-        """Held while a gradient is taken: autograd has a thread for each device."""
+        """Lock held while a gradient is recorded, since autograd has a thread for each device."""
         self._said_unused = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
@@ -236,11 +236,11 @@ class GradientBuckets:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one dense gradient."""
+        """Number of bytes of one dense gradient."""
         return sum(bucket.spec.nbytes for bucket in self.buckets)
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """Runs autograd; ``ready(index)`` is called as each bucket fills, once for each and by one thread at a time."""
+        """Runs autograd and calls ``ready(index)`` once as each bucket fills, from one thread at a time."""
         self.arm(ready)
         try:
             loss.backward()
@@ -249,22 +249,22 @@ class GradientBuckets:
             self._ready = None
 
     def watch(self, watcher: Callable[[nn.Parameter], None]) -> None:
-        """Calls ``watcher`` inside autograd whenever a gradient has arrived, before it counts: it may :meth:`arm`."""
+        """Calls ``watcher`` inside autograd for each gradient, before it is recorded; it may call :meth:`arm`."""
         self._watcher = watcher
 
     def arm(self, ready: Callable[[int], None]) -> None:
-        """From here to :meth:`finish`, ``ready(index)`` is called as each bucket fills."""
+        """Starts to call ``ready(index)`` as each bucket fills, until :meth:`finish`."""
         for bucket in self._buckets:
             bucket.missing = set(range(len(bucket.parameters)))
         self._ready = ready
 
     @property
     def left(self) -> list[str]:
-        """The parameters that no gradient has reached since :meth:`arm`, by name."""
+        """Names of the parameters without a gradient since :meth:`arm`."""
         return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing)]
 
     def finish(self) -> None:
-        """Autograd is through: parameters that no gradient reached contribute zeros."""
+        """Ends the backward pass: parameters without a gradient contribute zeros."""
         assert self._ready is not None
         unused = [] if self._said_unused else self.left
         self._fill(self._ready)
@@ -278,14 +278,14 @@ class GradientBuckets:
             )
 
     def without_data(self, ready: Callable[[int], None]) -> None:
-        """In place of a backward pass: all contribute zeros."""
+        """Replaces a backward pass: all parameters contribute zeros."""
         self.clear()
         self.arm(ready)
         self._fill(ready)
         self._ready = None
 
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Flat tensors, one for each bucket, as tensors by the names of the parameters."""
+        """Returns flat tensors, one for each bucket, as tensors by parameter name."""
         return {
             name: values
             for bucket, flat in zip(self._buckets, flats, strict=True)
@@ -293,13 +293,13 @@ class GradientBuckets:
         }
 
     def has_kept_gradients(self, arriving: nn.Parameter) -> bool:
-        """Returns True if the last pass's gradients are still there when ``arriving`` gets the first one of another."""
+        """Returns True if the last pass's gradients still exist when ``parameter`` gets the first one of another."""
         return any(bool(gradient.any()) for gradient in self._find_kept(arriving))
 
     def has_zeroed_gradients(self, arriving: nn.Parameter | None = None) -> bool:
-        """Returns True if the gradients of the last pass have been overwritten with zeros, and not taken away."""
-        held = [*self._find_kept(arriving)]
-        return bool(held) and not any(bool(gradient.any()) for gradient in held)
+        """Returns True if the gradients of the last pass have been overwritten with zeros, but not removed."""
+        gradients = [*self._find_kept(arriving)]
+        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _find_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
         for bucket in self._buckets:
@@ -309,27 +309,27 @@ class GradientBuckets:
                     yield grad
 
     def is_finite(self) -> bool:
-        """Returns True if the gradients of the last pass, which may have been taken away since, are all numbers."""
+        """Returns True if the gradients of the last pass, which may have been removed since, are finite."""
         return all(bool(bucket.gradient.isfinite().all()) for bucket in self._buckets)
 
     def has_replaced_gradients(self) -> bool:
-        """Returns True if a gradient has been taken away or replaced since it was filled in."""
+        """Returns True if a gradient has been removed or replaced since its bucket filled."""
         return any(bucket.has_replaced_gradients() for bucket in self._buckets)
 
     def clear(self) -> None:
-        """Takes all gradients away, so that an optimizer's step does nothing."""
+        """Removes all gradients, so that an optimizer step does nothing."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _hook(self, bucket: GradientBucket, place: int) -> Callable[[Tensor], None]:
         parameter = bucket.parameters[place]
 
-        def accumulated(_: Tensor) -> None:
+        def handle_gradient(_: Tensor) -> None:
             with self.lock:
                 if self._watcher is not None:
                     self._watcher(parameter)
@@ -346,7 +346,7 @@ class GradientBuckets:
                     bucket.gather()
                     self._ready(bucket.index)
 
-        return accumulated
+        return handle_gradient
 
     def _fill(self, ready: Callable[[int], None]) -> None:
         for bucket in self._buckets:
@@ -359,7 +359,7 @@ class GradientBuckets:
 def make_buckets(
     trained: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
 ) -> list[GradientBucket]:
-    """Returns buckets of named parameters, in reverse order; each dtype and device has buckets of its own."""
+    """Returns buckets of named parameters in reverse order; each dtype and device has its own buckets."""
     groups = _grouped(reversed(trained), bucket_nbytes)
     return [_bucket(index, group) for index, group in enumerate(groups)]
 
@@ -401,7 +401,7 @@ def _bucket(index: int, group: list[tuple[str, nn.Parameter]]) -> GradientBucket
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...]:
-    """Returns the dimensions of a tensor, outermost in memory first; as they are where memory has gaps or overlaps."""
+    """Returns the dimensions of a tensor, outermost in memory first; unchanged if memory has gaps or overlaps."""
     dims, strides = tuple(range(parameter.dim())), parameter.stride()
     order = tuple(sorted(dims, key=strides.__getitem__, reverse=True))
     return order if not parameter.is_contiguous() and parameter.permute(order).is_contiguous() else dims

@@ -1,4 +1,4 @@
-"""The engine launches the exchanges that a schedule plans, and applies their results when they are due."""
+"""Engine that launches the exchanges of a schedule, and merges their results when they are due."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ __all__ = ["Engine"]
 class Engine:
     """Exchanges the gradients and updates of one rank for a whole run.
 
-    A step is a round of exchanges: :meth:`begin`, a :meth:`bucket_ready` for each bucket, :meth:`settle`, the
-    optimizer, :meth:`finish`. Everything runs on the training thread, except the exchanges: reducers belong to the
-    communication thread, where exchanges run in the order of their launch. The training thread updates the reducer's
-    states by results, which may take longer than messages can wait: no exchange is about to encode then.
+    A step is a round of exchanges: :meth:`begin_round`, a :meth:`handle_bucket` for each bucket,
+    :meth:`merge_gradients`, the optimizer, :meth:`finish_round`. All of this runs on the training thread. Exchanges run
+    on the communication thread, which owns the reducers, in the order of their launch. The training thread updates the
+    reducer's states from results while no exchange is about to encode, because an update may take longer than messages
+    can wait.
 
     Args:
-      runtime: the world.
-      buckets: the model's gradients and parameters.
-      reducer: carries each unit.
-      schedule: plans the exchanges.
-      seed: of the run.
-      optimizer: steps on the means; ``None`` if it is not known.
-      on_nonfinite: what to do if a loss is not finite; see :class:`farflung.config.Training`.
-      checks_gradients: whether to look for that in the gradients, because the loss is not known.
-      steps: of the run; ``None`` if that is not known.
+      runtime: Runtime of this replica.
+      buckets: Gradients and parameters of the model.
+      reducer: Reducer of all units.
+      schedule: Schedule of the exchanges.
+      seed: Seed of the run.
+      optimizer: Optimizer that steps on the means; ``None`` if unknown.
+      on_nonfinite: Policy for a loss that is not finite; see :class:`farflung.config.Training`.
+      should_check_gradients: True to check gradients for this too, because the loss is unknown.
+      steps: Number of steps of the run; ``None`` if unknown.
 
     Raises:
-      Unsupported: a bucket that nothing moves, a merge that is named twice, or a fragment on several devices.
-      ConfigError: merges that do not go with the optimizer.
+      Unsupported: no unit contains a bucket, a merge is named twice, or a fragment is on several devices.
+      ConfigError: a merge does not support the optimizer.
     """
 
     def __init__(
@@ -76,37 +77,37 @@ class Engine:
         self._merge_states = MergeStates(schedule, buckets, optimizer)
         for bucket in buckets:
             bucket.optimizer = optimizer
-        parts = enumerate_parts(schedule, buckets.buckets)
-        specs = {number: spec_of(part) for number, part in parts.items()}
+        sync_units = enumerate_parts(schedule, buckets.buckets)
+        specs = {number: spec_of(sync_unit) for number, sync_unit in sync_units.items()}
         self.reducer_states = ReducerStates(reducer, specs, seed, runtime.comm.rank, steps=steps)
         self._units = {
-            number: Unit.make(number, part, buckets, self.reducer_states[number])
-            for number, part in parts.items()
+            number: Unit.make(number, sync_unit, buckets, self.reducer_states[number])
+            for number, sync_unit in sync_units.items()
         }
-        self._parts = tuple(parts.values())
+        self._parts = tuple(sync_units.values())
         self._unit_of = {id(unit.part): unit for unit in self._units.values()}
         self.unused = UnusedParameters()
         self._metadata = PendingMetadata(self._units.values(), runtime.comm.rank)
         self._schedule_state = schedule.init()
         self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None)
         self._has_local_steps = not schedule.moves_gradients
-        """Whether ranks step on gradients of their own, at some steps or at all."""
+        """True if ranks step on their own gradients, at some steps or all."""
         self._anchors_stale = False
-        """Whether all ranks have moved equally since the anchors of local steps were last set."""
+        """True if all ranks have moved equally since the anchors of local steps were last set."""
         self._arrived: list[list[Arrival]] = []
-        """Updates that have arrived and wait to be applied, by step."""
+        """Updates that have arrived and are not applied yet, by step."""
         self.flights: list[Flight] = []
-        """Exchanges in flight, in the order of their launch."""
+        """Exchanges in flight, in order of launch."""
         self.times = Times(runtime.now)
         self.gate = LinkGate(runtime, self._is_busy, overlaps=not schedule.is_synchronous)
-        """Holds back background transfers that would delay an exchange that a step waits for."""
+        """Gate that blocks background transfers while a step waits for an exchange."""
         self.round_number = 0
-        """Number of the round in progress, or of the next one; numbers messages, and is equal on all ranks."""
+        """Number of the current round, or of the next one; numbers messages, and is equal on all ranks."""
         self.is_round_open = False
-        """Whether a round has begun and not finished."""
+        """True if a round has begun and not finished."""
         self.sent_nbytes = 0
         self.peak_nbytes = 0
-        """Largest number of bytes that merges and saved contributions have taken up."""
+        """Largest number of bytes in merge states and saved contributions."""
 
     def extend(self, *extensions: Extension) -> None:
         """Adds extensions before the first step, in an order that is equal on all ranks."""
@@ -123,11 +124,11 @@ class Engine:
         """Plans a round, before its backward pass.
 
         Args:
-          step: of the optimizer; several rounds may belong to one.
-          metadata: of this rank.
+          step: Step of the optimizer; several rounds may belong to one.
+          metadata: Metadata of this rank.
 
         Raises:
-          Unsupported: the schedule plans what it has not named before.
+          Unsupported: the schedule plans a unit or merge that it has not declared.
         """
         self.times.begin_step()
         rate = None if self._optimizer is None else learning_rate_of(self._optimizer)
@@ -145,10 +146,10 @@ class Engine:
             self._check(transfer)
 
     def bucket_ready(self, index: int) -> None:
-        """Launches what was waiting for a bucket, which has filled.
+        """Launches the transfers that waited for a bucket, which has filled.
 
-        Exchanges start in the planned order, which is equal on all ranks: the backend's own collectives are matched by
-        it alone. May be called by autograd's threads, one at a time, while the training thread waits for them.
+        Exchanges start in the planned order, which is equal on all ranks, because the backend's native collectives are
+        matched by order. Autograd's threads may call this, one at a time, while the training thread waits for them.
         """
         plan, gradient = self._plan, self._buckets[index].gradient
         if self._checks_gradients and plan.metadata.is_finite and not gradient.isfinite().all():
@@ -167,8 +168,8 @@ class Engine:
           True if the optimizer has a gradient to step on.
 
         Raises:
-          NonFinite: a rank had a non-finite loss, or gradient if these are checked; on all ranks at the same step,
-            before the update.
+          NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
+            same step, before the update.
         """
         if len(self._arrived) > max(self._schedule.reach, 1):
             await self._apply_arrived()  # steps have been left out one after the other
@@ -182,12 +183,12 @@ class Engine:
         return self._has_local_steps and self._plan.metadata.is_finite
 
     async def finish(self, *, updated: bool, applies: bool = True) -> StepOutcome:
-        """Launches what moves updates, applies what of that is due, and ends the round.
+        """Launches transfers of updates, applies those that are due, and ends the round.
 
         Args:
-          updated: whether the optimizer had a gradient to step on.
-          applies: whether parameters may change. If not, results are awaited, so that the schedule learns what it
-            learns on ranks that apply them, and are applied by the next call.
+          has_updated: True if the optimizer had a gradient to step on.
+          should_apply: False to only await results, so that the schedule's state stays equal to ranks that apply them.
+            The next call applies them.
         """
         if updated and self._has_local_steps:
             self._merge_states.mark_updated()
@@ -207,10 +208,10 @@ class Engine:
         return self._plan.outcome
 
     async def flush(self, update: Callable[[int], Awaitable[None]]) -> StepOutcome:
-        """Applies what is still in flight, as the steps to come would; afterwards all ranks are equal.
+        """Applies all exchanges in flight, as later steps would; afterwards all ranks are equal.
 
         Args:
-          update: a step of the optimizer, given the training step that it belongs to.
+          update: Optimizer step, given the training step that it belongs to.
         """
         plan = self._plan = StepPlan(self._plan.step, self._plan.metadata, (), self._plan.learning_rate)
         await self._apply_arrived()
@@ -232,11 +233,11 @@ class Engine:
         return plan.outcome
 
     def restart(self, *, from_anchors: bool = False) -> None:
-        """Begins anew with nothing contributed, and anchors equal to the parameters.
+        """Restarts with no contributions, and anchors equal to the parameters.
 
         Args:
-          from_anchors: whether parameters become the anchors, as on a rank that joins; otherwise the anchors become
-            the parameters, which are equal on all ranks, with nothing in flight.
+          from_anchors: True to set parameters to the anchors, as on a joining rank. Otherwise anchors are set to the
+            parameters, which are equal on all ranks, with nothing in flight.
         """
         self._metadata.clear(numbers=from_anchors)
         if from_anchors:
@@ -246,7 +247,7 @@ class Engine:
 
     @property
     def merged_weight(self) -> float:
-        """Sum of the weights of the last gradients that were merged at this step; 0 if none were."""
+        """Sum of the weights of the last gradients merged at this step; 0 if there were none."""
         stats = self._plan.outcome.stats
         return stats.weight if stats else 0.0
 
@@ -254,7 +255,7 @@ class Engine:
 
     @property
     def diverged(self) -> bool:
-        """Returns True if ranks' parameters may differ now; equal on all ranks."""
+        """Returns True if parameters may differ between ranks; equal on all ranks."""
         if not self._has_local_steps:
             return False
         is_pending = bool(self.flights or self._arrived) or not self._metadata.is_empty
@@ -266,10 +267,10 @@ class Engine:
         return None if anchors is None else self._buckets.named(anchors)
 
     def consensus_parameters(self) -> dict[str, Tensor] | None:
-        """Returns the parameters that a model is evaluated and saved with, by name and equal on all ranks.
+        """Returns the parameters for evaluations and checkpoints, by name and equal on all ranks.
 
         Returns:
-          Those that replace its own: none if ranks are equal. ``None``: the mean of all does.
+          Parameters that replace the rank's own: none if ranks are equal. ``None`` stands for the mean of all ranks.
         """
         if not self.diverged:
             return {}
@@ -278,22 +279,22 @@ class Engine:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def state_dict(self) -> State:
-        """Returns what continues the run, with exchanges in flight as they were given to the reducer.
+        """Returns the state to resume from, with the original input of exchanges in flight.
 
-        To be launched, so that no exchange goes on meanwhile.
+        It must be launched, so that no exchange advances meanwhile.
 
         Returns:
           ``shared``, equal on all ranks, and ``own``.
         """
-        shared_reducer, own_reducer = self.reducer_states.state_dict()
-        unused, absent = self.unused.state_dict()
-        shared_merges, own_merges = self._merge_states.state_dict()
+        shared_reducer, local_reducer = self.reducer_states.state_dict()
+        shared_unused, local_unused = self.unused.state_dict()
+        shared_merges, local_merges = self._merge_states.state_dict()
         return {
             "shared": {
                 "schedule": self._schedule_state,
                 "merges": shared_merges,
                 "reducer": shared_reducer,
-                "unused": unused,
+                "unused": shared_unused,
                 "anchors_stale": self._anchors_stale,
                 "round_number": self.round_number,
             },
@@ -303,39 +304,39 @@ class Engine:
                 "peak_nbytes": self.peak_nbytes,
                 "metadata": self._metadata.state_dict(),
                 "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self.flights)},
-                "merges": own_merges,
-                "reducer": own_reducer,
-                "absent": absent,
+                "merges": local_merges,
+                "reducer": local_reducer,
+                "absent": local_unused,
             },
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`; exchanges that were in flight start again, and have the same results.
+        """Restores :meth:`state_dict`; exchanges that were in flight start again and give equal results.
 
         Args:
-          state: its tensors may be on any device.
+          state: State with tensors on any device.
 
         Raises:
-          CheckpointError: its reducer's state is of another version.
+          CheckpointError: the reducer's state is of another version.
         """
-        shared, own = state["shared"], state["own"]
-        self.reducer_states.check_own(own["reducer"])
+        shared, local = state["shared"], state["own"]
+        self.reducer_states.check_own(local["reducer"])
         self.flights.clear()
         self._arrived.clear()
         self.is_round_open, self.round_number = False, shared["round_number"]
-        self.sent_nbytes, self.peak_nbytes = own["sent_nbytes"], own["peak_nbytes"]
+        self.sent_nbytes, self.peak_nbytes = local["sent_nbytes"], local["peak_nbytes"]
         self._schedule_state, self._anchors_stale = shared["schedule"], shared["anchors_stale"]
-        self.times.resume_from(own["elapsed_s"])
-        self._metadata.load_state_dict(own["metadata"])
-        self.unused.load_state_dict(shared["unused"], own["absent"])
-        self._merge_states.load_state_dict(shared["merges"], own["merges"])
-        for saved in own["flights"].values():
+        self.times.resume_from(local["elapsed_s"])
+        self._metadata.load_state_dict(local["metadata"])
+        self.unused.load_state_dict(shared["unused"], local["absent"])
+        self._merge_states.load_state_dict(shared["merges"], local["merges"])
+        for saved in local["flights"].values():
             unit = self._units[saved["number"]]
             kinds = self._merge_states.kinds
             self._add(Flight.restart(saved, unit, kinds, self._runtime, self._reducer))
         states = [
-            {number: state_on(half, self._units[int(number)].device) for number, half in each.items()}
-            for each in (shared["reducer"], own["reducer"])
+            {number: state_on(half, self._units[int(number)].device) for number, half in halves.items()}
+            for halves in (shared["reducer"], local["reducer"])
         ]
 
         async def load_behind_restarted() -> None:
@@ -373,14 +374,14 @@ class Engine:
             self.gate.shut()
         is_first, plan.has_launched = not plan.has_launched, True
         moves_gradient = merge.moves == "gradient"
-        absent = unit.absent if moves_gradient else ()
-        unused_changed = moves_gradient and self.unused.note(unit, absent)
+        absent_places = unit.absent if moves_gradient else ()
+        unused_changed = moves_gradient and self.unused.note(unit, absent_places)
         weight, vector = self._metadata.pack(unit, is_first_of_step=is_first, unused_changed=unused_changed)
         # A step that was left out may be made up for before the result is applied.
         steps_before = delay if is_updated else max(delay, 1)
         tensors, saved = self._merge_states.contribute(merge, unit.buckets, steps_before)
         flight = Flight(
-            unit, plan.step, self.round_number, delay, merge, saved, weight, vector, is_first, absent
+            unit, plan.step, self.round_number, delay, merge, saved, weight, vector, is_first, absent_places
         )
         for extension in self._extensions:
             extension.on_launch(flight, tensors)
@@ -395,28 +396,28 @@ class Engine:
         self._merge_states.add(flight)
 
     def _is_busy(self) -> bool:
-        """Returns True if any exchange has no result yet."""
+        """Returns True if any exchange is incomplete."""
         return any(not flight.started.result.done for flight in tuple(self.flights))
 
     def _track_peak(self) -> None:
-        held = sum(flight.nbytes for flight in self.flights)
+        nbytes = sum(flight.nbytes for flight in self.flights)
         if self._has_local_steps:
-            held += self._merge_states.nbytes
-        self.peak_nbytes = max(self.peak_nbytes, held)
+            nbytes += self._merge_states.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
 
     # --- applying ---------------------------------------------------------------------------------------------
 
     def _due(self, *, gradients: bool) -> list[list[Flight]]:
-        """Returns the exchanges of gradients, or all others, that are due, by the step at which they started."""
-        due = [
+        """Returns the due exchanges of gradients, or all other due ones, by the step at which they started."""
+        due_flights = [
             flight
             for flight in self.flights
             if (flight.merge.moves == "gradient") == gradients and flight.due_step <= self._plan.step
         ]
-        return [list(flights) for _, flights in groupby(due, key=lambda flight: flight.step)]
+        return [list(flights) for _, flights in groupby(due_flights, key=lambda flight: flight.step)]
 
     async def _merge(self, *, gradients: bool) -> bool:
-        """Applies what is due; returns True if the last step that was due has changed something."""
+        """Applies due results; returns True if those of the last step changed anything."""
         has_merged = not gradients and await self._apply_arrived()
         for flights in self._due(gradients=gradients):
             arrivals = await self._collect(flights)
@@ -425,10 +426,10 @@ class Engine:
         return has_merged
 
     async def _apply_arrived(self) -> bool:
-        """Applies updates that were only awaited so far; returns True if the last of them has changed something."""
+        """Applies updates that were only awaited so far; returns True if the last ones changed anything."""
         has_merged = False
-        waiting, self._arrived = self._arrived, []
-        for arrivals in waiting:
+        pending, self._arrived = self._arrived, []
+        for arrivals in pending:
             has_merged = await self._apply(arrivals)
         return has_merged
 
@@ -437,27 +438,27 @@ class Engine:
         arrivals: list[Arrival] = []
         for flight in flights:
             with self.times.waiting():
-                reduced = await flight.started.bring()
+                result = await flight.started.bring()
             self.flights.remove(flight)
             self.sent_nbytes += flight.channel.sent_nbytes
             self.times.record_exchange(flight)
-            await self._update_reducer(flight, reduced)
-            metadata = self._metadata.layout.unpack(reduced.metadata)
+            await self._update_reducer(flight, result)
+            metadata = self._metadata.layout.unpack(result.metadata)
             if metadata.num_nonfinite and self._on_nonfinite == "stop":
-                what = "gradient" if self._checks_gradients else "loss"
-                raise NonFinite(flight.step, metadata.nonfinite_ranks, metadata.num_nonfinite, what)
-            arrivals.append(Arrival(flight, reduced, metadata))
-        asked = [(flight.unit, flight.absent) for flight, _, metadata in arrivals if metadata.unused_changed]
-        if asked:
+                quantity = "gradient" if self._checks_gradients else "loss"
+                raise NonFinite(flight.step, metadata.nonfinite_ranks, metadata.num_nonfinite, quantity)
+            arrivals.append(Arrival(flight, result, metadata))
+        requests = [(flight.unit, flight.absent) for flight, _, metadata in arrivals if metadata.unused_changed]
+        if requests:
             with self.times.waiting():
-                self.sent_nbytes += await self.unused.exchange(self._runtime, flights[0].round_number, asked)
+                self.sent_nbytes += await self.unused.exchange(self._runtime, flights[0].round_number, requests)
         for flight in flights:
             self.unused.update(flight.unit)
         return arrivals
 
     async def _update_reducer(self, flight: Flight, reduced: Reduced) -> None:
         is_last = reduced.learn_together is not None and all(
-            other.step != flight.step for other in self.flights
+            candidate.step != flight.step for candidate in self.flights
         )
         if reduced.learn is not None or is_last:
             # What was launched before encodes first; its messages go on while this thread learns.
@@ -465,15 +466,15 @@ class Engine:
             self.reducer_states.learn(flight.unit.number, reduced, last=is_last)
 
     async def _apply(self, arrivals: Sequence[Arrival]) -> bool:
-        """Applies one step's results; returns True if they have changed something."""
-        is_skipped = self._on_nonfinite == "skip" and any(each.metadata.num_nonfinite for each in arrivals)
+        """Applies one step's results; returns True if they changed anything."""
+        is_skipped = self._on_nonfinite == "skip" and any(arrival.metadata.num_nonfinite for arrival in arrivals)
         has_merged = False
         for extension in self._extensions:
             extension.on_arrival(arrivals)
-        for flight, reduced, metadata in arrivals:
-            is_valid = not (is_skipped or (metadata.num_nonfinite and reduced.weight == 0))
+        for flight, result, metadata in arrivals:
+            is_valid = not (is_skipped or (metadata.num_nonfinite and result.weight == 0))
             has_merged |= is_valid
-            self._merge_states.apply(flight, reduced.mean if is_valid else None)
+            self._merge_states.apply(flight, result.mean if is_valid else None)
             if is_valid and flight.merge.optimizer_state == "averaged":
                 await self._average_moments(flight)
         return has_merged
@@ -488,15 +489,15 @@ class Engine:
 
     async def _observe(self, arrival: Arrival) -> None:
         """Reports one step's exchanges to the schedule and to the outcome of this step."""
-        flight, reduced, metadata = arrival
+        flight, result, metadata = arrival
         outcome = self._plan.outcome
         outcome.num_nonfinite += metadata.num_nonfinite
         outcome.num_exhausted = metadata.num_exhausted
-        loss = metadata.loss / reduced.weight if reduced.weight else 0.0
+        loss = metadata.loss / result.weight if result.weight else 0.0
         sums = metadata.sums if flight.is_first_of_step else {}
         for name, value in sums.items():
             outcome.sums[name] = outcome.sums.get(name, 0.0) + value
-        stats = SharedStats(flight.step, loss, reduced.weight, sums, learning_rate=self._plan.learning_rate)
+        stats = SharedStats(flight.step, loss, result.weight, sums, learning_rate=self._plan.learning_rate)
         if flight.times is not None:
             with self.times.waiting():
                 decision = await flight.times

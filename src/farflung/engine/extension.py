@@ -1,4 +1,4 @@
-"""Extensions: what a run does besides exchanging gradients, as hooks with empty defaults."""
+"""Extensions: hooks of a training step besides gradient exchange, with empty defaults."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["Extension", "StepResult", "TrainingLoop"]
 
 @dataclass(slots=True)
 class StepResult:
-    """A training step that is complete.
+    """Result of a complete training step.
 
     Args:
-      step: its number.
-      samples: of this rank's batch.
-      outcome: of its exchanges.
-      compute_s: seconds of the forward and backward pass.
-      waited_s: seconds from the end of the backward pass until all results had arrived.
-      report: fields of the step's telemetry event; extensions may add some.
+      step: Number of the step.
+      samples: Number of samples in this rank's batch.
+      outcome: Outcome of its exchanges.
+      compute_s: Seconds of the forward and backward pass.
+      waited_s: Seconds from the end of the backward pass until all results had arrived.
+      report: Fields of the step's telemetry event; extensions may add some.
     """
 
     step: int
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class StepSamples(Protocol):
-    """The samples of a step."""
+    """Samples of a step."""
 
     @property
     def is_weighted(self) -> bool:
@@ -56,24 +56,24 @@ class StepSamples(Protocol):
         ...
 
     def view_of_rest(self, step: int) -> PoolView:
-        """Returns the samples that a step could have drawn and has not."""
+        """Returns the samples that a step could have drawn but did not."""
         ...
 
 
 class TrainingLoop(Protocol):
-    """farflung's own loop, as parts of a recipe see it when they make extensions.
+    """Interface of farflung's own loop for parts of a recipe that create extensions.
 
     Args:
-      runtime: the world.
-      training: settings.
-      telemetry: gets events.
-      model: of this rank.
-      optimizer: steps on the means.
-      buckets: of the model.
-      engine: exchanges them.
-      drawing: the step's samples.
-      held: this rank's own samples, :class:`farflung.data.Holding`; ``None`` if all ranks draw from the whole set.
-      accumulated: gradient that the next step's mean takes in.
+      runtime: Runtime of this replica.
+      training: Settings.
+      telemetry: Receiver of events.
+      model: Model of this rank.
+      optimizer: Optimizer that steps on the means.
+      buckets: Buckets of the model.
+      engine: Engine that exchanges them.
+      batch_loader: Samples of the step.
+      holding: This rank's samples, :class:`farflung.data.Holding`; ``None`` if all ranks draw from the whole set.
+      accumulated_gradient: Gradient to add to the next step's mean.
     """
 
     runtime: Runtime
@@ -99,29 +99,29 @@ class TrainingLoop(Protocol):
     def sampler(self) -> Sampler: ...
 
     def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
-        """Returns a function that scores samples by the model as it is."""
+        """Returns a function that scores samples by the current model."""
         ...
 
     def losses(self) -> Callable[[SampleIds], Tensor]:
-        """Returns a function that computes the losses of samples beside a step's batch."""
+        """Returns a function that computes the losses of samples outside the batch."""
         ...
 
 
 class Extension:
-    """Adds to a step; extensions run in the order of their list, which is equal on all ranks.
+    """Addition to a step; extensions run in the order of their list, which is equal on all ranks.
 
-    :meth:`metadata`, :meth:`on_launch` and :meth:`on_arrival` are called by the engine in every loop; the other hooks
-    by farflung's own loop alone.
+    The engine calls :meth:`report_metadata`, :meth:`handle_launch` and :meth:`handle_arrivals` in every loop. Only
+    farflung's own loop calls the other hooks.
     """
 
     key: ClassVar[str] = ""
-    """Key of the state in checkpoints; empty: there is none."""
+    """Key of the state in checkpoints; empty if there is none."""
     sent_nbytes: int = 0
-    """Payload bytes sent by exchanges of the extension's own that have ended."""
+    """Number of payload bytes sent by the extension's own completed exchanges."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the numbers that :meth:`metadata` returns, before the first step; equal on all ranks."""
+        """Names of the numbers of :meth:`report_metadata`, before the first step; equal on all ranks."""
         return ()
 
     async def before_step(self, step: int) -> None:
@@ -133,12 +133,12 @@ class Extension:
         return nullcontext()
 
     def metadata(self, own: StepMetadata) -> Mapping[str, float]:
-        """Returns numbers to be summed over all ranks beside the step's gradients."""
+        """Returns numbers that are summed over all ranks in the step's metadata."""
         del own
         return {}
 
     def on_launch(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
-        """Runs before an exchange starts with these contributions, one for each bucket."""
+        """Runs before an exchange of these contributions starts, one for each bucket."""
 
     async def while_waiting(self, step: int) -> None:
         """Runs after the backward pass, while exchanges are in flight."""
@@ -158,8 +158,8 @@ class Extension:
         return ()
 
     def state_dict(self) -> State:
-        """Returns what a resumed run continues from."""
+        """Returns the state to resume from."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`."""
+        """Restores :meth:`state_dict`."""

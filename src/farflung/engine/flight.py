@@ -1,4 +1,4 @@
-"""An exchange in flight: one unit's way from its launch until its result is applied."""
+"""Exchange in flight, from its launch until its result is applied."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Flight", "concatenate", "without_contributions"]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One exchange, from its launch until its result is applied.
+    """Exchange of one unit, from its launch until its result is applied.
 
     Args:
-      unit: that it moves.
-      step: at which it starts.
-      round_number: of its messages; differs from the step where a step has several backward passes.
-      delay: steps until its result is due.
-      merge: applies the result.
-      saved: for each bucket what the merge needs again, by name; ``own`` is this rank's contribution.
-      weight: of this rank in the mean.
-      metadata: float64 vector that is summed beside the tensor.
-      is_first_of_step: whether it is the first of its step, whose metadata has the numbers of extensions.
-      absent: parameters of the unit without a gradient.
-      notes: of extensions, JSON by name.
+      unit: State of the unit.
+      step: Step at which it starts.
+      round_number: Number of its messages; differs from the step if a step has several backward passes.
+      delay: Number of steps until its result is due.
+      merge: Merge that applies the result.
+      saved: Saved state of the merge by bucket and name; ``own`` is this rank's contribution.
+      weight: Weight of this rank in the mean.
+      metadata: Float64 vector that is summed with the tensor.
+      is_first_of_step: True if it is the first of its step, whose metadata has the numbers of extensions.
+      absent_places: Parameters of the unit without a gradient.
+      notes: JSON values of extensions by name.
     """
 
     unit: Unit
@@ -51,25 +51,25 @@ class Flight:
     started: Started[Reduced] = field(init=False)
     began_s: float = field(init=False)
     ended_s: float | None = field(init=False, default=None)
-    """Time of the result on the run's clock; noted a moment after it."""
+    """Time of the result on the run's clock, recorded shortly after it."""
     state_before: CodecState | None = field(init=False, default=None)
-    """The reducer's state when the exchange started."""
+    """State of the reducer when the exchange started."""
     times: Pending[Decision] | None = field(init=False, default=None)
-    """Times that the decider has measured, where the schedule asked for them."""
+    """Times measured by the decider, if requested by the schedule."""
 
     @property
     def due_step(self) -> int:
-        """The step at which the result is applied."""
+        """Step at which the result is applied."""
         return self.step + self.delay
 
     @property
     def channel(self) -> ExchangeChannel:
-        """Counts the bytes sent."""
+        """Channel, which counts the bytes sent."""
         return self.started.channel
 
     @property
     def nbytes(self) -> int:
-        """Bytes saved for the merge."""
+        """Number of bytes saved for the merge."""
         values = (value for saved in self.saved.values() for value in saved.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
@@ -85,35 +85,35 @@ class Flight:
         """Starts the exchange on the communication thread.
 
         Args:
-          runtime: the world.
-          reducer: carries it.
-          tensor: the contribution, which the reducer takes over.
-          state: of the reducer, for an exchange that is repeated.
-          ends_step: whether it is the last to start at its step.
+          runtime: Runtime of this replica.
+          reducer: Reducer of the unit.
+          tensor: Contribution, given away to the reducer.
+          state: State of the reducer, if the exchange is repeated.
+          is_last_of_step: True if it is the last to start at its step.
         """
         self.began_s = runtime.now()
-        first, wait_until_filled = [tensor], record_stream(tensor.device)
+        originals, wait_until_filled = [tensor], record_stream(tensor.device)
         # The first attempt may write in the tensor; another one needs the same numbers.
         is_saved = all("own" in saved for saved in self.saved.values())
-        copy = None if runtime.elastic is None or is_saved else tensor.clone()
+        backup = None if runtime.elastic is None or is_saved else tensor.clone()
 
         def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
             wait_until_filled()
-            own = first.pop() if first else self._contribution() if copy is None else copy.clone()
-            return self._exchange(reducer, channel, own, state)
+            contribution = originals.pop() if originals else self._contribution() if backup is None else backup.clone()
+            return self._exchange(reducer, channel, contribution, state)
 
         def rewind() -> None:
             if self.state_before is not None:
                 self.unit.slot.state = self.state_before
 
-        def ended(_: object) -> None:
+        def handle_end(_: object) -> None:
             self.ended_s = runtime.now()
 
         number = Purpose.STEP.at(self.round_number)
         self.started = start(
             runtime, number, self.unit.number, exchange, _RESULT, rewind=rewind, ends_step=ends_step
         )
-        self.started.result.on_done(ended)
+        self.started.result.on_done(handle_end)
 
     async def _exchange(
         self, reducer: Reducer, channel: ExchangeChannel, own: Tensor, state: CodecState | None
@@ -123,16 +123,16 @@ class Flight:
             slot.state = state
         self.state_before = slot.state
         contribution = Contribution(own, self.weight, self.metadata)
-        reduced = await reducer.reduce(channel, slot, contribution, step=self.step)
+        result = await reducer.reduce(channel, slot, contribution, step=self.step)
         await channel.computed()
-        return reduced
+        return result
 
     def _contribution(self) -> Tensor:
-        """Returns a copy of the contribution, which is saved."""
+        """Returns a copy of the saved contribution."""
         return concatenate([self.saved[bucket.index]["own"].clone() for bucket in self.unit.buckets])
 
     async def state_dict(self) -> State:
-        """Returns the exchange as it was given to the reducer, from which a resumed run repeats it."""
+        """Returns the original input of the exchange, from which a resumed run repeats it."""
         before = self.state_before or self.unit.slot.state  # one whose result another rank gave never began
         return {
             "number": self.unit.number,
@@ -154,9 +154,9 @@ class Flight:
     def restart(
         state: State, unit: Unit, merges: Mapping[str, type[Merge]], runtime: Runtime, reducer: Reducer
     ) -> Flight:
-        """Starts an exchange of :meth:`state_dict` again.
+        """Restarts an exchange from :meth:`state_dict`.
 
-        A rank that joins the run has contributed nothing to it, and is given its result.
+        A rank that joins the run has not contributed to it and receives its result.
         """
         flight = Flight(
             unit,
@@ -184,11 +184,11 @@ class Flight:
 
 
 def without_contributions(own: State) -> State:
-    """Returns a rank's own half of the engine's state, with zeros for what the rank has contributed."""
+    """Returns a rank's local half of the engine's state, with zeros for its contributions."""
     flights = {}
     for name, flight in own["flights"].items():
         saved = {
-            index: {**each, "own": torch.zeros_like(each["own"])} for index, each in flight["saved"].items()
+            index: {**state, "own": torch.zeros_like(state["own"])} for index, state in flight["saved"].items()
         }
         before = {**flight["before"], "local": _zeros(flight["before"]["local"])}
         flights[name] = {**flight, "saved": saved, "before": before}
@@ -197,35 +197,35 @@ def without_contributions(own: State) -> State:
 
 
 def concatenate(tensors: list[Tensor]) -> Tensor:
-    """Returns one flat tensor of several; a single one as it is."""
+    """Concatenates flat tensors; a single one is returned unchanged."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _zeros(tree: Any) -> Any:
-    """Returns nested dicts with zeros for tensors."""
+    """Returns nested dicts with tensors replaced by zeros."""
     if isinstance(tree, dict):
         return {name: _zeros(node) for name, node in tree.items()}
     return torch.zeros_like(tree) if isinstance(tree, Tensor) else tree
 
 
 def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
-    """Returns a result as tensors, for a member that lacks it; its own residual of the exchange is lost to it."""
-    result = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.metadata
+    """Returns a result as tensors, for a member that lacks it and thereby loses its residual of the exchange."""
+    tensors = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.metadata
     if not reduced.taught:
-        return result
-    return *result, pack_tree(reduced.taught)
+        return tensors
+    return *tensors, pack_tree(reduced.taught)
 
 
 def _unpacked(tensors: tuple[Tensor, ...]) -> Reduced:
-    mean, weight, metadata, *taught = tensors
-    if not taught:
+    mean, weight, metadata, *delta = tensors
+    if not delta:
         return Reduced(mean, float(weight), metadata)
-    shared = unpack_tree(taught[0])
+    shared = unpack_tree(delta[0])
 
-    def learn(now: CodecState) -> CodecState:
-        return CodecState({**now.shared, **shared}, now.local)
+    def update_state(state: CodecState) -> CodecState:
+        return CodecState({**state.shared, **shared}, state.local)
 
-    return Reduced(mean, float(weight), metadata, learn, taught=shared)
+    return Reduced(mean, float(weight), metadata, update_state, taught=shared)
 
 
 _RESULT: Values[Reduced] = Values(_packed, _unpacked)

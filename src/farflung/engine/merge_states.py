@@ -17,16 +17,16 @@ __all__ = ["MergeStates"]
 
 
 class MergeStates:
-    """One state for each bucket and kind of merge, for a whole run.
+    """States of each bucket and kind of merge for a whole run.
 
     Args:
-      schedule: names the merges.
-      buckets: of the model.
-      optimizer: steps on the buckets; ``None`` if it is not known.
+      schedule: Schedule with the merges.
+      buckets: Buckets of the model.
+      optimizer: Optimizer of the buckets; ``None`` if unknown.
 
     Raises:
-      Unsupported: two merges of one kind.
-      ConfigError: a merge that does not go with the optimizer.
+      Unsupported: two merges are of one kind.
+      ConfigError: a merge does not support the optimizer.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MergeStates:
     ) -> None:
         self._buckets = buckets
         self.kinds: dict[str, type[Merge]] = {}
-        """Kinds of merges, by name."""
+        """Classes of merges by name."""
         self._merges: dict[type[Merge], Merge] = {}
         for merge in schedule.merges:
             if type(merge) in self._merges:
@@ -70,7 +70,7 @@ class MergeStates:
 
     @property
     def anchors(self) -> list[Tensor] | None:
-        """The parameters without contributions in flight, flat by bucket; ``None`` if no merge has anchors."""
+        """Parameters without contributions in flight, flat by bucket; ``None`` if no merge has anchors."""
         for states in self._states.values():
             anchors = [state.anchor for state in states if state.anchor is not None]
             if anchors:
@@ -79,13 +79,13 @@ class MergeStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Number of bytes of all states."""
         return sum(state.nbytes for _, _, state in self)
 
     def contribute(
         self, merge: Merge, buckets: Sequence[GradientBucket], delay: int
     ) -> tuple[list[Tensor], dict[int, State]]:
-        """Returns the contribution of each bucket to an exchange, and what is saved of it, by bucket."""
+        """Returns the contribution of each bucket to an exchange, and the saved state by bucket."""
         tensors, saved = [], {}
         for bucket in buckets:
             state = self._states[type(merge)][bucket.index]
@@ -95,31 +95,31 @@ class MergeStates:
         return tensors, saved
 
     def add(self, flight: Flight) -> None:
-        """Makes what an exchange has saved pending until it is applied."""
+        """Adds the saved state of an exchange to the pending ones until it is applied."""
         for index, saved in flight.saved.items():
             self._states[type(flight.merge)][index].pending.append(saved)
 
     def apply(self, flight: Flight, mean: Tensor | None) -> None:
-        """Applies the result of an exchange; ``None`` takes the rank's own contribution back."""
+        """Applies the result of an exchange; ``None`` reverts the rank's own contribution."""
         merge, buckets = flight.merge, flight.unit.buckets
         means: Sequence[Tensor | None] = [mean] * len(buckets)
         if mean is not None and len(buckets) > 1:
             means = mean.split([bucket.gradient.numel() for bucket in buckets])
-        for bucket, each in zip(buckets, means, strict=True):
+        for bucket, bucket_mean in zip(buckets, means, strict=True):
             state, saved = self._states[type(merge)][bucket.index], flight.saved[bucket.index]
-            state.pending = [other for other in state.pending if other is not saved]
-            merge.apply(bucket, state, saved, each, flight.delay)
+            state.pending = [contribution for contribution in state.pending if contribution is not saved]
+            merge.apply(bucket, state, saved, bucket_mean, flight.delay)
             if merge.optimizer_state == "reset":
                 assert bucket.optimizer is not None
                 forget(bucket.optimizer, bucket.parameters)
 
     def mark_updated(self) -> None:
-        """Notes that the optimizer has stepped."""
+        """Records that the optimizer has stepped."""
         for _, _, state in self:
             state.has_updates = True
 
     def rebase(self) -> None:
-        """Sets anchors to the parameters, which are equal on all ranks; each old one is let go before the next."""
+        """Sets anchors to the parameters, which are equal on all ranks; frees each old one before the next."""
         for merge, bucket, state in self:
             if merge.moves != "gradient":
                 state.anchor, state.local = None, {}
@@ -129,10 +129,10 @@ class MergeStates:
                 state.is_apart = state.has_updates = False
 
     def drop_contributions(self, *, to_anchors: bool) -> None:
-        """Makes this rank one that has contributed nothing yet.
+        """Resets this rank to one without contributions.
 
         Args:
-          to_anchors: whether parameters are set to the anchors.
+          to_anchors: True to set parameters to the anchors.
         """
         for merge, bucket, state in self:
             if state.anchor is not None:
@@ -146,18 +146,18 @@ class MergeStates:
             merge.finish(bucket, state)
 
     def state_dict(self) -> tuple[State, State]:
-        """Returns what is equal on all ranks, and what is this one's own; without what flights have saved."""
+        """Returns the shared and the local half, without the saved state of flights."""
         shared: dict[str, State] = {name: {} for name in self.kinds}
-        own: dict[str, State] = {name: {} for name in self.kinds}
+        local: dict[str, State] = {name: {} for name in self.kinds}
         for merge, bucket, state in self:
             name, key = type(merge).__name__, str(bucket.index)
             anchor = {} if state.anchor is None else {"anchor": state.anchor}
             shared[name][key] = {**anchor, **state.shared, "is_apart": state.is_apart}
-            own[name][key] = {**state.local, "has_updates": state.has_updates}
-        return shared, own
+            local[name][key] = {**state.local, "has_updates": state.has_updates}
+        return shared, local
 
     def load_state_dict(self, shared: Mapping[str, State], own: Mapping[str, State]) -> None:
-        """Continues from :meth:`state_dict`, with nothing in flight."""
+        """Restores :meth:`state_dict`, with nothing in flight."""
         for merge, bucket, state in self:
             name, key = type(merge).__name__, str(bucket.index)
             state.shared, state.local = _copied(shared[name][key], bucket), _copied(own[name][key], bucket)

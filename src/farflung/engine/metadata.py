@@ -1,4 +1,4 @@
-"""Metadata of training steps, which is summed over the ranks beside their gradients so that all decide alike."""
+"""Metadata of training steps, summed over the ranks with their gradients so that all decide equally."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from farflung.types import Runtime, State
 __all__ = ["MetadataLayout", "PendingMetadata", "ReducedMetadata", "StepMetadata"]
 
 _FIXED = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
-"""The first numbers of every vector of metadata."""
+"""First numbers of every metadata vector."""
 _DIGIT = 1 << 16
-"""Base of ``answers``, in which each yes or no is summed in a digit: more ranks than there ever are."""
+"""Base of ``answers``, in which each boolean is summed in one digit; larger than any number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class StepMetadata:
     """Metadata of one step of one rank.
 
     Args:
-      loss: the rank's weighted mean loss.
-      weight: of the rank in the mean.
-      samples: of the rank's batch.
-      is_exhausted: whether the rank has run out of data, and only answers the others.
+      loss: Weighted mean loss of the rank.
+      weight: Weight of the rank in the mean.
+      samples: Number of samples in the rank's batch.
+      is_exhausted: True if the rank has run out of data and only takes part in exchanges.
     """
 
     loss: float
@@ -40,7 +40,7 @@ class StepMetadata:
 
     @property
     def is_finite(self) -> bool:
-        """Returns True if the loss is a number."""
+        """Returns True if the loss is finite."""
         return math.isfinite(self.loss)
 
 
@@ -49,13 +49,13 @@ class ReducedMetadata:
     """Metadata summed over all ranks.
 
     Args:
-      loss: sum of losses times weights.
-      num_nonfinite: losses that are not finite.
-      nonfinite_ranks: ranks of one or two such losses; empty for more.
-      unused_changed: whether a rank uses other parameters than before; see
+      loss: Sum of losses times weights.
+      num_nonfinite: Number of losses that are not finite.
+      nonfinite_ranks: Ranks of one or two such losses; empty for more.
+      has_unused_changes: True if the parameters used by a rank have changed; see
         :class:`farflung.engine.unused.UnusedParameters`.
-      num_exhausted: ranks that have run out of data.
-      sums: of the numbers that extensions have added, by name.
+      num_exhausted: Number of ranks that have run out of data.
+      sums: Sums of the numbers added by extensions, by name.
     """
 
     loss: float
@@ -67,10 +67,10 @@ class ReducedMetadata:
 
 
 class MetadataLayout:
-    """Layout of the float64 vector that is summed beside every exchange.
+    """Layout of the float64 vector that is summed with every exchange.
 
     Args:
-      names: of the numbers that extensions add, equal on all ranks.
+      names: Names of the numbers that extensions add, equal on all ranks.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -93,13 +93,13 @@ class MetadataLayout:
         The weight is the mean over the steps; a step whose loss is not finite has weight 0.
 
         Args:
-          steps: of the unit since its last exchange.
-          rank: this one.
-          numbers: of extensions; 0 where a name is missing.
-          unused_changed: whether the rank uses other parameters than before.
+          steps: Steps of the unit since its last exchange.
+          rank: Rank of this replica.
+          numbers: Numbers of extensions; 0 if a name is missing.
+          has_unused_changes: True if the parameters used by the rank have changed.
 
         Raises:
-          ValueError: a number without a place.
+          ValueError: a number has no place.
         """
         weight, loss, nonfinite, is_exhausted = 0.0, 0.0, 0, True
         for step in steps:
@@ -119,7 +119,7 @@ class MetadataLayout:
         return weight / count, torch.tensor(values, dtype=torch.float64)
 
     def unpack(self, summed: Tensor) -> ReducedMetadata:
-        """Reads the sum of all ranks' vectors."""
+        """Unpacks the sum of all ranks' vectors."""
         loss, nonfinite, ranks, squares, answers, *values = summed.tolist()
         num_exhausted, unused_changed = divmod(int(answers), _DIGIT)
         return ReducedMetadata(
@@ -133,11 +133,11 @@ class MetadataLayout:
 
 
 class PendingMetadata:
-    """Metadata that no exchange has carried yet: of steps for each unit, and numbers by name.
+    """Metadata not sent in any exchange yet: steps by unit, and numbers by name.
 
     Args:
-      units: that exchanges move.
-      rank: this one.
+      units: Units of the model.
+      rank: Rank of this replica.
     """
 
     def __init__(self, units: Collection[Unit], rank: int) -> None:
@@ -148,7 +148,7 @@ class PendingMetadata:
 
     @property
     def is_empty(self) -> bool:
-        """Returns True if no unit has a step that no exchange has carried."""
+        """Returns True if no unit has a step that was not sent."""
         return not any(unit.steps for unit in self._units)
 
     def extend(self, names: Iterable[str]) -> None:
@@ -164,18 +164,18 @@ class PendingMetadata:
             self._numbers[name] = self._numbers.get(name, 0.0) + value
 
     def replace_step(self, step: StepMetadata, replacement: StepMetadata) -> None:
-        """Replaces the last step for the exchanges that have not started yet."""
+        """Replaces the last step for exchanges that have not started."""
         for unit in self._units:
             if unit.steps and unit.steps[-1] is step:
                 unit.steps[-1] = replacement
 
     def pack(self, unit: Unit, *, is_first_of_step: bool, unused_changed: bool) -> tuple[float, Tensor]:
-        """Returns a rank's weight in an exchange, and its metadata as a vector; what is packed is not pending any more.
+        """Packs and removes pending metadata; returns the rank's weight in an exchange, and the vector.
 
         Args:
-          unit: that the exchange moves.
-          is_first_of_step: whether the exchange carries the numbers.
-          unused_changed: whether the rank uses other parameters than before.
+          unit: Unit of the exchange.
+          is_first_of_step: True if the exchange carries the numbers.
+          has_unused_changes: True if the parameters used by the rank have changed.
         """
         numbers: Mapping[str, float] = {}
         if is_first_of_step:
@@ -184,23 +184,23 @@ class PendingMetadata:
         return self.layout.pack(steps, self._rank, numbers, unused_changed=unused_changed)
 
     def clear(self, *, numbers: bool = False) -> None:
-        """Forgets the steps, and the numbers too if that is asked for."""
+        """Clears the steps, and optionally the numbers."""
         for unit in self._units:
             unit.steps.clear()
         if numbers:
             self._numbers.clear()
 
     async def sum_rest(self, runtime: Runtime, number: int) -> Mapping[str, float]:
-        """Sums the numbers that no exchange has carried; their names are equal on all ranks."""
+        """Sums the numbers not sent in any exchange; their names are equal on all ranks."""
         if not self._numbers:
             return {}
-        own = torch.tensor(list(self._numbers.values()), dtype=torch.float64)
-        _, summed = await sum_everywhere(runtime, torch.empty(0), own, number, purpose=Purpose.REMAINDER)
+        vector = torch.tensor(list(self._numbers.values()), dtype=torch.float64)
+        _, summed = await sum_everywhere(runtime, torch.empty(0), vector, number, purpose=Purpose.REMAINDER)
         names, self._numbers = list(self._numbers), {}
         return dict(zip(names, summed.tolist(), strict=True))
 
     def state_dict(self) -> State:
-        """Returns what a resumed rank continues from."""
+        """Returns the state that a rank resumes from."""
         return {
             "steps": {
                 str(unit.number): [[step.loss, step.weight] for step in unit.steps] for unit in self._units
@@ -209,14 +209,14 @@ class PendingMetadata:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`."""
+        """Restores :meth:`state_dict`."""
         for unit in self._units:
             unit.steps = [StepMetadata(*step) for step in state["steps"].get(str(unit.number), ())]
         self._numbers = dict(state["numbers"])
 
 
 def _ranks(count: int, total: float, squares: float) -> list[int]:
-    """Returns one or two ranks from their sum and the sum of their squares."""
+    """Returns one or two ranks computed from their sum and the sum of their squares."""
     if count == 1:
         return [int(total)]
     if count == 2:

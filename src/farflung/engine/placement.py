@@ -1,4 +1,4 @@
-"""Which device a replica trains on, and how samples and states come to it."""
+"""Device of a replica, and transfer of samples and states to it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from farflung.types import Batch, State
 __all__ = ["HOST", "batch_on", "place", "record_stream", "state_on", "wait_for"]
 
 HOST = torch.device("cpu")
-"""Where everything is unless something else was asked for."""
+"""Default device."""
 
 
 def place(device: str, *, local_rank: int = 0, local_size: int = 1, option: str = "--device") -> torch.device:
-    """The device of one of the replicas of this machine.
+    """Returns the device of a replica on this machine.
 
     Args:
-      device: ``cpu``; ``cuda``: a device for each replica, by its number on this machine; or ``cuda:1``: that one, for
-        all of them.
-      local_rank: the replica's number on this machine, torchrun's ``LOCAL_RANK``.
-      local_size: replicas on this machine, torchrun's ``LOCAL_WORLD_SIZE``.
-      option: that named it, for messages.
+      device: ``cpu``; ``cuda`` for a device by the replica's local rank; or ``cuda:1``, for instance, for all replicas.
+      local_rank: Number of the replica on this machine, torchrun's ``LOCAL_RANK``.
+      local_size: Number of replicas on this machine, torchrun's ``LOCAL_WORLD_SIZE``.
+      option: Option named in messages.
 
     Raises:
-      ConfigError: no such device, or fewer than replicas.
+      ConfigError: the device does not exist, or there are fewer than replicas.
     """
-    named = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
-    if named is None:
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if match is None:
         raise ConfigError(
             f"{option} {device}: must be cpu, cuda (one for each replica) or, for instance, cuda:0 (one for all)"
         )
@@ -40,8 +39,8 @@ def place(device: str, *, local_rank: int = 0, local_size: int = 1, option: str 
     count = torch.cuda.device_count()
     if not count:
         raise ConfigError(f"{option} {device}: torch sees no CUDA device on this machine: use {option} cpu")
-    if named[1] is not None:
-        if int(named[1]) >= count:
+    if match[1] is not None:
+        if int(match[1]) >= count:
             raise ConfigError(f"{option} {device}: this machine's last CUDA device is cuda:{count - 1}")
         return torch.device(device)
     if local_size > count:
@@ -72,7 +71,7 @@ def state_on(state: State, device: torch.device) -> State:
 
 
 def record_stream(device: torch.device) -> Callable[[], None]:
-    """Returns a function by which another thread's stream waits for what is queued on this thread's so far."""
+    """Returns a function that makes another thread's stream wait for the work queued on this thread's."""
     if device.type != "cuda":
         return _wait_for_nothing
     event = torch.cuda.current_stream(device).record_event()
@@ -84,6 +83,6 @@ def _wait_for_nothing() -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when ``device`` has done what this thread has asked of it, so that its time counts as computing."""
+    """Waits until ``device`` has completed the work of this thread, so that its time counts as computing."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

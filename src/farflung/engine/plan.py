@@ -1,4 +1,4 @@
-"""One training step: the transfers that start at it, and the outcome of its due exchanges."""
+"""Plan and outcome of one training step: transfers that start at it, and results that are due."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Arrival", "StepOutcome", "StepPlan"]
 
 
 class Arrival(NamedTuple):
-    """An exchange with its result."""
+    """Exchange with its result."""
 
     flight: Flight
     reduced: Reduced
@@ -27,10 +27,10 @@ class StepOutcome:
     """Outcome of the exchanges that were due at a step.
 
     Args:
-      num_nonfinite: ranks with a non-finite loss, which contributed nothing.
-      stats: of the last step whose exchange was due; ``None`` if none was.
-      num_exhausted: ranks that had run out of data at that step.
-      sums: of the numbers that extensions of all ranks have added to the metadata, by name.
+      num_nonfinite: Number of ranks with a non-finite loss, which contributed nothing.
+      stats: Statistics of the last step whose exchange was due; ``None`` if none was.
+      num_exhausted: Number of ranks that had run out of data at that step.
+      sums: Sums over all ranks of the numbers that extensions added to the metadata, by name.
     """
 
     num_nonfinite: int = 0
@@ -40,13 +40,13 @@ class StepOutcome:
 
 
 class StepPlan:
-    """The transfers of one step, in the planned order, which is equal on all ranks.
+    """Transfers of one step in the planned order, which is equal on all ranks.
 
     Args:
-      step: its number.
-      metadata: of this rank.
-      transfers: that start at it.
-      learning_rate: at its beginning.
+      step: Number of the step.
+      metadata: Metadata of this rank.
+      transfers: Transfers that start at the step.
+      learning_rate: Learning rate at its beginning.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class StepPlan:
         self.step, self.metadata, self.learning_rate = step, metadata, learning_rate
         self.outcome = StepOutcome()
         self.num_waiting = len(transfers)
-        """Transfers that have not been launched."""
+        """Number of transfers not launched yet."""
         self.has_launched = False
         self._gradients = deque(transfer for transfer in transfers if transfer.merge.moves == "gradient")
         self._updates = [transfer for transfer in transfers if transfer.merge.moves != "gradient"]
         self.has_gradients = bool(self._gradients)
-        """Whether gradients leave in the step's backward pass."""
+        """True if gradients leave in the step's backward pass."""
         self._full: set[int] = set()
         """Buckets that have filled."""
 
     def fill(self, index: int) -> Iterator[Transfer]:
-        """Marks a bucket as full; yields the transfers of gradients that can start."""
+        """Marks a bucket as full; yields the gradient transfers that can start."""
         self._full.add(index)
         while self._gradients and self._full.issuperset(b.index for b in self._gradients[0].part.buckets):
             yield self._gradients.popleft()
 
     def take_updates(self) -> list[Transfer]:
-        """Returns the transfers that start after the optimizer's step, once."""
+        """Removes and returns the transfers that start after the optimizer step."""
         updates, self._updates = self._updates, []
         return updates

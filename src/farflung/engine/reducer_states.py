@@ -13,19 +13,19 @@ __all__ = ["ReducerStates"]
 
 
 class ReducerStates:
-    """The reducer's state of each unit, in a slot, by number.
+    """Slots with the reducer's state of each unit, by number.
 
     The communication thread encodes with them. The training thread updates them while no exchange is about to encode.
 
     Args:
-      reducer: whose states these are.
-      specs: of each unit's flat tensor, by number.
-      seed: of the run.
-      rank: this one.
-      steps: of the run; ``None`` if that is not known.
+      reducer: Reducer of the units.
+      specs: Spec of each unit's flat tensor, by number.
+      seed: Seed of the run.
+      rank: Rank of this replica.
+      steps: Number of steps of the run; ``None`` if unknown.
 
     Raises:
-      ConfigError: the reducer cannot carry such units, or is not made for so few steps.
+      ConfigError: the reducer does not support such units, or so few steps.
     """
 
     def __init__(
@@ -54,44 +54,44 @@ class ReducerStates:
         return iter(self._slots.values())
 
     def learn(self, number: int, reduced: Reduced, *, last: bool) -> None:
-        """Updates states by a result.
+        """Updates states from a result.
 
         Args:
-          number: of the unit that has the result.
-          reduced: the result.
-          last: whether no other exchange of its step is in flight.
+          number: Number of the unit.
+          result: Result of its exchange.
+          is_last: True if no other exchange of its step is in flight.
         """
         if reduced.learn is not None:
             self._slots[number].state = reduced.learn(self._slots[number].state)
         if last and reduced.learn_together is not None:
-            states = {each: slot.state for each, slot in self._slots.items()}
-            for each, state in reduced.learn_together(states).items():
-                self._slots[each].state = state
+            states = {index: slot.state for index, slot in self._slots.items()}
+            for index, state in reduced.learn_together(states).items():
+                self._slots[index].state = state
 
     def report(self) -> Mapping[str, Json]:
-        """Returns the reducer's own figures, by name."""
+        """Returns the reducer's figures by name."""
         return self._reducer.report([slot.state.shared for slot in self])
 
     def state_dict(self) -> tuple[State, State]:
-        """Returns the halves of all states that are equal on all ranks, and those of this rank."""
+        """Returns the shared and the local halves of all states."""
         shared = {str(number): slot.state.shared for number, slot in self._slots.items()}
-        own = {str(number): slot.state.local for number, slot in self._slots.items()}
-        return shared, own
+        local = {str(number): slot.state.local for number, slot in self._slots.items()}
+        return shared, local
 
     def check_own(self, own: State) -> None:
-        """Checks that a rank's own halves of :meth:`state_dict` hold what the reducer keeps.
+        """Checks that the local halves of :meth:`state_dict` are complete.
 
         Raises:
-          CheckpointError: one lacks what it has from the beginning, as that of another version may.
+          CheckpointError: one lacks an initial key, as a state of another version may.
         """
         for number, keys in self._keys.items():
-            if str(number) in own and (lacking := keys - keys_of(own[str(number)])):
+            if str(number) in own and (missing_keys := keys - keys_of(own[str(number)])):
                 raise CheckpointError(
-                    f"the reducer's state in the checkpoint lacks {', '.join(sorted(lacking))}: "
+                    f"the reducer's state in the checkpoint lacks {', '.join(sorted(missing_keys))}: "
                     "use the version that wrote it, or start the run anew"
                 )
 
     def load_state_dict(self, shared: State, own: State) -> None:
-        """Continues from :meth:`state_dict`, after :meth:`check_own`."""
+        """Restores :meth:`state_dict`, after :meth:`check_local_state`."""
         for number, slot in self._slots.items():
             slot.state = CodecState(shared[str(number)], own.get(str(number), slot.state.local))

@@ -1,4 +1,4 @@
-"""Times of steps and exchanges, as one rank measures them."""
+"""Timer of steps and exchanges of one rank."""
 
 from __future__ import annotations
 
@@ -15,78 +15,78 @@ from farflung.types import Json
 __all__ = ["Times"]
 
 RECENT = 16
-"""Steps and exchanges that a median is over."""
+"""Number of steps and exchanges in a median."""
 
 
 class Times:
-    """Medians over recent steps and exchanges, and waits so far.
+    """Medians over recent steps and exchanges, and total waits.
 
     Args:
-      now: the world's clock, in seconds.
+      read_clock: Function that returns the run's time in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._before_s = 0.0
-        """Seconds that the run had taken before this clock's zero."""
+        """Seconds of the run before this clock's zero."""
         self._begin: float | None = None
         self._waited = 0.0
         self.waited_s = 0.0
         """Seconds waited for exchanges so far."""
         self.arrived_s = 0.0
-        """Time at which the last of the awaited results had arrived."""
+        """Time of the latest awaited result."""
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._exchanges: deque[float] = deque(maxlen=RECENT)
         self._open: tuple[int, float, float] | None = None
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that the run has taken so far."""
+        """Seconds of the run so far."""
         return self._before_s + self._now()
 
     def resume_from(self, elapsed_s: float) -> None:
-        """Counts on from the seconds that a resumed run had taken."""
+        """Continues from the seconds of a resumed run."""
         self._before_s = elapsed_s - self._now()
 
     def begin_step(self) -> None:
-        """Notes the beginning of a step."""
-        now = self._now()
+        """Records the beginning of a step."""
+        now_s = self._now()
         if self._begin is not None:
-            self._steps.append(now - self._begin - self._waited)
-        self._begin, self._waited = now, 0.0
+            self._steps.append(now_s - self._begin - self._waited)
+        self._begin, self._waited = now_s, 0.0
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Leaves the time inside out of the step's."""
-        begin = self._now()
+        """Excludes the time inside from the step's."""
+        begin_s = self._now()
         yield
-        self._waited += self._now() - begin
+        self._waited += self._now() - begin_s
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time inside as a wait for an exchange."""
-        begin = self._now()
+        """Measures the time inside as a wait for an exchange."""
+        begin_s = self._now()
         yield
-        waited = self._now() - begin
-        self._waited += waited
-        self.waited_s += waited
+        wait_s = self._now() - begin_s
+        self._waited += wait_s
+        self.waited_s += wait_s
 
     def record_exchange(self, exchange: Flight) -> None:
-        """Adds an exchange that has ended; those of one step count from the first's beginning to the last's end."""
+        """Records a completed exchange; those of one step count from the first start to the last end."""
         end = self._now() if exchange.ended_s is None else exchange.ended_s
         self.arrived_s = max(self.arrived_s, end)
-        step, began, ended = self._open or (exchange.step, exchange.began_s, end)
+        step, start_s, end_s = self._open or (exchange.step, exchange.began_s, end)
         if step != exchange.step:
-            self._exchanges.append(ended - began)
-            began, ended = exchange.began_s, end
-        self._open = exchange.step, min(began, exchange.began_s), max(ended, end)
+            self._exchanges.append(end_s - start_s)
+            start_s, end_s = exchange.began_s, end
+        self._open = exchange.step, min(start_s, exchange.began_s), max(end_s, end)
 
     @staticmethod
     def from_json(measured: Any) -> dict[str, Any]:
-        """Checks what :meth:`to_json` returned, after it was read from a message or file.
+        """Validates a result of :meth:`to_json` that was read from a message or file.
 
         Raises:
-          ValueError: it is something else.
+          ValueError: the value is invalid.
         """
         elapsed, step, exchange = (measured[name] for name in ("elapsed_s", "step_s", "exchange_s"))
         for seconds in (elapsed, 0.0 if step is None else step, 0.0 if exchange is None else exchange):

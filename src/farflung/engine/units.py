@@ -1,4 +1,4 @@
-"""Units, which exchanges move: a bucket, or a fragment of several."""
+"""States of sync units; each exchange moves a bucket, or a fragment of several."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["Places", "Unit", "enumerate_parts", "spec_of"]
 
 Places = tuple[int, ...]
-"""Parameters of a unit, or of a bucket, counted in its order; ascending."""
+"""Indices of parameters in a unit or bucket, ascending."""
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A part of the model that exchanges move, for a whole run.
+    """State of a sync unit for a whole run.
 
     Args:
-      number: equal on all ranks.
-      part: as the schedule names it.
-      buckets: of the unit, in order.
-      slot: the reducer's state.
-      steps: metadata of the steps since the last exchange.
+      number: Number of the unit, equal on all ranks.
+      sync_unit: Bucket or fragment of the schedule.
+      buckets: Buckets of the unit, in order.
+      slot: State of the reducer.
+      steps: Metadata of the steps since the last exchange.
     """
 
     number: int
@@ -49,19 +49,19 @@ class Unit:
         """Parameters without a gradient in the last backward pass."""
         if not any(bucket.absent for bucket in self.buckets):
             return ()
-        absent: list[int] = []
+        absent_places: list[int] = []
         first = 0
         for bucket in self.buckets:
-            absent += (first + place for place in bucket.absent)
+            absent_places += (first + place for place in bucket.absent)
             first += len(bucket.parameters)
-        return tuple(absent)
+        return tuple(absent_places)
 
     @staticmethod
     def make(number: int, part: Part, buckets: GradientBuckets, slot: StateSlot) -> Unit:
-        """Makes the unit of a part.
+        """Builds the state of a sync unit.
 
         Raises:
-          Unsupported: a fragment on several devices.
+          Unsupported: a fragment is on several devices.
         """
         unit = Unit(number, part, tuple(buckets[bucket.index] for bucket in part.buckets), slot)
         devices = sorted({str(bucket.gradient.device) for bucket in unit.buckets})
@@ -74,34 +74,34 @@ class Unit:
 
 
 def enumerate_parts(schedule: Schedule, buckets: Sequence[Bucket]) -> dict[int, Part]:
-    """Returns a schedule's parts by number: buckets come first, then fragments.
+    """Returns a schedule's units by number: buckets come first, then fragments.
 
     Raises:
-      Unsupported: a bucket that no part moves.
+      Unsupported: no unit contains a bucket.
     """
-    parts = schedule.parts(buckets)
-    missing = {bucket.index for bucket in buckets} - {b.index for part in parts for b in part.buckets}
+    sync_units = schedule.parts(buckets)
+    missing = {bucket.index for bucket in buckets} - {b.index for unit in sync_units for b in unit.buckets}
     if missing:
         raise Unsupported(
             f"schedule {type(schedule).__name__}: no part of it moves bucket {min(missing)}, which would train apart"
         )
-    return {part.index if isinstance(part, Bucket) else len(buckets) + part.index: part for part in parts}
+    return {unit.index if isinstance(unit, Bucket) else len(buckets) + unit.index: unit for unit in sync_units}
 
 
 def spec_of(part: Part) -> TensorSpec:
-    """Returns the spec of a part's flat tensor, with those of its parameters.
+    """Returns the spec of a unit's flat tensor, with those of its parameters.
 
     Raises:
-      Unsupported: a fragment of several dtypes.
+      Unsupported: a fragment has several dtypes.
     """
     dtypes = {bucket.spec.dtype for bucket in part.buckets}
     if len(dtypes) > 1:
         raise Unsupported(
             f"fragment {part.index} holds {' and '.join(sorted(map(str, dtypes)))}: give each type fragments of its own"
         )
-    places: list[Placed] = []
+    spans: list[Placed] = []
     start = 0
     for bucket in part.buckets:
-        places += [Placed(placed.shape, start + placed.start) for placed in bucket.spec.parts]
+        spans += [Placed(span.shape, start + span.start) for span in bucket.spec.parts]
         start += bucket.spec.numel
-    return TensorSpec((start,), dtypes.pop(), tuple(places))
+    return TensorSpec((start,), dtypes.pop(), tuple(spans))

@@ -1,4 +1,4 @@
-"""Parameters that no loss reached: the ranks agree on which of them none has used."""
+"""Parameters without a gradient; the ranks agree on those that no rank has used."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ _NO_SIDE = torch.zeros(0, dtype=torch.float64)
 
 
 class UnusedParameters:
-    """Parameters of each unit that had no gradient, as all ranks know them.
+    """Parameters of each unit without a gradient, as known to all ranks.
 
-    Zeros count where one rank lacks a gradient and others have one; where all lack it there is none, and the optimizer
-    leaves the parameter alone. What a rank lacks seldom changes, so it is sent only then: a bit of the metadata says
-    so, and all ranks send theirs in one small exchange for a whole step before they apply its results. Where nothing
-    is ever missing nothing is sent.
+    If only some ranks lack a gradient, they contribute zeros. If all ranks lack it, there is none, and the optimizer
+    skips the parameter. The set of a rank seldom changes and is sent only then. A bit of the metadata announces it, and
+    all ranks send their sets in one small exchange for the whole step before they apply its results. Otherwise nothing
+    is sent.
     """
 
     def __init__(self) -> None:
         self._own: dict[int, Places] = {}
-        """What this rank lacked when the last exchange of a unit began; no entry if nothing."""
+        """Places without a gradient on this rank when the last exchange of a unit began; no entry if empty."""
         self._by_all: dict[int, Places] = {}
-        """What all ranks lacked when they last said so."""
+        """Places without a gradient on all ranks, as last agreed."""
         self._never: dict[int, Places] = {}
-        """What all ranks have lacked in every exchange of a unit so far."""
+        """Places without a gradient on all ranks in every exchange of a unit so far."""
         self._current: set[int] = set()
-        """Units whose buckets know both."""
+        """Units whose buckets are up to date."""
         self.is_unequal = False
-        """Whether some ranks have lacked gradients that others had; equal on all ranks."""
+        """True if some ranks have lacked gradients that others had; equal on all ranks."""
 
     def note(self, unit: Unit, absent: Places) -> bool:
-        """Notes what this rank lacks in an exchange; returns True if that differs from the one before."""
-        before = self._own.get(unit.number, ())
+        """Records the absent places of this rank in an exchange; returns True if they have changed."""
+        previous = self._own.get(unit.number, ())
         self._own[unit.number] = absent
-        return before != absent
+        return previous != absent
 
     def update(self, unit: Unit) -> None:
-        """Tells the buckets of a unit whose result has arrived what no rank has used, in it and ever."""
+        """Updates the buckets of a unit whose result has arrived with the places that no rank has used."""
         number = unit.number
         if number in self._current:
             return
         self._current.add(number)
         unused = self._by_all.get(number, ())
-        never = tuple(sorted({*self._never.get(number, unused)}.intersection(unused)))
-        self._never[number] = never
+        unreached = tuple(sorted({*self._never.get(number, unused)}.intersection(unused)))
+        self._never[number] = unreached
         first = 0
         for bucket in unit.buckets:
             last = first + len(bucket.parameters)
@@ -60,52 +60,52 @@ class UnusedParameters:
                 frozenset(
                     place - first for place in places[bisect_left(places, first) : bisect_left(places, last)]
                 )
-                for places in (unused, never)
+                for places in (unused, unreached)
             )
             first = last
 
     async def exchange(self, runtime: Runtime, number: int, absent: Sequence[tuple[Unit, Places]]) -> int:
-        """Sends what this rank lacked in exchanges of a step to all others, as metadata that came with them asks.
+        """Sends this rank's absent places in exchanges of a step to all others, as requested by their metadata.
 
         Args:
-          runtime: the world.
-          number: of the exchange; equal on all ranks.
-          absent: what this rank lacked, for each unit that was asked for.
+          runtime: Runtime of this replica.
+          number: Number of the exchange; equal on all ranks.
+          absent: Absent places of this rank, for each requested unit.
 
         Returns:
-          The payload bytes sent.
+          Number of payload bytes sent.
         """
-        lacks = [torch.zeros(sum(len(bucket.parameters) for bucket in unit.buckets)) for unit, _ in absent]
-        for lack, (_, places) in zip(lacks, absent, strict=True):
-            lack[list(places)] = 1.0
-        side = _NO_SIDE if runtime.elastic is None else torch.ones(1, dtype=torch.float64)
+        masks = [torch.zeros(sum(len(bucket.parameters) for bucket in unit.buckets)) for unit, _ in absent]
+        for mask, (_, places) in zip(masks, absent, strict=True):
+            mask[list(places)] = 1.0
+        metadata = _NO_SIDE if runtime.elastic is None else torch.ones(1, dtype=torch.float64)
 
         async def exchange(channel: ExchangeChannel) -> tuple[Tensor, ...]:
-            return await channel.collective("direct")(channel, torch.cat(lacks), side)
+            return await channel.collective("direct")(channel, torch.cat(masks), metadata)
 
         first = min(unit.number for unit, _ in absent)
-        started = start(runtime, Purpose.UNUSED.at(number), first, exchange, Values(tuple, tuple))
-        total, count = await started.bring()
-        by_all = total == (int(count) if len(count) else runtime.comm.size)
-        self.is_unequal |= bool((total.bool() & ~by_all).any())
-        for (unit, _), of_unit in zip(absent, by_all.split([len(lack) for lack in lacks]), strict=True):
-            self._by_all[unit.number] = tuple(of_unit.nonzero().flatten().tolist())
+        handle = start(runtime, Purpose.UNUSED.at(number), first, exchange, Values(tuple, tuple))
+        total, count = await handle.bring()
+        is_common = total == (int(count) if len(count) else runtime.comm.size)
+        self.is_unequal |= bool((total.bool() & ~is_common).any())
+        for (unit, _), unit_mask in zip(absent, is_common.split([len(mask) for mask in masks]), strict=True):
+            self._by_all[unit.number] = tuple(unit_mask.nonzero().flatten().tolist())
             self._current.discard(unit.number)
-        return started.channel.sent_nbytes
+        return handle.channel.sent_nbytes
 
     def state_dict(self) -> tuple[State, State]:
-        """Returns what all ranks have agreed on, and what is this rank's own."""
+        """Returns the shared and the local half."""
         return {"now": _saved(self._by_all), "never": _saved(self._never)}, _saved(self._own)
 
     def load_state_dict(self, shared: State, own: State) -> None:
-        """Continues from :meth:`state_dict`."""
+        """Restores :meth:`state_dict`."""
         self._by_all, self._never = _loaded(shared["now"]), _loaded(shared["never"])
         self._own = _loaded(own)
         self._current.clear()
 
 
 def _saved(places: Mapping[int, Iterable[int]]) -> State:
-    return {str(number): list(each) for number, each in places.items()}
+    return {str(number): list(unit_places) for number, unit_places in places.items()}
 
 
 def _loaded(state: State) -> dict[int, Places]:

@@ -150,17 +150,17 @@ class Sampler(ABC):
         """Returns the sampler's figures for the summary of a run."""
         return {}
 
-    # --- shared order of all samples, with batches that can be requeued -------------------------------------------
+    # --- shared order of all samples, with batches that can be returned -------------------------------------------
 
     has_shared_order: bool = False
-    """True if replicas draw from one order of the whole set, so that batches can be requeued."""
+    """True if replicas draw from one order of the whole set, so that batches can be returned."""
 
     def give_back(self, step: int, rank: int) -> None:
-        """Requeues the batch that a rank took at a recent step, so that it is drawn again."""
+        """Puts the batch that a rank took at a recent step back, so that it is drawn again."""
         raise NotImplementedError
 
     def latest(self) -> State:
-        """Returns the state besides :meth:`state_dict` that a joiner needs to requeue batches."""
+        """Returns the state besides :meth:`state_dict` that a joiner needs to return batches."""
         return {}
 
     is_balanced: bool = False

@@ -32,7 +32,6 @@ class Placed(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -58,7 +57,6 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property

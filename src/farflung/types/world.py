@@ -129,7 +129,6 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
         ...
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
@@ -316,7 +315,6 @@ class Channel(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
         ...
 
     @property
@@ -326,7 +324,6 @@ class Channel(Protocol):
 
     @property
     def sent_nbytes(self) -> int:
-        """Number of payload bytes sent so far."""
         ...
 
     def count(self, nbytes: Counts) -> None:
@@ -428,7 +425,6 @@ class Elastic(Protocol):
 
     @property
     def view_number(self) -> int:
-        """Number of the newest view."""
         ...
 
     async def probe(self) -> None:
@@ -440,11 +436,11 @@ class Elastic(Protocol):
         ...
 
     def counted(self, step: int) -> int:
-        """Returns the number of batches that a step takes, less those requeued at it."""
+        """Returns the number of batches that a step takes, less those returned at it."""
         ...
 
     def give_back(self, step: int, sampler: Sampler) -> None:
-        """Requeues the batches of lost members in a sampler, if a change takes effect at a step."""
+        """Puts batches of lost members back into a sampler, if a change takes effect at a step."""
         ...
 
     def start(
@@ -517,12 +513,10 @@ class Runtime(Protocol):
 
     @property
     def comm(self) -> Communicator:
-        """Communicator of the membership view."""
         ...
 
     @property
     def decisions(self) -> Decisions:
-        """Decisions of the run."""
         ...
 
     def now(self) -> float:
