@@ -1,4 +1,4 @@
-"""Schedules: which transfers start at a step, and when their results are due."""
+"""Schedules, which decide when transfers start and when their results are due."""
 
 from typing import TYPE_CHECKING
 
@@ -49,4 +49,4 @@ SCHEDULES: Registry[Schedule] = Registry(
         "synchronous": "Synchronous",
     },
 )
-"""All of them by name."""
+"""Schedules by name."""

@@ -1,4 +1,4 @@
-"""The schedule of AdaComm: local SGD whose blocks become shorter as the loss falls."""
+"""Schedule of AdaComm: local SGD with a period that shrinks as the loss falls."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ __all__ = ["AdaComm"]
 
 @dataclass(frozen=True, slots=True)
 class AdaComm(Schedule):
-    r"""Local SGD whose period is chosen anew every ``interval_s`` seconds, from the loss and the learning rate.
+    r"""Local SGD whose period is adapted every ``interval_s`` seconds to the loss and the learning rate.
 
-    Long blocks save time and leave a higher loss behind than short ones; so a run begins with long ones. At the first
-    exchange after each interval the period becomes
+    Long blocks save time but reach a higher loss than short ones, so a run begins with long ones. At the first exchange
+    after each interval the period becomes
 
     .. math::
         \tau = \left\lceil \tau_0 \sqrt{\left(\frac{\eta_0}{\eta}\right)^{p} \frac{F}{F_0}}\, \right\rceil
 
-    with F the mean training loss of all replicas over the last block, and :math:`F_0` that over the first one. By the
-    rule ``shrink`` it becomes that only where that is below the period there is, and
-    :math:`\lceil \gamma \tau \rceil` otherwise: so it falls on where the loss no longer does, and never rises. By
-    ``basic`` it may rise, when a learning rate falls for example.
+    with F the mean training loss of all replicas over the last block, and :math:`F_0` that over the first block. The
+    rule ``shrink`` uses this value only if it is below the current period, and :math:`\lceil \gamma \tau \rceil`
+    otherwise. The period thus never rises, and still falls when the loss does not. With the rule ``basic`` it may rise,
+    for example when the learning rate falls.
 
-    Seconds are those of one decider, whose clock at each exchange travels to all and is recorded: a replay needs none.
-    In a resumed run they count on.
+    Seconds are those of one decider, whose clock at each exchange is sent to all ranks and recorded, so a replay needs
+    none. In a resumed run they continue.
 
-    With ``block_momentum`` :math:`\beta` the anchor a, from which all replicas set out, moves by
+    With ``block_momentum`` :math:`\beta` the anchor a, from which all replicas start, moves by
 
     .. math:: u \leftarrow \beta u + \frac{1}{n} \sum_j (w_j - a), \qquad a \leftarrow a + u
 
     Args:
-      sync_every: :math:`\tau_0`, steps in the first blocks.
-      interval_s: seconds between two choices.
+      sync_every: :math:`\tau_0`, number of steps in the first blocks.
+      interval_s: Seconds between two adaptations.
       rule: ``"shrink"`` or ``"basic"``.
       shrink: :math:`\gamma`, above 0 and below 1.
-      rate_power: p, how much a fall of the learning rate lengthens blocks; 0: not at all.
-      most: the longest block.
+      rate_power: p, the power by which a falling learning rate lengthens blocks; 0 disables this.
+      max_period: Maximum number of steps in a block.
       block_momentum: :math:`\beta`.
-      optimizer_state: see :class:`farflung.schedules.LocalSGD`; with block momentum ``"reset"`` is usual.
+      optimizer_state: See :class:`farflung.schedules.LocalSGD`; with block momentum ``"reset"`` is usual.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option is out of range.
 
-    References: Wang & Joshi 2019 (AdaComm), by a slide of theirs and by implementations of others: the body of the
-    paper was not at hand. Their bound has p = 3, their rule p = 1. Our choices: the loss over blocks for F, which costs
-    no evaluation; the rule compares what has been rounded up; ``most``; and block momentum on the way itself, not
-    divided by the learning rate, as in Chen & Huo 2016.
+    References: Wang & Joshi 2019 (AdaComm), from their slides and other implementations, not from the body of the
+    paper. Their bound has p = 3, their rule p = 1. Our choices: the loss over blocks for F, which costs no evaluation;
+    comparison of rounded values in the rule; ``max_period``; and block momentum on the update itself, not divided by
+    the learning rate, as in Chen & Huo 2016.
     """
 
     sync_every: int = 20
@@ -86,7 +86,7 @@ class AdaComm(Schedule):
     @property
     @override
     def merges(self) -> tuple[Merge, ...]:
-        """The mean, with block momentum where that is asked for."""
+        """Mean, with block momentum if requested."""
         return (Outer(momentum=self.block_momentum, optimizer_state=self.optimizer_state),)
 
     @property
@@ -105,7 +105,7 @@ class AdaComm(Schedule):
 
     @override
     def init(self) -> State:
-        """The period, the step that ends the block, when to choose again, and what the first block was like."""
+        """Returns the period, the end of the block, the time of the next adaptation, and values of the first block."""
         return {
             "period": self.sync_every,
             "ends": self.sync_every - 1,
@@ -116,33 +116,33 @@ class AdaComm(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """At the end of a block, one transfer for each bucket."""
+        """Returns one transfer for each bucket at the end of a block."""
         return [Transfer(part, step, *self.merges) for part in parts] if step >= state["ends"] else []
 
     @override
     def asks(self, state: State, step: int) -> bool:
-        """At every exchange, for the clock."""
+        """Returns True at every exchange, for the clock."""
         return bool(step >= state["ends"])
 
     @override
     def observe(self, state: State, stats: SharedStats) -> State:
-        """Notes the first block; chooses a period where an interval is over."""
+        """Records the first block, and adapts the period if an interval has passed."""
         state = {**state}
-        known = stats.weight > 0 and 0 < stats.loss < math.inf
-        if known and state["loss"] is None:
+        is_valid = stats.weight > 0 and 0 < stats.loss < math.inf
+        if is_valid and state["loss"] is None:
             state.update(loss=stats.loss, rate=stats.learning_rate)
         if stats.elapsed_s is not None and stats.elapsed_s >= state["again_s"]:
             state["again_s"] = (stats.elapsed_s // self.interval_s + 1) * self.interval_s
-            if known:
+            if is_valid:
                 state["period"] = self._period(state, stats)
         state["ends"] = stats.step + state["period"]
         return state
 
     def _period(self, state: State, stats: SharedStats) -> int:
-        before, coupling = state["period"], 1.0
+        previous, coupling = state["period"], 1.0
         if state["rate"] and stats.learning_rate:
             coupling = (state["rate"] / stats.learning_rate) ** self.rate_power
-        wanted = math.ceil(self.sync_every * math.sqrt(coupling * stats.loss / state["loss"]))
-        if self.rule == "shrink" and wanted >= before:
-            wanted = math.ceil(self.shrink * before)
-        return max(1, min(wanted, self.most))
+        period = math.ceil(self.sync_every * math.sqrt(coupling * stats.loss / state["loss"]))
+        if self.rule == "shrink" and period >= previous:
+            period = math.ceil(self.shrink * previous)
+        return max(1, min(period, self.most))

@@ -1,4 +1,4 @@
-"""Checks of options that several schedules have."""
+"""Checks of options shared by several schedules."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["outer_options", "state_option"]
 
 
 def state_option(name: str, state: object) -> None:
-    """What becomes of an optimizer's state.
+    """Checks the treatment of an optimizer's state.
 
     Raises:
-      ConfigError: none of the words there are for that.
+      ConfigError: the value is unknown.
     """
     if state not in get_args(OptimizerState):
         raise ConfigError(f"{name}: optimizer_state {state!r} must be 'kept', 'reset' or 'averaged'")
 
 
 def outer_options(name: str, rate: object, momentum: object, nesterov: object) -> None:
-    """An outer optimizer's learning rate and momentum, and whether that is Nesterov's.
+    """Checks learning rate, momentum and the Nesterov flag of an outer optimizer.
 
     Raises:
-      ConfigError: out of range.
+      ConfigError: a value is out of range.
     """
     number_option(name, "outer_rate", rate, 0)
     if not rate:

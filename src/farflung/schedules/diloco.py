@@ -20,39 +20,39 @@ __all__ = ["DiLoCo", "StreamingDiLoCo"]
 
 @dataclass(frozen=True, slots=True)
 class DiLoCo(Schedule):
-    r"""Each replica makes ``sync_every`` steps of its own; an outer optimizer steps on the mean of the ways they went.
+    r"""Each replica makes ``sync_every`` local steps, and an outer optimizer steps on the mean of the updates.
 
     .. math::
         \Delta = \frac{1}{n} \sum_j (w_j - a), \qquad v \leftarrow \mu v + \Delta, \qquad
         a \leftarrow a + \eta (\Delta + \mu v), \qquad w_j \leftarrow a
 
-    The anchor a is where all set out from. The outer optimizer is SGD with Nesterov's momentum; with ``outer_rate`` 1
-    and ``outer_momentum`` 0 this is :class:`farflung.schedules.LocalSGD`, to the bit. The mean is waited for:
+    All replicas start from the anchor a. The outer optimizer is SGD with Nesterov momentum. With ``outer_rate`` 1 and
+    ``outer_momentum`` 0 this equals :class:`farflung.schedules.LocalSGD` bit for bit. Replicas wait for the mean;
     :class:`farflung.schedules.StreamingDiLoCo` waits less.
 
-    Anchor and outer momentum are alike on all replicas, and are kept once in a checkpoint. They take two copies of the
-    parameters, and what is sent takes one more until it is merged. The optimizer of the run is the inner one, by the
-    paper AdamW.
+    Anchor and outer momentum are equal on all replicas, and stored once in a checkpoint. They take two copies of the
+    parameters, and the sent tensor takes one more until it is merged. The optimizer of the run is the inner one, AdamW
+    in the paper.
 
-    Between exchanges evaluation sees the mean of the replicas' parameters, and a run ends with it; so let the number of
-    steps be a multiple of ``sync_every``. An exchange that no step follows sets the parameters to the plain mean, as
-    with rate 1 and no momentum: there the outer step would overshoot (ours; needs a run whose length is known).
+    Between exchanges evaluation uses the mean of the replicas' parameters, and a run ends with it. The number of steps
+    should be a multiple of ``sync_every``. An exchange that no step follows sets the parameters to the plain mean, as
+    with rate 1 and no momentum, because the outer step would overshoot (our choice; needs a known run length).
 
-    Early in a training replicas drift apart fast, and long blocks cost most. In a warm-up the exchange after that of
-    step s follows max(1, H s / ``warmup``) steps later, rounded down, the last one after ``warmup`` steps, and sets the
-    parameters to the plain mean: about (1 + ln H) ``warmup`` / H exchanges. This is ours; the paper starts from a model
-    that was trained for 24,000 of its 88,000 steps without DiLoCo.
+    Early in training replicas diverge fast, and long blocks cost most. In a warm-up the exchange after that of step s
+    follows max(1, H s / ``warmup``) steps later, rounded down, and the last one after ``warmup`` steps. Each sets the
+    parameters to the plain mean. There are about (1 + ln H) ``warmup`` / H exchanges. This is our choice; the paper
+    starts from a model trained for 24,000 of its 88,000 steps without DiLoCo.
 
     Args:
-      sync_every: H, steps between two exchanges.
-      warmup: steps until exchanges are that far apart; 0: they are from the start.
+      sync_every: H, number of steps between two exchanges.
+      warmup: Number of steps with shorter blocks; 0 for none.
       outer_rate: :math:`\eta`.
       outer_momentum: :math:`\mu`.
-      nesterov: whether momentum is Nesterov's; without it, :math:`a \leftarrow a + \eta v`.
-      optimizer_state: of the inner optimizer; see :class:`farflung.schedules.LocalSGD`.
+      nesterov: True for Nesterov momentum; otherwise :math:`a \leftarrow a + \eta v`.
+      optimizer_state: State of the inner optimizer; see :class:`farflung.schedules.LocalSGD`.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option is out of range.
 
     References: Douillard et al. 2023 (DiLoCo), Alg. 1, with the settings of its experiments as defaults: AdamW with
     learning rate 4e-4, warm-up and cosine inside, and inner state kept.
@@ -85,21 +85,21 @@ class DiLoCo(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """At the end of a block, one transfer for each bucket."""
+        """Returns one transfer for each bucket at the end of a block."""
         del state
-        done = step + 1
-        if done <= self.warmup:
+        num_steps = step + 1
+        if num_steps <= self.warmup:
             plain = Outer(optimizer_state=self.optimizer_state)
-            now = done in _growing(self.sync_every, self.warmup)
-            return [Transfer(part, step, plain) for part in parts if now]
-        if (done - self.warmup) % self.sync_every:
+            is_block_end = num_steps in _growing(self.sync_every, self.warmup)
+            return [Transfer(part, step, plain) for part in parts if is_block_end]
+        if (num_steps - self.warmup) % self.sync_every:
             return []
         return [Transfer(part, step, *self.merges) for part in parts]
 
 
 @cache
 def _growing(longest: int, warmup: int) -> Collection[int]:
-    """The steps after which the blocks of a warm-up end."""
+    """Returns the steps after which the blocks of a warm-up end."""
     ends, end = set[int](), 0
     while end < warmup:
         end = min(warmup, end + max(1, longest * end // warmup))
@@ -111,44 +111,44 @@ def _growing(longest: int, warmup: int) -> Collection[int]:
 class StreamingDiLoCo(Schedule):
     r"""DiLoCo for one fragment of the model after the other, whose means are merged ``delay`` steps late.
 
-    Every H / P steps the next of P fragments begins its exchange, with :math:`\Delta_j = w_j - a` as it is then.
-    ``delay`` steps later the mean is there:
+    Every H / P steps the next of P fragments starts its exchange of the current :math:`\Delta_j = w_j - a`. ``delay``
+    steps later the mean arrives:
 
     .. math::
         v \leftarrow \mu v + \bar\Delta, \qquad a \leftarrow a + \eta (\bar\Delta + \mu v), \qquad
         w_j \leftarrow (1 - \alpha)\, a + \alpha\, w_j
 
-    So as many bytes move as with :class:`farflung.schedules.DiLoCo`, in P pieces at even distances, beside the next
-    steps. What a replica did in the steps of the delay survives with the share :math:`\alpha` alone. With ``keep`` it
-    is added, :math:`w_j \leftarrow (1 - \alpha)(a + u_j) + \alpha w_j` with :math:`u_j` those updates; then replicas
-    with identical batches, an outer rate of 1 and no outer momentum are one worker alone, at any delay.
+    The number of bytes equals that of :class:`farflung.schedules.DiLoCo`, in P pieces at equal intervals, overlapped
+    with the next steps. Local updates during the delay remain with the share :math:`\alpha` only. With ``keep`` they
+    are added, :math:`w_j \leftarrow (1 - \alpha)(a + u_j) + \alpha w_j` with :math:`u_j` those updates. Replicas with
+    identical batches, an outer rate of 1 and no outer momentum then equal a single worker, at any delay.
 
-    With one fragment, no delay and ``mix`` 0 this is DiLoCo. With ``mix`` above 0 replicas are never quite alike:
-    evaluation sees the mean of their parameters, and a run ends with it.
+    With one fragment, no delay and ``mix`` 0 this is DiLoCo. With ``mix`` above 0 replicas are never exactly equal:
+    evaluation uses the mean of their parameters, and a run ends with it.
 
-    A fragment is made of gradient buckets, every P-th one, so that each has layers from all of the model. Make buckets
-    small (``bucket_nbytes``), so that there are many times as many as fragments: where there are fewer, some turns
-    move nothing. A fragment is one exchange for each dtype.
+    A fragment has every P-th gradient bucket, so that each has layers from all of the model. Choose a small
+    ``bucket_nbytes``, so that there are many more buckets than fragments; with fewer buckets some turns move nothing. A
+    fragment is one exchange for each dtype.
 
-    Memory: two copies of the parameters, and two of a fragment while it is under way.
+    Memory: two copies of the parameters, and two of a fragment in flight.
 
     Args:
-      sync_every: H, steps between two exchanges of a fragment; a multiple of ``fragments``.
-      fragments: P.
-      delay: :math:`\tau`, steps between the start of an exchange and its use; below H / P.
-      mix: :math:`\alpha`, the share of the own parameters that stays, at least 0 and below 1.
-      keep: whether own updates since an exchange began are added to what it has led to; our choice, not the paper's.
+      sync_every: H, number of steps between two exchanges of a fragment; a multiple of ``fragments``.
+      fragments: P, number of fragments.
+      delay: :math:`\tau`, number of steps between the start of an exchange and its use; below H / P.
+      mix: :math:`\alpha`, share of the local parameters that remains, at least 0 and below 1.
+      keep: True to add local updates since an exchange began to its result; our choice, not the paper's.
       outer_rate: :math:`\eta`.
       outer_momentum: :math:`\mu`.
-      nesterov: whether that is Nesterov's.
-      optimizer_state: see :class:`farflung.schedules.LocalSGD`; averages are taken, and waited for, when a fragment is
+      nesterov: True for Nesterov momentum.
+      optimizer_state: See :class:`farflung.schedules.LocalSGD`; averages are computed, and awaited, when a fragment is
         merged.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option is out of range.
 
     References: Douillard et al. 2025 (Streaming DiLoCo), Alg. 2. It exchanges in 4 bits, for which there are codecs.
-    Its defaults here were taken from other's accounts. Making fragments of buckets is our choice.
+    The defaults are from secondary sources. Fragments of buckets are our choice.
     """
 
     sync_every: int = 100
@@ -182,17 +182,17 @@ class StreamingDiLoCo(Schedule):
 
     @property
     def _every(self) -> int:
-        """Steps between two turns."""
+        """Number of steps between two turns."""
         return self.sync_every // self.fragments
 
     @property
     @override
     def merges(self) -> tuple[Merge, ...]:
-        """An outer step, mixed with the own parameters."""
-        how = Outer(
+        """Outer step, mixed with the local parameters."""
+        outer = Outer(
             self.outer_rate, self.outer_momentum, self.nesterov, self.mix, self.keep, self.optimizer_state
         )
-        return (how,)
+        return (outer,)
 
     @property
     @override
@@ -201,14 +201,14 @@ class StreamingDiLoCo(Schedule):
 
     @override
     def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
-        """Fragments of every P-th bucket, those of another dtype apart; their numbers leave their turns modulo P."""
-        found: dict[tuple[torch.dtype, int], list[Bucket]] = {}
+        """Returns fragments of every P-th bucket, separate by dtype, whose numbers modulo P are their turns."""
+        turns: dict[tuple[torch.dtype, int], list[Bucket]] = {}
         for bucket in buckets:
-            found.setdefault((bucket.spec.dtype, bucket.index % self.fragments), []).append(bucket)
-        dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
+            turns.setdefault((bucket.spec.dtype, bucket.index % self.fragments), []).append(bucket)
+        dtypes = list(dict.fromkeys(dtype for dtype, _ in turns))
         return [
-            Fragment(dtypes.index(dtype) * self.fragments + turn, tuple(of_turn))
-            for (dtype, turn), of_turn in found.items()
+            Fragment(dtypes.index(dtype) * self.fragments + turn, tuple(buckets_of_turn))
+            for (dtype, turn), buckets_of_turn in turns.items()
         ]
 
     @property
@@ -218,10 +218,10 @@ class StreamingDiLoCo(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """At a turn, the transfers of one fragment."""
+        """Returns the transfers of one fragment at a turn."""
         del state
-        turns, rest = divmod(step + 1, self._every)
-        if rest:
+        turns, remainder = divmod(step + 1, self._every)
+        if remainder:
             return []
         turn = (turns - 1) % self.fragments
         return [

@@ -18,7 +18,7 @@ __all__ = ["LocalSGD", "PostLocalSGD", "Synchronous"]
 
 @dataclass(frozen=True, slots=True)
 class Synchronous(Schedule):
-    """Every bucket's gradient starts as soon as it is ready and is due at the same step's optimizer."""
+    """Every bucket's gradient starts as soon as it is ready and is due at the same optimizer step."""
 
     merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
 
@@ -29,7 +29,7 @@ class Synchronous(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """One transfer for each bucket."""
+        """Returns one transfer for each bucket."""
         del state
         return [Transfer(part, step, Replace()) for part in parts]
 
@@ -40,28 +40,27 @@ class LocalSGD(Schedule):
 
     .. math:: w_j \leftarrow \frac{1}{n} \sum_i w_i
 
-    What is exchanged is how far each has come since the last time, so codecs see updates. The mean is waited for: for
-    one that comes late there is :class:`farflung.schedules.Delayed`, which without a delay and with SGD or any other
-    optimizer whose state is kept is this, to the bit. With ``sync_every`` 1 and SGD, with momentum too, it is
+    Replicas exchange their changes since the last exchange, so codecs see updates. They wait for the mean; a late mean
+    is supported by :class:`farflung.schedules.Delayed`. Without a delay, and with SGD or any other optimizer whose
+    state is kept, that schedule equals this one bit for bit. With ``sync_every`` 1 and SGD, with momentum too, it is
     synchronous SGD up to rounding; with Adam it is not.
 
-    Bytes and latency fall by ``sync_every``. What that costs is that the mean of n replicas' ways is not the way of
-    one that sees all samples: the longer the blocks and the larger the learning rate, the more is lost.
+    Bytes and latency fall by ``sync_every``. The cost is that the mean of n replicas' updates differs from the update
+    of one that sees all samples. The difference grows with the length of blocks and the learning rate.
 
-    Memory: one copy of the parameters, and one more while they are exchanged. A gradient is clipped before its local
-    step. Between exchanges evaluation sees the mean of the replicas' parameters, and a run ends with it.
+    Memory: one copy of the parameters, and one more during an exchange. A gradient is clipped before its local step.
+    Between exchanges evaluation uses the mean of the replicas' parameters, and a run ends with it.
 
     Args:
-      sync_every: K, steps between two exchanges.
-      optimizer_state: what becomes of momentum and moments when parameters become their mean: ``"kept"`` on each
-        replica; ``"reset"``, as they are at the start of a run; or ``"averaged"`` over the replicas too, uncompressed,
-        which one more exchange is waited for (SGD, Adam and AdamW).
+      sync_every: K, number of steps between two exchanges.
+      optimizer_state: Treatment of momentum and moments when parameters become their mean: ``"kept"`` on each replica;
+        ``"reset"`` to the initial state; or ``"averaged"`` over the replicas too, uncompressed and with a wait for one
+        more exchange (SGD, Adam and AdamW).
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option is out of range.
 
-    References: Stich 2019, Alg. 1; McMahan et al. 2017, with all clients. Keeping the state is what most
-    implementations do.
+    References: Stich 2019, Alg. 1; McMahan et al. 2017, with all clients. Most implementations keep the state.
     """
 
     sync_every: int = 8
@@ -83,7 +82,7 @@ class LocalSGD(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """At the end of a block, one transfer for each bucket."""
+        """Returns one transfer for each bucket at the end of a block."""
         del state
         if (step + 1) % self.sync_every:
             return []
@@ -92,21 +91,21 @@ class LocalSGD(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class PostLocalSGD(Schedule):
-    """Synchronous SGD for the first ``until`` steps, and from there on :class:`farflung.schedules.LocalSGD`.
+    """Synchronous SGD for the first ``sync_steps`` steps, then :class:`farflung.schedules.LocalSGD`.
 
-    Early in a training gradients change fast, and blocks of local steps cost most. Late in it, at a small learning
-    rate, they cost little, and may find minima that generalize better.
+    Early in training gradients change fast, and blocks of local steps cost most. Later, at a small learning rate, they
+    cost little, and may find minima that generalize better.
 
     Args:
-      until: steps that are synchronous, best until the learning rate first falls.
-      sync_every: H, steps between two exchanges after them, counted from ``until``.
-      optimizer_state: see :class:`farflung.schedules.LocalSGD`.
+      sync_steps: Number of synchronous steps, best until the learning rate first falls.
+      sync_every: H, number of steps between two later exchanges, counted from ``sync_steps``.
+      optimizer_state: See :class:`farflung.schedules.LocalSGD`.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: an option is out of range.
 
-    References: Lin et al. 2020, Alg. 1; their examples have H = 16 from the first fall of the learning rate on, and
-    keep momentum local.
+    References: Lin et al. 2020, Alg. 1. Their examples have H = 16 from the first fall of the learning rate, and keep
+    momentum local.
     """
 
     until: int = 1000
@@ -121,7 +120,7 @@ class PostLocalSGD(Schedule):
     @property
     @override
     def merges(self) -> tuple[Merge, ...]:
-        """Gradients replaced by their mean, and later parameters by theirs."""
+        """Mean of gradients, and later mean of parameters."""
         return (Replace(), Outer(optimizer_state=self.optimizer_state))
 
     @property
@@ -131,11 +130,11 @@ class PostLocalSGD(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """One transfer for each bucket, at every step and later at the end of a block."""
+        """Returns one transfer for each bucket, at every step and later at the end of a block."""
         del state
-        at_once, of_block = self.merges
+        replace, outer = self.merges
         if step < self.until:
-            return [Transfer(part, step, at_once) for part in parts]
+            return [Transfer(part, step, replace) for part in parts]
         if (step + 1 - self.until) % self.sync_every:
             return []
-        return [Transfer(part, step, of_block) for part in parts]
+        return [Transfer(part, step, outer) for part in parts]

@@ -1,4 +1,4 @@
-"""The schedule of Pipe-SGD: gradients take effect some steps late, without a wait."""
+"""Schedule of Pipe-SGD: gradients are applied some steps late, without a wait."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = ["Pipelined"]
 
 @dataclass(frozen=True, slots=True)
 class Pipelined(Schedule):
-    r"""Every gradient is exchanged beside the next steps and applied ``width - 1`` steps late.
+    r"""Every gradient exchange overlaps with the next steps, and its mean is applied ``width - 1`` steps late.
 
     .. math:: w_{t+1} = w_t - \eta\, \bar g_{t-K+1}(w_{t-K+1})
 
-    All replicas apply the same means in the same order, so they never differ. With A the time of a step's
-    computation and C that of an exchange, a step takes :math:`\max(A, C, (A + C) / K)`: a width of 2 hides all that
-    can be hidden where C is bytes; a larger one helps where C is latency. Width 1 is synchronous SGD.
+    All replicas apply equal means in equal order, so they never differ. With A the time of a step's computation and C
+    that of an exchange, a step takes :math:`\max(A, C, (A + C) / K)`. If C is dominated by bytes, a width of 2 hides
+    all that can be hidden; a larger one helps if it is dominated by latency. Width 1 is synchronous SGD.
 
-    The first ``warmup`` steps are synchronous. After them, and at the very start without them, ``width - 1`` steps
-    apply nothing, since nothing is due. At the end of a run what is still under way is applied, in order.
+    The first ``warmup`` steps are synchronous. After them, or at the start without them, ``width - 1`` steps apply
+    nothing, since nothing is due. At the end of a run the exchanges in flight are applied in order.
 
-    An update that is late by :math:`\tau = K - 1` steps is stable for smaller learning rates only. Two remedies, one at
-    a time:
+    An update that is late by :math:`\tau = K - 1` steps is stable for smaller learning rates only. There are two
+    remedies, one at a time:
 
-    * ``predict``: each gradient is taken at :math:`w - \eta \sum g` with the own gradients g that are still under
-      way (through SGD's momentum and weight decay, where it has them), and applied at w. By default a width of 2 does
-      so where it can: in farflung's own loop, with plain SGD. It costs a copy of the parameters;
-    * ``correction``: the mean, taken at :math:`w'`, is applied as
+    * ``predict``: each gradient is computed at :math:`w - \eta \sum g` with the local gradients g in flight (including
+      SGD's momentum and weight decay), and applied at w. By default a width of 2 does so if possible: in farflung's own
+      loop, with plain SGD. It costs a copy of the parameters;
+    * ``correction``: the mean, computed at :math:`w'`, is applied as
       :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
 
-    **Learning rate**: with :math:`\lambda` the curvature of a quadratic, training is stable while
-    :math:`\eta\lambda` is below the following, where synchronous SGD allows 2, and 3.8 with momentum 0.9. Predicted
-    weights bring the mean back to what synchronous SGD allows; what bounds them is that the predictions of replicas
-    part. The analysis is ours.
+    **Learning rate**: with :math:`\lambda` the curvature of a quadratic, training is stable while :math:`\eta\lambda`
+    is below the following bounds. Synchronous SGD allows 2, and 3.8 with momentum 0.9. Predicted weights restore the
+    bound of synchronous SGD for the mean; the bound is then the divergence of the replicas' predictions. The analysis
+    is ours.
 
     ========================  ======  ======  ======  ======  ======
     :math:`\tau`              1       5       10      15      20
@@ -55,22 +55,21 @@ class Pipelined(Schedule):
     0.9, ``predict``          1       0.14    0.048   0.027   0.019
     ========================  ======  ======  ======  ======  ======
 
-    Holds, for each exchange under way, the gradient and a copy of it for checkpoints, and with ``correction`` the
-    parameters that it was taken at.
+    Each exchange in flight holds the gradient and a copy of it for checkpoints, and with ``correction`` the parameters
+    at which it was computed.
 
     Args:
-      width: K, the pipeline's width.
-      warmup: steps at the start that are synchronous.
-      predict: whether to predict weights; ``None``: at width 2 without a correction, where the loop and the optimizer
-        allow it.
-      correction: :math:`\lambda`; 0 corrects nothing.
+      width: K, width of the pipeline.
+      warmup: Number of synchronous steps at the start.
+      predict: True to predict weights; ``None`` for width 2 without a correction, if loop and optimizer support it.
+      correction: :math:`\lambda`; 0 for no correction.
 
     Raises:
-      ConfigError: an option out of its range, or a remedy where there is no delay, or two.
+      ConfigError: an option is out of range, or there is a remedy without a delay, or two.
 
     References: Li et al. 2018 (Pipe-SGD), whose K is the width; Chen et al. 2022 (SAPipe) for warm-up and weight
-    prediction; Zheng et al. 2017 (DC-ASGD) for the correction. Momentum inside the prediction, and skipping
-    updates when the warm-up ends, are our choice.
+    prediction; Zheng et al. 2017 (DC-ASGD) for the correction. Momentum inside the prediction, and skipped updates when
+    the warm-up ends, are our choice.
     """
 
     width: int = 2
@@ -105,15 +104,15 @@ class Pipelined(Schedule):
 
     @override
     def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
-        """Weight prediction if asked for; by default at width 2 if the optimizer allows it."""
+        """Returns weight prediction if requested; by default at width 2 if the optimizer supports it."""
         is_possible = is_predictable(loop.optimizer)
         if self.predict and not is_possible:
             raise ConfigError(
                 "pipelined(predict=True) follows plain SGD, with momentum and weight decay: use --optimizer sgd, or "
                 "pipelined(correction=...)"
             )
-        by_default = self.predict is None and self.width == 2 and not self.correction and is_possible
-        if self.predict or by_default:
+        is_default = self.predict is None and self.width == 2 and not self.correction and is_possible
+        if self.predict or is_default:
             return (WeightPrediction(loop.engine, loop.buckets, loop.optimizer),)
         return ()
 
@@ -134,8 +133,8 @@ class Pipelined(Schedule):
 
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        """One transfer for each bucket."""
+        """Returns one transfer for each bucket."""
         del state
-        late = 0 if step < self.warmup else self.width - 1
-        merge = Replace(self.correction if late else 0.0)
-        return [Transfer(part, step + late, merge) for part in parts]
+        delay = 0 if step < self.warmup else self.width - 1
+        merge = Replace(self.correction if delay else 0.0)
+        return [Transfer(part, step + delay, merge) for part in parts]

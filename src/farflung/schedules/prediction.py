@@ -1,4 +1,4 @@
-"""Weight prediction: gradients are taken where those in flight would lead."""
+"""Weight prediction: gradients are computed at the parameters to which those in flight lead."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["WeightPrediction", "predicted"]
 
 
 class WeightPrediction(Extension):
-    """Takes gradients where the rank's own gradients in flight would lead.
+    """Extension that computes gradients at the parameters to which the rank's own gradients in flight lead.
 
     Args:
-      engine: has the exchanges in flight.
-      buckets: of the model.
-      optimizer: of those that :func:`farflung.moments.is_predictable` lets pass.
+      engine: Engine with the exchanges in flight.
+      buckets: Buckets of the model.
+      optimizer: Optimizer accepted by :func:`farflung.moments.is_predictable`.
     """
 
     def __init__(self, engine: Engine, buckets: GradientBuckets, optimizer: torch.optim.Optimizer) -> None:
@@ -30,27 +30,27 @@ class WeightPrediction(Extension):
 
     @override
     def computing(self, step: int) -> AbstractContextManager[object]:
-        missing: dict[int, dict[int, Tensor]] = {}
+        gradients: dict[int, dict[int, Tensor]] = {}
         for flight in self._engine.flights:
             for index, saved in flight.saved.items():
-                missing.setdefault(flight.step, {})[index] = saved["own"]
-        return predicted(self._optimizer, self._buckets, list(missing.values()))
+                gradients.setdefault(flight.step, {})[index] = saved["own"]
+        return predicted(self._optimizer, self._buckets, list(gradients.values()))
 
 
 @contextmanager
 def predicted(
     optimizer: torch.optim.Optimizer, buckets: GradientBuckets, missing: Sequence[Mapping[int, Tensor]]
 ) -> Iterator[None]:
-    r"""Inside, the parameters are where SGD would come to by the own gradients in place of their means.
+    r"""Predicts parameters inside the context, by SGD on the local gradients in place of their means.
 
     .. math:: \hat v \leftarrow \mu \hat v + g + \lambda \hat w, \qquad \hat w \leftarrow \hat w - \eta \hat v
 
     Args:
-      optimizer: its state stays as it is.
-      buckets: of the model.
-      missing: own gradients, oldest first, by bucket.
+      optimizer: Optimizer, whose state is not modified.
+      buckets: Buckets of the model.
+      local_gradients: Gradients of this rank by bucket, oldest first.
     """
-    kept: list[tuple[nn.Parameter, Tensor]] = []
+    originals: list[tuple[nn.Parameter, Tensor]] = []
     rates = {p: group for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for index in missing[0] if missing else ():
@@ -58,7 +58,7 @@ def predicted(
             parameters = bucket.parameters
             steps = [bucket.view(gradients[index]) for gradients in missing]
             for place, p in enumerate(parameters):
-                kept.append((p, p.detach().clone()))
+                originals.append((p, p.detach().clone()))
                 group = rates[p]
                 buffer = optimizer.state[p].get("momentum_buffer") if p in optimizer.state else None
                 speed = torch.zeros_like(p) if buffer is None else buffer.clone()
@@ -70,5 +70,5 @@ def predicted(
         yield
     finally:
         with torch.no_grad():
-            for p, value in kept:
+            for p, value in originals:
                 p.copy_(value)

@@ -1,4 +1,4 @@
-"""Merges: how means take effect, one file each."""
+"""Merges of the schedules, one per file."""
 
 from farflung.schedules.merges.outer import Outer
 from farflung.schedules.merges.pull import Pull, share_of_a_step

@@ -1,4 +1,4 @@
-"""Local updates first, and then a step of an outer optimizer on their mean."""
+"""Merge that steps an outer optimizer on the mean of local updates."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ __all__ = ["Outer"]
 
 @dataclass(frozen=True, slots=True)
 class Outer(Merge):
-    r"""Local updates are applied at once; an outer optimizer steps on their mean, around an anchor.
+    r"""Local updates are applied immediately; an outer optimizer steps on their mean, around an anchor.
 
     .. math::
         v \leftarrow \mu v + \bar\Delta, \qquad a \leftarrow a + \eta v, \qquad
         w_j \leftarrow (1 - \alpha)\, (a + u_j) + \alpha\, w_j
 
-    with :math:`\Delta_j = w_j - a` when the exchange begins, and :math:`u_j` the updates since then, where those are
-    kept or the exchange was due at once; Nesterov's momentum steps on :math:`\bar\Delta + \mu v`. Anchor and v have the
-    same bits on all ranks. An exchange without a result leaves both where they are.
+    Here :math:`\Delta_j = w_j - a` when the exchange begins. :math:`u_j` are the updates since then, if they are kept
+    or the exchange was due immediately. Nesterov momentum steps on :math:`\bar\Delta + \mu v`. Anchor and v are
+    bit-identical on all ranks, and unchanged by an exchange without a result.
 
     Args:
-      rate: of the outer optimizer.
-      momentum: its momentum, at least 0 and below 1.
-      nesterov: whether that is Nesterov's.
-      mix: the share of the rank's own parameters in those that follow, at least 0 and below 1.
-      keep: whether updates since the exchange began are added to its result; without it they are lost, but for their
-        share in ``mix``.
-      optimizer_state: of the inner optimizer: kept, reset, or averaged.
+      rate: Learning rate of the outer optimizer.
+      momentum: Momentum of the outer optimizer, at least 0 and below 1.
+      nesterov: True for Nesterov momentum.
+      mix: Share of the rank's own parameters in the result, at least 0 and below 1.
+      keep: True to add updates since the exchange began to its result; otherwise only their share in ``mix`` remains.
+      optimizer_state: State of the inner optimizer: kept, reset, or averaged.
     """
 
     rate: float = 1.0
@@ -55,28 +54,28 @@ class Outer(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the way since the anchor; no copy is saved if the mean is applied before the next step."""
-        own = bucket.weights().sub_(anchor_of(state))
-        return (own.clone(), {"own": own}) if delay else (own, {})
+        """Returns the change since the anchor; no copy is saved if the mean is applied before the next step."""
+        update = bucket.weights().sub_(anchor_of(state))
+        return (update.clone(), {"own": update}) if delay else (update, {})
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        anchor, since = anchor_of(state), None
-        recent = state.has_updates and (self.keep or not delay)
-        local = bucket.weights() if recent or self.mix else anchor
-        if recent:
-            since = local.sub(anchor).sub_(saved["own"])
+        anchor, recent = anchor_of(state), None
+        has_recent = state.has_updates and (self.keep or not delay)
+        local = bucket.weights() if has_recent or self.mix else anchor
+        if has_recent:
+            recent = local.sub(anchor).sub_(saved["own"])
         if mean is not None:
             anchor.add_(self._direction(state, mean), alpha=self.rate)
-        weights = anchor if since is None else since.add_(anchor)
+        weights = anchor if recent is None else recent.add_(anchor)
         bucket.load_weights(weights.lerp(local, self.mix) if self.mix else weights)
         state.is_apart = self.mix > 0
 
     @override
     def last(self) -> Self:
-        """Returns the plain mean: outer rate and momentum anticipate steps to come."""
+        """Returns the plain mean, since outer rate and momentum anticipate later steps."""
         return replace(self, rate=1.0, momentum=0.0, nesterov=False)
 
     def _direction(self, state: MergeState, mean: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Local updates first, and a pull towards where their means have led."""
+"""Merge that pulls parameters towards an anchor, which their means move."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ __all__ = ["Pull", "share_of_a_step"]
 
 
 def share_of_a_step(momentum: float, delay: int, period: int = 1) -> float:
-    r"""Returns the share :math:`\rho` of the way to the anchor that is gone in a step.
+    r"""Returns the share :math:`\rho` of the distance to the anchor that a step removes.
 
     .. math:: \rho = \min\left(1 - \mu, \frac{1}{D + K + 1}\right), \qquad \rho = 1 \text{ at } D = 0
 
-    Replicas stay together below the first, and their mean below the second, nearly up to the learning rate of
-    synchronous SGD: see :class:`farflung.schedules.Delayed`. The less they differ, the better they learn, so it is as
-    large as that allows. The rule is ours.
+    Below the first term replicas stay together, and below the second their mean is stable, nearly up to the learning
+    rate of synchronous SGD; see :class:`farflung.schedules.Delayed`. Replicas learn better the less they differ, so
+    :math:`\rho` is as large as possible. The rule is ours.
 
     Args:
       momentum: :math:`\mu`, at least 0 and below 1; for Adam its first beta.
-      delay: D, steps between the start of an exchange and its use.
-      period: K, steps in a block.
+      delay: D, number of steps between the start of an exchange and its use.
+      period: K, number of steps in a block.
     """
     return min(1 - momentum, 1 / (delay + period + 1)) if delay else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pull(Merge):
-    r"""Local updates are applied at once; their mean moves an anchor, and parameters are pulled towards that.
+    r"""Local updates are applied immediately; their mean moves an anchor, towards which parameters are pulled.
 
     .. math::
         a \leftarrow a + \bar B, \qquad s_j \leftarrow s_j + \rho_K (a - s_j), \qquad w_j = s_j + u_j, \qquad
         \rho_K = 1 - (1 - \rho)^K
 
-    The anchor a is where all ranks began, plus every mean that has arrived: the same bits on all. :math:`s_j` is the
-    parameters with the last block that was contributed, and :math:`u_j` the updates since.
+    The anchor a is the initial parameters plus every mean that has arrived, bit-identical on all ranks. :math:`s_j` is
+    the parameters with the last contributed block, and :math:`u_j` the updates since.
 
     Args:
-      share: of the way to the anchor that is gone in a step, above 0 and at most 1; ``None``: by the optimizer's
-        momentum and the delay, see :func:`share_of_a_step`.
-      period: steps between two exchanges of a part.
+      share: Share of the distance to the anchor that a step removes, above 0 and at most 1; ``None`` to compute it from
+        the optimizer's momentum and the delay, see :func:`compute_step_share`.
+      period: Number of steps between two exchanges of a unit.
     """
 
     evaluates_anchor: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class Pull(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block; ``left`` is the share of the block that pulls have left in s."""
+        """Returns the updates since the last block; ``left`` is the share of the block that pulls have not removed."""
         weights = bucket.weights()
         block = weights - state.local["given"]
         state.local["given"] = weights
@@ -102,8 +102,8 @@ def _recent(bucket: MergeBucket, state: MergeState) -> Tensor | None:
 
 
 def _pull(bucket: MergeBucket, state: MergeState, share: float, recent: Tensor | None) -> None:
-    given = state.local["given"].lerp_(anchor_of(state), share)
+    contributed = state.local["given"].lerp_(anchor_of(state), share)
     for block in state.pending:
         block["left"] *= 1 - share
     state.is_apart = share < 1
-    bucket.load_weights(given if recent is None else given + recent)
+    bucket.load_weights(contributed if recent is None else contributed + recent)

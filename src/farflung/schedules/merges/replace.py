@@ -1,4 +1,4 @@
-"""Means in place of local gradients."""
+"""Merge that replaces local gradients by their mean."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Replace"]
 
 @dataclass(frozen=True, slots=True)
 class Replace(Merge):
-    r"""The optimizer steps on the mean gradient, and not at all where no mean is due.
+    r"""The optimizer steps on the mean gradient, or skips the step if no mean is due.
 
-    All ranks apply the same means in the same order and never differ.
+    All ranks apply equal means in equal order and never differ.
 
     Args:
-      correction: :math:`\lambda`; the mean :math:`\bar g`, taken at older parameters :math:`w'`, is applied as
+      correction: :math:`\lambda`; the mean :math:`\bar g`, computed at older parameters :math:`w'`, is applied as
         :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
     """
 
@@ -30,7 +30,7 @@ class Replace(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the gradient itself where it is due at once, else a copy."""
+        """Returns the gradient itself if it is due immediately, otherwise a copy."""
         if not delay:
             return bucket.gradient, {}
         saved = {"own": bucket.gradient.clone()}

@@ -1,4 +1,4 @@
-"""Local updates first, and later their mean in their place."""
+"""Merge that replaces local updates by their mean when it arrives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Swap"]
 
 @dataclass(frozen=True, slots=True)
 class Swap(Merge):
-    r"""Local updates are applied at once; when their mean arrives the two are exchanged.
+    r"""Local updates are applied immediately; their mean replaces them when it arrives.
 
     .. math:: w_j = a + \sum_{b} B_{b,j} + u_j
 
-    The anchor a is where all ranks began, plus every mean that has arrived: the same bits on all. Pending are the
-    blocks B in flight and the updates u since the last of them. A swap adds a mean to the anchor, drops its block, and
-    computes the parameters anew as the sum, so rounding does not accumulate.
+    The anchor a is the initial parameters plus every mean that has arrived, bit-identical on all ranks. The blocks B in
+    flight and the updates u since the last of them are pending. A swap adds a mean to the anchor, drops its block, and
+    recomputes the parameters as the sum, so rounding does not accumulate.
     """
 
     @override
@@ -52,7 +52,7 @@ def _recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
 
 
 def _base(state: MergeState, *oldest: State) -> Tensor:
-    """Returns the anchor with all blocks in flight, of which ``oldest`` come first."""
+    """Returns the sum of the anchor and all blocks in flight, of which ``oldest`` come first."""
     total = anchor_of(state).clone()
     for block in (*oldest, *state.pending):
         total.add_(block["own"])
