@@ -57,7 +57,7 @@ class GradientBucket:
     _gradients: list[Tensor] = field(init=False)
     """Gradients of the parameters: the views as separate tensors, since a loop may set their ``data``."""
     _gaps: list[Tensor] = field(default_factory=list)
-    """Elements of the absent places, one view for each contiguous run."""
+    """Elements of ``zero_places``, one view for each contiguous run."""
 
     def __post_init__(self) -> None:
         self._gradients = [view.detach() for view in self.views]
@@ -112,11 +112,11 @@ class GradientBucket:
 
     def gather(self) -> None:
         """Copies gradients that are not views yet into the flat tensor, and replaces them by the views."""
-        views, grads, absent_places = [], [], []
+        views, grads, zero_places = [], [], []
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is None:
-                absent_places.append(place)
+                zero_places.append(place)
                 continue
             if grad.layout is not torch.strided:
                 raise Unsupported(
@@ -130,7 +130,7 @@ class GradientBucket:
                     self._set_gradient(place)
                 else:
                     self.restrided.add(place)
-        self.clear_places(absent_places)
+        self.clear_places(zero_places)
         if views:
             torch._foreach_copy_(views, grads)
 

@@ -374,14 +374,14 @@ class Engine:
             self.gate.shut()
         is_first, plan.has_launched = not plan.has_launched, True
         moves_gradient = merge.moves == "gradient"
-        absent_places = unit.absent if moves_gradient else ()
-        unused_changed = moves_gradient and self.unused.note(unit, absent_places)
+        zero_places = unit.absent if moves_gradient else ()
+        unused_changed = moves_gradient and self.unused.note(unit, zero_places)
         weight, vector = self._metadata.pack(unit, is_first_of_step=is_first, unused_changed=unused_changed)
         # A step that was left out may be made up for before the result is applied.
         steps_before = delay if is_updated else max(delay, 1)
         tensors, saved = self._merge_states.contribute(merge, unit.buckets, steps_before)
         flight = Flight(
-            unit, plan.step, self.round_number, delay, merge, saved, weight, vector, is_first, absent_places
+            unit, plan.step, self.round_number, delay, merge, saved, weight, vector, is_first, zero_places
         )
         for extension in self._extensions:
             extension.on_launch(flight, tensors)
@@ -409,12 +409,12 @@ class Engine:
 
     def _due(self, *, gradients: bool) -> list[list[Flight]]:
         """Returns the due exchanges of gradients, or all other due ones, by the step at which they started."""
-        due_flights = [
+        candidates = [
             flight
             for flight in self.flights
             if (flight.merge.moves == "gradient") == gradients and flight.due_step <= self._plan.step
         ]
-        return [list(flights) for _, flights in groupby(due_flights, key=lambda flight: flight.step)]
+        return [list(flights) for _, flights in groupby(candidates, key=lambda flight: flight.step)]
 
     async def _merge(self, *, gradients: bool) -> bool:
         """Applies due results; returns True if those of the last step changed anything."""

@@ -33,7 +33,7 @@ class Flight:
       weight: Weight of this rank in the mean.
       metadata: Float64 vector that is summed with the tensor.
       is_first_of_step: True if it is the first of its step, whose metadata has the numbers of extensions.
-      absent_places: Parameters of the unit without a gradient.
+      zero_places: Parameters of the unit without a gradient.
       notes: JSON values of extensions by name.
     """
 
@@ -133,7 +133,7 @@ class Flight:
 
     async def state_dict(self) -> State:
         """Returns the original input of the exchange, from which a resumed run repeats it."""
-        before = self.state_before or self.unit.slot.state  # one whose result another rank gave never began
+        codec_state = self.state_before or self.unit.slot.state  # one whose result another rank gave never began
         return {
             "number": self.unit.number,
             "step": self.step,
@@ -146,7 +146,7 @@ class Flight:
             "is_first_of_step": self.is_first_of_step,
             "absent": list(self.absent),
             "notes": dict(self.notes),
-            "before": {"shared": before.shared, "local": before.local},
+            "before": {"shared": codec_state.shared, "local": codec_state.local},
             "times": None if self.times is None else (await self.times).value,
         }
 
@@ -178,8 +178,8 @@ class Flight:
                 saved["own"].zero_()
             flight.weight, flight.absent, flight.notes = 0.0, (), {}
             flight.metadata = torch.zeros_like(flight.metadata)
-        before = state_on(state["before"], unit.device)
-        flight.launch(runtime, reducer, flight._contribution(), CodecState(before["shared"], before["local"]))
+        codec_state = state_on(state["before"], unit.device)
+        flight.launch(runtime, reducer, flight._contribution(), CodecState(codec_state["shared"], codec_state["local"]))
         return flight
 
 
@@ -190,8 +190,8 @@ def without_contributions(own: State) -> State:
         saved = {
             index: {**state, "own": torch.zeros_like(state["own"])} for index, state in flight["saved"].items()
         }
-        before = {**flight["before"], "local": _zeros(flight["before"]["local"])}
-        flights[name] = {**flight, "saved": saved, "before": before}
+        codec_state = {**flight["before"], "local": _zeros(flight["before"]["local"])}
+        flights[name] = {**flight, "saved": saved, "before": codec_state}
     pending: State = {"steps": {}, "numbers": {}}
     return {**own, "flights": flights, "merges": _zeros(own["merges"]), "reducer": {}, "metadata": pending}
 

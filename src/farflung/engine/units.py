@@ -49,12 +49,12 @@ class Unit:
         """Parameters without a gradient in the last backward pass."""
         if not any(bucket.absent for bucket in self.buckets):
             return ()
-        absent_places: list[int] = []
+        zero_places: list[int] = []
         first = 0
         for bucket in self.buckets:
-            absent_places += (first + place for place in bucket.absent)
+            zero_places += (first + place for place in bucket.absent)
             first += len(bucket.parameters)
-        return tuple(absent_places)
+        return tuple(zero_places)
 
     @staticmethod
     def make(number: int, part: Part, buckets: GradientBuckets, slot: StateSlot) -> Unit:

@@ -39,7 +39,7 @@ class UnusedParameters:
         """True if some ranks have lacked gradients that others had; equal on all ranks."""
 
     def note(self, unit: Unit, absent: Places) -> bool:
-        """Records the absent places of this rank in an exchange; returns True if they have changed."""
+        """Records this rank's places without a gradient in an exchange; returns True if they have changed."""
         previous = self._own.get(unit.number, ())
         self._own[unit.number] = absent
         return previous != absent
@@ -65,12 +65,12 @@ class UnusedParameters:
             first = last
 
     async def exchange(self, runtime: Runtime, number: int, absent: Sequence[tuple[Unit, Places]]) -> int:
-        """Sends this rank's absent places in exchanges of a step to all others, as requested by their metadata.
+        """Sends this rank's places without a gradient in a step to all others, as requested by their metadata.
 
         Args:
           runtime: Runtime of this replica.
           number: Number of the exchange; equal on all ranks.
-          absent: Absent places of this rank, for each requested unit.
+          zero_places: Places without a gradient of this rank, for each requested unit.
 
         Returns:
           Number of payload bytes sent.

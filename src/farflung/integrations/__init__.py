@@ -1,3 +1,3 @@
-"""farflung inside other training loops; each module needs the extra of its name."""
+"""Integrations of farflung into other training loops; each module needs the extra of its name."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Lightning: a strategy under which a ``LightningModule`` trains by a recipe."""
+"""Lightning strategy that trains a ``LightningModule`` by a recipe."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 __all__ = ["FarflungStrategy"]
 
 KEY = "farflung"
-"""Under which a checkpoint has the mark that the files of ranks beside it have."""
+"""Key of the rank files' mark in a checkpoint."""
 
 
 class FarflungStrategy(DDPStrategy):
-    """Ranks, samplers and devices as under Lightning's DDP; :func:`farflung.attach` in place of its wrapper.
+    """Lightning's DDP strategy with :func:`farflung.attach` in place of its wrapper.
 
     >>> trainer = Trainer(strategy=FarflungStrategy("ring"), devices=2)  # doctest: +SKIP
 
-    Beside each checkpoint every rank keeps a file of its own, ``<checkpoint>.farflung-<rank>-of-<size>``, with what
-    codecs and schedules remember; ``trainer.fit(..., ckpt_path=...)`` goes on from both. Where a schedule is late,
-    validation sees each rank's own parameters, and they become equal at the end of ``fit``.
+    Every rank writes a file beside each checkpoint, ``<checkpoint>.farflung-<rank>-of-<size>``, with the state of
+    codecs and schedules. ``trainer.fit(..., ckpt_path=...)`` resumes from both. With a late schedule, validation uses
+    each rank's own parameters, and they become equal at the end of ``fit``.
 
     Args:
-      how: a recipe or the name of one.
-      attached: further options of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
-      strategy: options of Lightning's ``DDPStrategy`` that are not for its wrapper.
+      recipe: Recipe or its name.
+      attach_options: Further options of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
+      strategy: Options of Lightning's ``DDPStrategy`` that do not concern its wrapper.
 
     Raises:
       MissingExtra: on import, without the extra ``lightning``.
@@ -59,14 +59,14 @@ class FarflungStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Leaves the model as it is."""
+        """Leaves the model unwrapped."""
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Attaches to model and optimizer where they are about to be trained.
+        """Attaches to model and optimizer before training.
 
         Raises:
-          Unsupported: other than one optimizer.
+          Unsupported: there is not exactly one optimizer.
         """
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -103,7 +103,7 @@ class FarflungStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Lightning's file by rank 0, and one of each rank."""
+        """Saves Lightning's file on rank 0, and a file of each rank."""
         if self._handle is not None:
             checkpoint[KEY] = f"{self._run}-{checkpoint['global_step']}"
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -117,25 +117,25 @@ class FarflungStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        """Lightning's file; the rank's own is read once its optimizer has been restored."""
+        """Loads Lightning's file; the rank's file is read once its optimizer has been restored."""
         self._loaded_from = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         return loaded
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizer, and what farflung adds; without any rank's own file, as where the checkpoint was
-        saved after training, says that the memory of codecs and schedules begins anew.
+        """Restores the optimizer and farflung's state. If no rank has a file, as in a checkpoint saved after training,
+        warns that the state of codecs and schedules is reset.
 
         Raises:
-          CheckpointError: a rank's own file is damaged, or absent while others have theirs.
+          CheckpointError: a rank's file is damaged, or missing while others exist.
         """
         super().load_optimizer_state_dict(checkpoint)
         if self._handle is None or self._loaded_from is None:
             return
-        own = self._own(self._loaded_from)
+        path = self._own(self._loaded_from)
         load = partial(load_own, self._handle, self.optimizers[0])
-        restore_own(own, checkpoint.get(KEY), load, self.root_device)
+        restore_own(path, checkpoint.get(KEY), load, self.root_device)
 
     def _own(self, filepath: str | Path) -> Path:
         return Path(f"{filepath}.farflung-{self.global_rank}-of-{self.world_size}")
@@ -144,14 +144,14 @@ class FarflungStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Applies what is under way; all ranks end with the same parameters."""
+        """Applies exchanges in flight; all ranks end with equal parameters."""
         if self._handle is not None:
             self._handle.finish()
         super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks, so that they do not wait."""
+        """Reports the error to the other ranks, so that they do not wait."""
         self._leave(exception)
         super().on_exception(exception)
 

@@ -1,6 +1,6 @@
-"""Files that each rank keeps beside the checkpoint of another library's loop.
+"""Files of each rank beside the checkpoint of another library's loop.
 
-A mark, written into both, ties them together: what lies beside a checkpoint may be of another run that was there.
+A mark in both identifies them, since a file beside a checkpoint may be of an earlier run.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ __all__ = ["begin_run", "gather_own", "load_own", "restore_own", "save_own"]
 
 
 def gather_own(handle: Handle, optimizer: torch.optim.Optimizer) -> State:
-    """Returns what a rank keeps of its own: with local steps its optimizer's state too."""
-    kept: State = {"handle": handle.state_dict()}
-    return kept if handle.is_synchronous else kept | {"optimizer": optimizer_state(optimizer)}
+    """Returns the local state of a rank; with local steps this includes its optimizer's state."""
+    state: State = {"handle": handle.state_dict()}
+    return state if handle.is_synchronous else state | {"optimizer": optimizer_state(optimizer)}
 
 
 def load_own(handle: Handle, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Continues from :func:`gather_own`."""
+    """Restores :func:`gather_rank_state`."""
     if "optimizer" in state:
         load_optimizer_state(optimizer, state["optimizer"])
     handle.load_state_dict(state["handle"])
 
 
 def begin_run(device: torch.device) -> str:
-    """Returns a name that no other run has, equal on all ranks of the process group, which all call this.
+    """Creates a unique run name, equal on all ranks of the process group, which all call this.
 
     Args:
-      device: of tensors that the process group broadcasts.
+      device: Device of tensors that the process group broadcasts.
     """
     number = torch.tensor([secrets.randbits(62)], device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -48,40 +48,40 @@ def begin_run(device: torch.device) -> str:
 
 
 def save_own(own: Path, mark: str, state: State) -> None:
-    """Writes the file of this rank, with the mark of its checkpoint."""
+    """Saves the file of this rank, with the mark of its checkpoint."""
     save_tree(own, {"mark": mark, "state": state})
 
 
 def restore_own(own: Path, mark: object, load: Callable[[State], object], device: torch.device) -> None:
-    """Goes on from a rank's own file where all ranks have theirs; where none has, warns that memory begins anew. All
-    ranks of the process group call this.
+    """Restores a rank's file if all ranks have theirs; if none has, warns that state is reset. All ranks of the process
+    group call this.
 
     Args:
-      own: the file of this rank.
-      mark: of the checkpoint; a file with another one is of another checkpoint, and so is not there.
-      load: takes its content.
-      device: of tensors that the process group sums.
+      path: File of this rank.
+      mark: Mark of the checkpoint; a file with another mark is of another checkpoint and counts as missing.
+      load: Function that takes the state in the file.
+      device: Device of tensors that the process group sums.
 
     Raises:
-      CheckpointError: the file is damaged, or absent while others have theirs.
+      CheckpointError: the file is damaged, or missing while others exist.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    kept: State = {}
+    content: State = {}
     damage: CheckpointError | None = None
     try:
-        kept = load_tree(own) if own.exists() else kept
+        content = load_tree(own) if own.exists() else content
     except CheckpointError as error:
         damage = error
-    is_there = damage is not None or (bool(kept) and kept.get("mark") == mark)
-    there = torch.tensor([float(is_there)], device=device)
+    is_present = damage is not None or (bool(content) and content.get("mark") == mark)
+    num_present = torch.tensor([float(is_present)], device=device)
     if size > 1:
-        dist.all_reduce(there)
-    if there.item() == size:
+        dist.all_reduce(num_present)
+    if num_present.item() == size:
         if damage is not None:
             raise damage
-        load(kept["state"])
-    elif there.item():
+        load(content["state"])
+    elif num_present.item():
         raise CheckpointError(f"{own}: there for some ranks and not for all: restore the others' files")
     elif rank == 0:
-        why = "is of another checkpoint" if kept else "is not there"
-        warnings.warn(f"{own} {why}: what codecs and schedules remember begins anew", stacklevel=2)
+        reason = "is of another checkpoint" if content else "is not there"
+        warnings.warn(f"{own} {reason}: what codecs and schedules remember begins anew", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a callback by which the ``Trainer`` trains by a recipe."""
+"""Callback for Hugging Face Transformers, by which the ``Trainer`` trains by a recipe."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from transformers.trainer_utils import get_last_checkpoint
 __all__ = ["FarflungCallback"]
 
 KEY = "farflung"
-"""What the state that the trainer writes into its checkpoints calls the run by."""
+"""Key of the run in the trainer's state in checkpoints."""
 
 
 class FarflungCallback(TrainerCallback):
-    """Ranks, samplers and devices as under the trainer's DDP; :func:`farflung.attach` in place of its wrapper.
+    """Callback that trains as the trainer's DDP, with :func:`farflung.attach` in place of its wrapper.
 
     >>> trainer.add_callback(FarflungCallback(trainer, "diloco(sync_every=50)"))  # doctest: +SKIP
 
-    With a single process there is nothing to do. Evaluations score, and checkpoints hold, the model of
-    :meth:`farflung.Handle.averaged`. Each rank keeps what is its own in the trainer's checkpoints, as
-    ``farflung-<rank>-of-<size>.safetensors``, and a training that is resumed from one goes on from there, wherever it
-    lies. All ranks end with the same parameters.
+    It does nothing with a single process. Evaluations and checkpoints use the model of
+    :meth:`farflung.Handle.use_averaged_model`. Each rank stores its local state in the trainer's checkpoints, as
+    ``farflung-<rank>-of-<size>.safetensors``. A training resumed from a checkpoint restores it, in any location. All
+    ranks end with equal parameters.
 
     Args:
-      trainer: whose model is left unwrapped. Its ``train`` tells the callback which checkpoint is loaded; its
-        ``evaluate`` and ``save_model`` see the averaged model.
-      how: a recipe or the name of one.
-      options: further ones of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
+      trainer: Trainer whose model is left unwrapped. Its ``train`` passes the loaded checkpoint to the callback; its
+        ``evaluate`` and ``save_model`` use the averaged model.
+      recipe: Recipe or its name.
+      options: Further options of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
 
     Raises:
       MissingExtra: on import, without the extra ``transformers``.
@@ -55,7 +55,7 @@ class FarflungCallback(TrainerCallback):
         self._resumed_from: str | bool | None = None
         self._run = ""
         self.handle: Handle | None = None
-        """What :func:`farflung.attach` gave, once training has begun."""
+        """Handle of :func:`farflung.attach`, once training has begun."""
         # There are no events for these, nor a setting that leaves the model unwrapped.
         self._train, self._evaluate, self._save_model = trainer.train, trainer.evaluate, trainer.save_model
         trainer.train = self._note_and_train  # type: ignore[method-assign]
@@ -102,11 +102,11 @@ class FarflungCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attaches to model and optimizer, goes on from a rank's own file, and names the run in the trainer's state.
+        """Attaches to model and optimizer, restores the rank's file, and records the run in the trainer's state.
 
         Raises:
           Unsupported: the trainer shards its model.
-          CheckpointError: a rank's file of the checkpoint is damaged, or absent while others have theirs.
+          CheckpointError: the rank's file of the checkpoint is damaged, or missing while others exist.
         """
         del control, kwargs
         kind = self._trainer.accelerator.distributed_type
@@ -126,13 +126,13 @@ class FarflungCallback(TrainerCallback):
             **self._options,
         )
         device = next(self._model.parameters()).device
-        written = cast("dict[str, Any]", state.stateful_callbacks)
+        saved_state = cast("dict[str, Any]", state.stateful_callbacks)
         if state.global_step:
-            own, run = _own_file(self._loaded_folder(args)), written.get(KEY, {}).get("run")
+            path, run_id = _own_file(self._loaded_folder(args)), saved_state.get(KEY, {}).get("run")
             load = partial(load_own, self.handle, self._optimizer)
-            restore_own(own, _mark(state, run), load, device)
+            restore_own(path, _mark(state, run_id), load, device)
         self._run = begin_run(device)
-        written[KEY] = {"run": self._run}
+        saved_state[KEY] = {"run": self._run}
 
     @override
     def on_save(
@@ -140,23 +140,23 @@ class FarflungCallback(TrainerCallback):
     ) -> None:
         del control, kwargs
         if self.handle is not None and not self.handle.is_finished:
-            own = _own_file(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
-            own.parent.mkdir(parents=True, exist_ok=True)
-            save_own(own, _mark(state, self._run), gather_own(self.handle, self._optimizer))
+            path = _own_file(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_own(path, _mark(state, self._run), gather_own(self.handle, self._optimizer))
 
     @override
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Applies what is under way; all ranks end with the same parameters, those of the best checkpoint if asked."""
+        """Applies exchanges in flight; all ranks end with equal parameters, by request those of the best checkpoint."""
         del control, kwargs
         if self.handle is None:
             return
         is_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        trained = [p for p in self._model.parameters() if p.requires_grad and is_best]
-        kept = [p.detach().clone() for p in trained]
+        parameters = [p for p in self._model.parameters() if p.requires_grad and is_best]
+        values = [p.detach().clone() for p in parameters]
         self.handle.finish()
-        for parameter, value in zip(trained, kept, strict=True):
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.data.copy_(value)
 
     def _loaded_folder(self, args: TrainingArguments) -> Path:

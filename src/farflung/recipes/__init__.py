@@ -1,4 +1,4 @@
-"""Recipes: one member of each family, by name or as objects, and presets of them."""
+"""Recipes, which combine one member of each family, and presets."""
 
 from farflung.recipes.recipe import FAMILIES, RECIPES, Recipe, recipe
 

@@ -1,4 +1,4 @@
-"""Changes in the brackets of a recipe: other members, and options of the member that it is named after."""
+"""Parser of a recipe's changes in parentheses: other members, and options of its namesake member."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ __all__ = ["changes_of"]
 
 
 def changes_of(text: str, known: Mapping[str, Setting]) -> tuple[str, dict[str, Json]]:
-    """Splits ``name(setting=value)`` into the name and the settings that change.
+    """Parses ``name(setting=value)`` into the name and the changed settings.
 
-    A recipe that is named after its codec, reducer or schedule takes that member's options too; options that are not
-    changed stay as they are in the preset.
+    A recipe that is named after its codec, reducer or schedule accepts that member's options too. Unchanged options
+    keep the preset's values.
 
     >>> from farflung.config import settings_of
     >>> from farflung.recipes import Recipe
-    >>> changes_of("delayed(period=8, codec=int8)", settings_of(Recipe))
+    >>> parse_changes("delayed(period=8, codec=int8)", settings_of(Recipe))
     ('delayed', {'codec': 'int8', 'schedule': "delayed(delay='auto', period=8)"})
 
     Args:
-      text: a preset with or without changes.
-      known: the settings that can change.
+      text: Preset with or without changes.
+      settings: Settings that can change.
 
     Raises:
-      ConfigError: not of this form, a change of something else, or a value of another kind.
+      ConfigError: the form is invalid, a setting is unknown, or a value is of another type.
     """
     name, nodes = _nodes_of(text, known)
     changes: dict[str, Json] = {}
-    for changed, node in nodes.items():
-        setting, words = known[changed], unparse(node)
+    for option, node in nodes.items():
+        setting, words = known[option], unparse(node)
         value = node.value if isinstance(node, ast.Constant) and words not in setting.words else words
-        changes[changed] = setting.read(value, f"recipe {text!r}: {changed}")
+        changes[option] = setting.read(value, f"recipe {text!r}: {option}")
     return name, changes
 
 
@@ -62,9 +62,9 @@ def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.exp
     options = dict(zip(allowed, call.args, strict=False))
     for option in unknown:
         if option not in allowed:
-            besides = f", and of its {family}: {', '.join(allowed)}" if allowed else ""
+            extras = f", and of its {family}: {', '.join(allowed)}" if allowed else ""
             raise ConfigError(
-                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(known))}{besides}"
+                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(known))}{extras}"
             )
         if option in options:
             raise ConfigError(f"recipe {text!r}: {option} is given twice")
@@ -74,8 +74,8 @@ def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.exp
             f"recipe {text!r}: {', '.join(options)}: write options of the {family} into {family}=..., or leave that out"
         )
     member = parse(family, getattr(RECIPES[name], family))
-    present = member.keywords if isinstance(member, ast.Call) else []
-    merged = {keyword.arg: keyword.value for keyword in present} | options
+    preset_keywords = member.keywords if isinstance(member, ast.Call) else []
+    merged = {keyword.arg: keyword.value for keyword in preset_keywords} | options
     keywords = [ast.keyword(option, value) for option, value in merged.items()]
     return name, {**changes, family: ast.Call(ast.Name(name), [], keywords)}
 

@@ -1,4 +1,4 @@
-"""What a recipe's text and objects are made into: fresh members of each family."""
+"""Builds the members of a recipe's families from its text and objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEMBERS: dict[str, Mapping[str, Any]] = {
     "sharing": SHARINGS,
     "scaling": SCALINGS,
 }
-"""The families that a recipe takes a member of, and what can be had of each by name."""
+"""Registered members of each family, by name."""
 _BASES: dict[str, type] = {
     "reducer": Reducer,
     "sampler": Sampler,
@@ -40,24 +40,24 @@ _BASES: dict[str, type] = {
     "sharing": Sharing,
     "stream": Stream,
 }
-"""What members of a family derive from."""
+"""Base class of a family's members."""
 _METHODS = {"codec": "encode", "scaling": "factor"}
-"""A method that all members of the other families have."""
+"""Method required of members of the other families."""
 
 
 def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
-    """Makes the members of a recipe; see :meth:`Recipe.parts`."""
-    by_backend = collective_named(recipe.collective).by_backend
+    """Builds the members of a recipe; see :meth:`Recipe.build_components`."""
+    is_native = collective_named(recipe.collective).by_backend
     whole_option(f"recipe {recipe.name}", "bucket_nbytes", recipe.bucket_nbytes, 1)
     stream: Stream = _made("stream", recipe.stream, STREAMS, fresh=True)
-    if by_backend and not stream.everything:
+    if is_native and not stream.everything:
         raise ConfigError(
             f"stream {text_of(recipe.stream, STREAMS)}: the backend's own collectives (--collective "
             f"{recipe.collective}) count waits for samples against their deadline: choose another collective"
         )
     schedule: Schedule = _made("schedule", recipe.schedule, SCHEDULES)
-    derived = derive(seed, "sampler", *([] if share is None else [share]))
-    sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, {"seed": derived}, fresh=True)
+    sampler_seed = derive(seed, "sampler", *([] if share is None else [share]))
+    sampler: Sampler = _made("sampler", recipe.sampler, SAMPLERS, {"seed": sampler_seed}, fresh=True)
     if share is not None and sampler.is_balanced:
         raise ConfigError(f"{BALANCED}: all replicas draw from the whole set: leave out --partition")
     return Parts(
@@ -72,16 +72,16 @@ def parts_of(recipe: Recipe, seed: int, share: int | None) -> Parts:
 
 
 def _reducer(recipe: Recipe) -> Reducer:
-    plain = name_of("reducer", recipe.reducer) == "codec" if isinstance(recipe.reducer, str) else False
-    given: dict[str, object] = {"collective": recipe.collective}
-    if plain:
-        given["codec"] = _made("codec", recipe.codec, CODECS)
-    reducer: Reducer = _made("reducer", recipe.reducer, REDUCERS, given)
-    if not plain and recipe.codec != "identity":
-        how = recipe.reducer
-        named = name_of("reducer", how) if isinstance(how, str) else type(how).__name__
+    is_codec = name_of("reducer", recipe.reducer) == "codec" if isinstance(recipe.reducer, str) else False
+    options: dict[str, object] = {"collective": recipe.collective}
+    if is_codec:
+        options["codec"] = _made("codec", recipe.codec, CODECS)
+    reducer: Reducer = _made("reducer", recipe.reducer, REDUCERS, options)
+    if not is_codec and recipe.codec != "identity":
+        spec = recipe.reducer
+        reducer_kind = name_of("reducer", spec) if isinstance(spec, str) else type(spec).__name__
         raise ConfigError(
-            f"reducer {named} takes no codec: leave out one of --reducer and --codec "
+            f"reducer {reducer_kind} takes no codec: leave out one of --reducer and --codec "
             f"{text_of(recipe.codec, CODECS)}"
         )
     return reducer
@@ -95,30 +95,30 @@ def _made(
     *,
     fresh: bool = False,
 ) -> Any:
-    """The member that text names, a class or function makes, or that is there already.
+    """Returns the member named by text, created by a class or function, or passed as an object.
 
     Args:
-      kind: the family.
-      member: of it.
-      registry: its members by name.
-      given: options that have settings of their own.
-      fresh: whether each replica needs one of its own, so that one that is there already will not do.
+      kind: Family.
+      member: Member as text, class, function or object.
+      registry: Members of the family by name.
+      options: Options with settings of their own.
+      needs_fresh: True if each replica needs its own member, so that an object is rejected.
     """
     if isinstance(member, str):
-        made = build(kind, member, registry, given)
+        instance = build(kind, member, registry, given)
     elif isinstance(member, type) or not _is_member(kind, member):
         if not callable(member):
             raise ConfigError(f"{kind} {member!r}: {_lack(kind)}")
-        made = member(**taken(member, given or {}))
+        instance = member(**taken(member, given or {}))
     elif fresh:
         raise ConfigError(
             f"{kind} {member!r}: each replica needs its own; give the class or a function that makes one"
         )
     else:
-        made = member
-    if not _is_member(kind, made):
-        raise ConfigError(f"{kind} {made!r}: {_lack(kind)}")
-    return made
+        instance = member
+    if not _is_member(kind, instance):
+        raise ConfigError(f"{kind} {instance!r}: {_lack(kind)}")
+    return instance
 
 
 def _is_member(kind: str, one: object) -> bool:
@@ -126,7 +126,7 @@ def _is_member(kind: str, one: object) -> bool:
 
 
 def _lack(kind: str) -> str:
-    """Says what an object lacks to be a member of a family."""
+    """Explains why an object is no member of a family."""
     if kind in _BASES:
         return f"its class has to derive from farflung.types.{_BASES[kind].__name__}"
     return f"it has no method {_METHODS[kind]}(); see farflung.types.{kind.title()}"

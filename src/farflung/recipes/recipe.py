@@ -1,4 +1,4 @@
-"""The recipe: a name for one member of each family."""
+"""Recipe: a named combination of one member of each family."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["FAMILIES", "RECIPES", "Recipe", "member_settings", "recipe"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which member of each family a run trains with.
+    """Members of each family that a run trains with.
 
     A member is text, ``name``, ``name(option=value)`` or ``module:name(option=value)``, or an object: a codec, reducer
-    or schedule itself, or a class or function that makes it.
+    or schedule itself, or a class or function that creates it.
 
     >>> from farflung.codecs import TopK
     >>> Recipe(codec=TopK(density=0.1)).to_json()["codec"]
@@ -31,22 +31,21 @@ class Recipe:
     'own(codec=topk(density=0.1), schedule=pipelined(width=3))'
 
     Args:
-      name: of the recipe.
-      summary: one line for people.
-      codec: gradient to payload and back, e.g. truncate16; for reducer ``codec`` alone.
-      reducer: how a bucket travels: ``codec``, or ``codec(phases='two')`` or ``codec(phases='hops')`` for another way
-        of the codec's payloads; or, without a codec, ``powersgd(rank=2)`` or ``shared_scale_qsgd(bits=4)``.
-      collective: how an all-reduce travels: direct, all_gather, ring, parameter_server, multi_parameter_server, native,
-        or auto, which is settled when a run is made (:func:`farflung.comm.resolve_collective`); a reducer that is an
-        object has its own.
-      schedule: what starts when and is due when.
-      sampler: which samples a replica takes; as an object, what makes one from a ``seed``.
-      stream: where its samples come from, and at what rate: in_memory, or rate(20) samples per second; as an object,
-        what makes one.
-      sharing: how samples move between replicas: none, injection, for one step, or resharding, for good; as an object,
-        what makes one from a ``seed``.
-      scaling: how a step's learning rate follows the number of its samples, where that changes: none, linear or root.
-      bucket_nbytes: of the buckets that gradients are exchanged in; a bucket is closed once it holds as many.
+      name: Name of the recipe.
+      summary: One-line description.
+      codec: Codec of gradients, e.g. truncate16; for the reducer ``codec`` only.
+      reducer: Exchange of a bucket: ``codec``, or ``codec(phases='two')`` or ``codec(phases='hops')`` for another way
+        to send the codec's payloads; or, without a codec, ``powersgd(rank=2)`` or ``shared_scale_qsgd(bits=4)``.
+      collective: Algorithm of an all-reduce: direct, all_gather, ring, parameter_server, multi_parameter_server,
+        native, or auto, which is resolved when a run is created (:func:`farflung.comm.resolve_collective`). A reducer
+        that is an object has its own.
+      schedule: Schedule of exchanges and their due steps.
+      sampler: Sampler of a replica's batches; as an object, a factory that takes a ``seed``.
+      stream: Source and rate of samples: in_memory, or rate(20) samples per second; as an object, a factory.
+      sharing: Policy for sending samples to other replicas: none, injection, for one step, or resharding, permanently;
+        as an object, a factory that takes a ``seed``.
+      scaling: Dependence of a step's learning rate on its number of samples, if that varies: none, linear or root.
+      bucket_nbytes: Size in bytes at which a gradient bucket is closed.
     """
 
     name: str = "own"
@@ -62,21 +61,21 @@ class Recipe:
     bucket_nbytes: int = BUCKET_NBYTES
 
     def but(self, **given: object) -> Recipe:
-        """The same with other members where one is given."""
+        """Returns the recipe with the members that are not None replaced."""
         changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
         return replace(self, **changes)
 
     def parts(self, seed: int, share: int | None = None) -> Parts:
-        """Fresh members for one replica.
+        """Builds new members for one replica.
 
         Args:
-          seed: of the run.
-          share: which part of the training set this replica draws from alone, in an order of its own; ``None``: it
-            draws from the whole set, in turn with the others.
+          seed: Seed of the run.
+          share: Index of the part of the training set that only this replica draws from, in an order of its own;
+            ``None`` to draw from the whole set, in turn with the others.
 
         Raises:
-          UnknownName: no such member.
-          ConfigError: an option out of its range, or members that do not go together.
+          UnknownName: a member does not exist.
+          ConfigError: an option is out of range, or members are incompatible.
         """
         from farflung.recipes.parts import parts_of  # and torch, which a recipe in words does without
 
@@ -84,28 +83,28 @@ class Recipe:
 
     @property
     def members(self) -> dict[str, str]:
-        """The text of each member; in ``<>`` where it is an object that no other process could make."""
+        """Text of each member; in ``<>`` for an object that no other process could create."""
         return {family: _text(family, getattr(self, family)) for family in FAMILIES}
 
     @property
     def settings(self) -> dict[str, Json]:
-        """All of it but the name and what is said of it."""
+        """All fields but name and summary."""
         return {**self.members, "bucket_nbytes": self.bucket_nbytes}
 
     @property
     def text(self) -> str:
-        """Name and members that are not the preset's of that name, or not the plain ones."""
-        plain = RECIPES.get(self.name, Recipe()).settings
-        own = [f"{name}={text}" for name, text in self.settings.items() if text != plain[name]]
-        return f"{self.name}({', '.join(own)})" if own else self.name
+        """Name and members that differ from the preset of that name, or from the defaults."""
+        defaults = RECIPES.get(self.name, Recipe()).settings
+        changes = [f"{name}={text}" for name, text in self.settings.items() if text != defaults[name]]
+        return f"{self.name}({', '.join(changes)})" if changes else self.name
 
     def to_json(self) -> dict[str, Json]:
-        """For telemetry and for comparing ranks."""
+        """Returns the JSON form for telemetry and comparison of ranks."""
         return {"name": self.name, "summary": self.summary, **self.settings}
 
 
-FAMILIES = tuple(one.name for one in fields(Recipe) if one.name not in ("name", "summary", "bucket_nbytes"))
-"""The families that a recipe takes a member of."""
+FAMILIES = tuple(field.name for field in fields(Recipe) if field.name not in ("name", "summary", "bucket_nbytes"))
+"""Families of members in a recipe."""
 
 
 def _text(family: str, member: object) -> str:
@@ -117,19 +116,19 @@ def _text(family: str, member: object) -> str:
 
 
 def member_settings() -> dict[str, Setting]:
-    """Returns the settings of a recipe but its name and summary."""
-    return {name: one for name, one in settings_of(Recipe).items() if name in Recipe().settings}
+    """Returns the settings of a recipe without name and summary."""
+    return {name: setting for name, setting in settings_of(Recipe).items() if name in Recipe().settings}
 
 
 def recipe(text: str) -> Recipe:
-    """Returns the preset that ``text`` names, with the changes in its brackets.
+    """Parses the name of a preset, with optional changes in parentheses.
 
-    >>> recipe("ring(codec=topk(density=0.01))").codec
+    >>> parse_recipe("ring(codec=topk(density=0.01))").codec
     'topk(density=0.01)'
 
     Raises:
-      UnknownName: no such preset.
-      ConfigError: not of this form, or a change that a recipe has no place for.
+      UnknownName: the preset does not exist.
+      ConfigError: the form is invalid, or a setting is unknown.
     """
     if text in RECIPES:
         return RECIPES[text]
@@ -229,4 +228,4 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
-"""The presets, by name."""
+"""Presets by name."""

@@ -117,7 +117,7 @@ class AdaComm(Schedule):
     @override
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket at the end of a block."""
-        return [Transfer(part, step, *self.merges) for part in parts] if step >= state["ends"] else []
+        return [Transfer(unit, step, *self.merges) for unit in parts] if step >= state["ends"] else []
 
     @override
     def asks(self, state: State, step: int) -> bool:

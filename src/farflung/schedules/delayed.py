@@ -170,7 +170,7 @@ class Delayed(Schedule):
             if (step + 1) % self.period:
                 return []
             merge_step = max(step + state["delay"], state["not_before"])
-        return [Transfer(part, merge_step, self._merge) for part in parts]
+        return [Transfer(unit, merge_step, self._merge) for unit in parts]
 
     @override
     def asks(self, state: State, step: int) -> bool:

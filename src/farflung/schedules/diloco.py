@@ -91,10 +91,10 @@ class DiLoCo(Schedule):
         if num_steps <= self.warmup:
             plain = Outer(optimizer_state=self.optimizer_state)
             is_block_end = num_steps in _growing(self.sync_every, self.warmup)
-            return [Transfer(part, step, plain) for part in parts if is_block_end]
+            return [Transfer(unit, step, plain) for unit in parts if is_block_end]
         if (num_steps - self.warmup) % self.sync_every:
             return []
-        return [Transfer(part, step, *self.merges) for part in parts]
+        return [Transfer(unit, step, *self.merges) for unit in parts]
 
 
 @cache
@@ -225,7 +225,7 @@ class StreamingDiLoCo(Schedule):
             return []
         turn = (turns - 1) % self.fragments
         return [
-            Transfer(part, step + self.delay, *self.merges)
-            for part in parts
-            if part.index % self.fragments == turn
+            Transfer(unit, step + self.delay, *self.merges)
+            for unit in parts
+            if unit.index % self.fragments == turn
         ]

@@ -31,7 +31,7 @@ class Synchronous(Schedule):
     def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket."""
         del state
-        return [Transfer(part, step, Replace()) for part in parts]
+        return [Transfer(unit, step, Replace()) for unit in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class LocalSGD(Schedule):
         del state
         if (step + 1) % self.sync_every:
             return []
-        return [Transfer(part, step, *self.merges) for part in parts]
+        return [Transfer(unit, step, *self.merges) for unit in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class PostLocalSGD(Schedule):
         del state
         replace, outer = self.merges
         if step < self.until:
-            return [Transfer(part, step, replace) for part in parts]
+            return [Transfer(unit, step, replace) for unit in parts]
         if (step + 1 - self.until) % self.sync_every:
             return []
-        return [Transfer(part, step, outer) for part in parts]
+        return [Transfer(unit, step, outer) for unit in parts]

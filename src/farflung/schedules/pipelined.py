@@ -137,4 +137,4 @@ class Pipelined(Schedule):
         del state
         delay = 0 if step < self.warmup else self.width - 1
         merge = Replace(self.correction if delay else 0.0)
-        return [Transfer(part, step + delay, merge) for part in parts]
+        return [Transfer(unit, step + delay, merge) for unit in parts]

@@ -119,7 +119,7 @@ class Reduced:
       weight: Sum of the weights.
       metadata: Metadata summed over all ranks.
       update_state: Function that updates the state when the result is merged; ``None`` if it stays.
-      update_all_states: Function that updates the states of all units, by number, from the whole gradient. It runs after
+      update_all_states: Function that updates the states of all units, by number, from the whole gradient. Runs after
         the last exchange of the step is merged and each state updated; ``None`` if they stay.
       shared_delta: Changes by :attr:`update_state` in the shared half of the state, for a replica that was sent the
         result.

@@ -474,7 +474,7 @@ class Elastic(Protocol):
         ...
 
     def begin_step(self, step: int) -> bool:
-        """Records that a step begins; returns True if a snapshot of the state before it must be published."""
+        """Records that a step begins; returns True if a snapshot of the state before it should be published."""
         ...
 
     async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
