@@ -193,7 +193,7 @@ class RateSchedule(Protocol):
         ...
 
     def factor(self, done: int, total: int) -> float:
-        """Returns the factor of the configured learning rate.
+        """Returns the factor by which the configured learning rate is multiplied.
 
         Args:
           progress: Number of steps or samples before the step.
@@ -207,7 +207,7 @@ class RateScaling(Protocol):
     """Dependence of a step's learning rate on the size of its batch."""
 
     def factor(self, share: float) -> float:
-        """Returns the factor of a step's learning rate.
+        """Returns the factor by which the learning rate of a step is multiplied.
 
         Args:
           share: Mean weight of the step's gradients over all replicas. If weights are numbers of samples, this is the
