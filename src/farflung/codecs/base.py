@@ -137,9 +137,9 @@ class Sparse(BaseCodec):
         """
         values, indices = sent
         if indices.device.type == "cpu" and len(indices):
-            low, high = map(int, indices.aminmax())
-            if low < 0 or high >= total.numel():
-                entry = low if low < 0 else high
+            lowest, highest = map(int, indices.aminmax())
+            if lowest < 0 or highest >= total.numel():
+                entry = lowest if lowest < 0 else highest
                 raise ProtocolError(
                     f"entry {entry} of {total.numel()}: do all ranks run the same model and recipe?"
                 )
@@ -151,11 +151,11 @@ class Sparse(BaseCodec):
         Raises:
           ProtocolError: an index out of range, seen on a CPU.
         """
-        sent = tuple(payload.tensors())
-        if len(sent) > 1:
-            self.add_entries(state, sent, total, alpha)
+        tensors = tuple(payload.tensors())
+        if len(tensors) > 1:
+            self.add_entries(state, tensors, total, alpha)
         else:
-            total.add_(sent[0].view(total.shape), alpha=alpha)
+            total.add_(tensors[0].view(total.shape), alpha=alpha)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
@@ -227,8 +227,8 @@ def accumulate(
     Raises:
       ProtocolError: an index out of range, seen on a CPU.
     """
-    entry_by_entry = getattr(codec, "accumulate", None)
-    if entry_by_entry is not None:
-        entry_by_entry(state, payload, total, step=step, count=count, alpha=alpha)
+    accumulate_sparse = getattr(codec, "accumulate", None)
+    if accumulate_sparse is not None:
+        accumulate_sparse(state, payload, total, step=step, count=count, alpha=alpha)
     else:
         total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)

@@ -90,8 +90,8 @@ def pack_fields(values: Tensor, width: int) -> Tensor:
     Returns:
       int32, ``ceil(n / (32 // width))`` of them; the top field may reach the sign bit.
     """
-    each = 32 // width
-    rows = _padded(values, each).view(each, (values.numel() + each - 1) // each)
+    num_fields = 32 // width
+    rows = _padded(values, num_fields).view(num_fields, (values.numel() + num_fields - 1) // num_fields)
     words = rows[0].to(torch.int32)
     for place, row in enumerate(rows[1:], start=1):
         words.bitwise_or_(row.to(torch.int32).bitwise_left_shift_(width * place))

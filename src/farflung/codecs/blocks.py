@@ -75,10 +75,10 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
         if even:
             rows = piece[: even * bucket_size].view(even, bucket_size)
             norms[first : first + even] = reduce(rows, bucket_size)
-        if rest := (stop - start) % bucket_size:
+        if tail_numel := (stop - start) % bucket_size:
             last = (stop - 1) // bucket_size
             end = min((last + 1) * bucket_size, numel)
-            partial.append(reduce(piece[-rest:], end - last * bucket_size))
+            partial.append(reduce(piece[-tail_numel:], end - last * bucket_size))
             if stop == end:
                 norms[last] = _REDUCE[norm](torch.stack(partial), -1)
                 partial.clear()

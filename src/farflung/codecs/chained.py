@@ -93,8 +93,8 @@ class Chain(BaseCodec):
         def encode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            own = self._second_state(state, TensorSpec.of(tensor), len(encoded))
-            encoded.append(self.second.encode(own, tensor, step=step, count=count)[0])
+            second_state = self._second_state(state, TensorSpec.of(tensor), len(encoded))
+            encoded.append(self.second.encode(second_state, tensor, step=step, count=count)[0])
             return tensor.new_empty((0, *tensor.shape))
 
         tree = rebuilt(payload, encode_floating)
@@ -104,15 +104,15 @@ class Chain(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        whole = self._first_payload(state, payload, step, count)
-        return self.first.decode(nested_state(state, "first"), whole, spec, step=step, count=count)
+        inner_payload = self._first_payload(state, payload, step, count)
+        return self.first.decode(nested_state(state, "first"), inner_payload, spec, step=step, count=count)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         """Adds as the first codec does, with the floating tensors decoded."""
-        whole, inner = self._first_payload(state, payload, step, count), nested_state(state, "first")
-        accumulate(self.first, inner, whole, total, step=step, count=count, alpha=alpha)
+        inner_payload, inner = self._first_payload(state, payload, step, count), nested_state(state, "first")
+        accumulate(self.first, inner, inner_payload, total, step=step, count=count, alpha=alpha)
 
     @override
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
@@ -121,8 +121,8 @@ class Chain(BaseCodec):
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Returns those of what the second makes of each tensor of the first."""
-        parts = [summed_specs(self.second, each) for each in summed_specs(self.first, spec)]
-        return tuple(each for part in parts for each in part) if all(parts) else ()
+        parts = [summed_specs(self.second, inner_spec) for inner_spec in summed_specs(self.first, spec)]
+        return tuple(summed for part in parts for summed in part) if all(parts) else ()
 
     @override
     def linear(self, state: CodecState) -> bool:
@@ -133,31 +133,31 @@ class Chain(BaseCodec):
         """Returns the first codec's payload with its floating tensors."""
         tree, *encoded = payload.parts
         assert isinstance(tree, Payload)
-        places = enumerate(encoded)
+        indexed_payloads = enumerate(encoded)
 
         def decode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            place, part = next(places)
+            index, part = next(indexed_payloads)
             assert isinstance(part, Payload)
             spec = TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
-            own = self._second_state(state, spec, place)
-            return self.second.decode(own, part, spec, step=step, count=count)
+            second_state = self._second_state(state, spec, index)
+            return self.second.decode(second_state, part, spec, step=step, count=count)
 
         return rebuilt(tree, decode_floating)
 
     def _second_state(self, state: CodecState, spec: TensorSpec, place: int) -> CodecState:
         if self.second.stateless:
             return CodecState()
-        shared, own = state.shared["seed"], state.local["seed"]
-        return self.second.init(spec, Seeds(derive(shared, "chain", place), derive(own, "chain", place)))
+        shared, local = state.shared["seed"], state.local["seed"]
+        return self.second.init(spec, Seeds(derive(shared, "chain", place), derive(local, "chain", place)))
 
 
 def chain(first: Codec | None = None, *others: Codec) -> Codec:
     """:class:`Chain` of two codecs or more, each on the payload of those before it; Top-k, then 8 bits by default."""
     if first is None:
         return Chain()
-    whole = first
-    for other in others:
-        whole = Chain(whole, other)
-    return whole
+    codec = first
+    for successor in others:
+        codec = Chain(codec, successor)
+    return codec

@@ -65,23 +65,23 @@ class ChunkedTopK(Sparse):
             return Payload((flat.clone(),)), state
         chunk, chunks, keep = self._cut(len(flat))
         rows = F.pad(flat, (0, chunks * chunk - len(flat))).view(chunks, chunk)
-        places = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
-        values = rows.gather(1, places).reshape(-1)
-        indices = pack_indices(places.reshape(-1), chunk)
-        parts = (*indices, values) if self.bits is None else (*indices, *_coded(values, self.bits))
+        indices = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
+        values = rows.gather(1, indices).reshape(-1)
+        packed = pack_indices(indices.reshape(-1), chunk)
+        parts = (*packed, values) if self.bits is None else (*packed, *_coded(values, self.bits))
         return self.replace_large(state, Payload(parts), flat), state
 
     @override
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
         chunk, chunks, keep = self._cut(total.numel())
-        places = unpack_indices(sent[0], sent[1], chunk, chunks * keep)
-        places += torch.arange(0, chunks * chunk, chunk, device=places.device).repeat_interleave(keep)
+        indices = unpack_indices(sent[0], sent[1], chunk, chunks * keep)
+        indices += torch.arange(0, chunks * chunk, chunk, device=indices.device).repeat_interleave(keep)
         values = sent[2]
         if self.bits is not None:
-            values = sent[3][unpack(sent[2], self.bits, len(places)).to(torch.int64)]
+            values = sent[3][unpack(sent[2], self.bits, len(indices)).to(torch.int64)]
         # What the last chunk was filled up with is behind the end.
-        values = torch.where(places < total.numel(), values, 0)
-        Sparse.add_entries(self, state, (values, places.clamp_max(total.numel() - 1)), total, alpha)
+        values = torch.where(indices < total.numel(), values, 0)
+        Sparse.add_entries(self, state, (values, indices.clamp_max(total.numel() - 1)), total, alpha)
 
     def _cut(self, numel: int) -> tuple[int, int, int]:
         """Entries in a chunk of a tensor, chunks, and entries of each that are sent."""

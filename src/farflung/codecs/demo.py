@@ -82,41 +82,41 @@ class DeMo(Transformed):
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Components and their indices, of all blocks in order."""
         momentum = state.local["components"].to(grad.device).mul(self.decay)
-        values, places = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
-        for where in starmap(_Blocks, state.shared["blocks"]):
-            components = where.components(momentum.view(-1)).add_(where.transform(grad.view(-1)))
+        values, packed_indices = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
+        for grid in starmap(_Blocks, state.shared["blocks"]):
+            components = grid.components(momentum.view(-1)).add_(grid.transform(grad.view(-1)))
             largest = components.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-            found = largest.topk(min(self.keep, where.size), dim=1, sorted=False).indices.sort(dim=1).values
-            values.append(components.gather(1, found).view(-1))
-            places.append(found.view(-1))
-            components.scatter_(1, found, 0.0)
-        payload = Payload((torch.cat(values), *pack_indices(torch.cat(places), self.chunk**2)))
+            indices = largest.topk(min(self.keep, grid.size), dim=1, sorted=False).indices.sort(dim=1).values
+            values.append(components.gather(1, indices).view(-1))
+            packed_indices.append(indices.view(-1))
+            components.scatter_(1, indices, 0.0)
+        payload = Payload((torch.cat(values), *pack_indices(torch.cat(packed_indices), self.chunk**2)))
         payload = self.replace_large(state, payload, grad.view(-1))
         return payload, CodecState(state.shared, {"components": momentum.nan_to_num_(0.0, 0.0, 0.0)})
 
     @override
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
         values, low, high = sent
-        places = unpack_indices(low, high, self.chunk**2, len(values))
+        all_indices = unpack_indices(low, high, self.chunk**2, len(values))
         start = 0
-        for where in starmap(_Blocks, state.shared["blocks"]):
-            keep = min(self.keep, where.size)
-            stop = start + where.number * keep
-            found = places[start:stop].view(where.number, keep)
-            if found.device.type == "cpu" and int(found.max()) >= where.size:
+        for grid in starmap(_Blocks, state.shared["blocks"]):
+            keep = min(self.keep, grid.size)
+            stop = start + grid.number * keep
+            indices = all_indices[start:stop].view(grid.number, keep)
+            if indices.device.type == "cpu" and int(indices.max()) >= grid.size:
                 raise ProtocolError(
-                    f"component {int(found.max())} of {where.size}: do all ranks run the same model and recipe?"
+                    f"component {int(indices.max())} of {grid.size}: do all ranks run the same model and recipe?"
                 )
-            components = where.components(total.view(-1))
-            share = values[start:stop].view(where.number, keep).to(total.dtype)
-            components.scatter_add_(1, found, share * alpha)
+            components = grid.components(total.view(-1))
+            share = values[start:stop].view(grid.number, keep).to(total.dtype)
+            components.scatter_add_(1, indices, share * alpha)
             start = stop
 
     @override
     def restore(self, state: CodecState, components: Tensor) -> Tensor:
         restored = torch.zeros_like(components)
-        for where in starmap(_Blocks, state.shared["blocks"]):
-            where.restore(components.view(-1), restored.view(-1))
+        for grid in starmap(_Blocks, state.shared["blocks"]):
+            grid.restore(components.view(-1), restored.view(-1))
         return restored
 
     def _blocks(self, part: Placed) -> list[int]:
@@ -170,7 +170,7 @@ class _Blocks(NamedTuple):
 
 def _divisor(number: int, most: int) -> int:
     """The largest one that is not above ``most``."""
-    return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 @cache

@@ -78,12 +78,12 @@ class ErrorFeedback(BaseCodec):
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Encodes the sum of gradient and residual."""
-        left = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
-        payload, inner = self.codec.encode(nested_state(state, "codec"), left, step=step, count=count)
-        if any(shares_memory(tensor, left) for tensor in payload.tensors()):
-            left = left.clone()
-        accumulate(self.codec, inner, payload, left, step=step, count=count, alpha=-1.0)
-        return payload, _state_of(left.nan_to_num_(0.0, 0.0, 0.0), inner)
+        residual = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
+        payload, inner = self.codec.encode(nested_state(state, "codec"), residual, step=step, count=count)
+        if any(shares_memory(tensor, residual) for tensor in payload.tensors()):
+            residual = residual.clone()
+        accumulate(self.codec, inner, payload, residual, step=step, count=count, alpha=-1.0)
+        return payload, _state_of(residual.nan_to_num_(0.0, 0.0, 0.0), inner)
 
     def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
         """Returns gradient and residual, for a step that is sent as it is, and a state that keeps nothing of them."""

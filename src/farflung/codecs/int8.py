@@ -92,5 +92,5 @@ class Int8(BaseCodec):
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Multiples of a 127th of each bucket's scale."""
-        found, scales = payload.tensors()
-        return from_levels(found, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)
+        codes, scales = payload.tensors()
+        return from_levels(codes, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)

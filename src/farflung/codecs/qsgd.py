@@ -103,5 +103,5 @@ class QSGD(BaseCodec):
         """Multiples of each bucket's norm over s."""
         bits, levels = quantization("qsgd", self.bits, self.levels)
         packed, norms = payload.tensors()
-        found = unpack(packed, bits, spec.numel)
-        return from_levels(found, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)
+        codes = unpack(packed, bits, spec.numel)
+        return from_levels(codes, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)

@@ -67,8 +67,8 @@ class Routed(BaseCodec):
         """Returns which elements go which way, and the state of each codec."""
         parts = self.split_spec(spec)
         state = CodecState({"runs": {name: runs for name, (_, runs) in parts.items()}})
-        own = {name: Seeds(derive(seeds.shared, name), derive(seeds.own, name)) for name in parts}
-        states = {name: self.codecs[name].init(part, own[name]) for name, (part, _) in parts.items()}
+        route_seeds = {name: Seeds(derive(seeds.shared, name), derive(seeds.own, name)) for name in parts}
+        states = {name: self.codecs[name].init(part, route_seeds[name]) for name, (part, _) in parts.items()}
         return self.with_states(state, states)
 
     @override
@@ -109,7 +109,7 @@ class Routed(BaseCodec):
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Returns those of all routes, if all codecs have some."""
         parts = [summed_specs(self.codecs[name], part) for name, (part, _) in self.split_spec(spec).items()]
-        return tuple(each for part in parts for each in part) if all(parts) else ()
+        return tuple(summed for part in parts for summed in part) if all(parts) else ()
 
     @override
     def linear(self, state: CodecState) -> bool:
@@ -224,13 +224,13 @@ class ByRole(Routed):
             role = ("dense", "dense", "other", "convolution")[min(len(part.shape), 3)]
             if isinstance(self.codecs[role], Identity):  # whatever is sent as it is goes together
                 role = "dense"
-            own = runs.setdefault(role, [])
-            start = sum(length for _, length in own)
+            role_runs = runs.setdefault(role, [])
+            start = sum(length for _, length in role_runs)
             parts.setdefault(role, []).append(Placed(part.shape, start))
-            if own and sum(own[-1]) == part.start:
-                own[-1][1] += part.numel
+            if role_runs and sum(role_runs[-1]) == part.start:
+                role_runs[-1][1] += part.numel
             else:
-                own.append([part.start, part.numel])
+                role_runs.append([part.start, part.numel])
         return {
             role: (TensorSpec((sum(part.numel for part in placed),), spec.dtype, tuple(placed)), runs[role])
             for role, placed in parts.items()

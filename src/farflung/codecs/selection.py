@@ -67,17 +67,17 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
     if magnitudes.device.type == "cpu":
         smallest = magnitudes.kthvalue(numel - k + 1).values
         chosen = magnitudes > smallest
-        level = (magnitudes == smallest).nonzero().view(-1)
-        chosen[level[: k - int(chosen.count_nonzero())]] = True
+        equal = (magnitudes == smallest).nonzero().view(-1)
+        chosen[equal[: k - int(chosen.count_nonzero())]] = True
         return chosen.nonzero().view(-1)
     smallest = magnitudes.topk(k, sorted=False).values.amin()
-    above_mask, level_mask = magnitudes > smallest, magnitudes == smallest
-    wanted = k - above_mask.sum()
-    chosen = above_mask | (level_mask & (level_mask.cumsum(0) <= wanted))
+    above_mask, equal_mask = magnitudes > smallest, magnitudes == smallest
+    num_equal = k - above_mask.sum()
+    chosen = above_mask | (equal_mask & (equal_mask.cumsum(0) <= num_equal))
     # Each chosen entry writes its index into the next free place, all others into one place too many.
     places = torch.where(chosen, chosen.cumsum(0) - 1, k)
-    found = torch.empty(k + 1, dtype=torch.int64, device=magnitudes.device)
-    return found.scatter_(0, places, torch.arange(numel, device=magnitudes.device))[:k]
+    indices = torch.empty(k + 1, dtype=torch.int64, device=magnitudes.device)
+    return indices.scatter_(0, places, torch.arange(numel, device=magnitudes.device))[:k]
 
 
 def _guess(tensor: Tensor, k: int) -> Tensor:
@@ -93,17 +93,17 @@ def _reaching(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Where magnitudes are not below a threshold, ascending; about k entries are expected, on a CPU."""
     if 2 * ROW * k > tensor.numel():  # most rows have such an entry
         return _not_below(tensor.abs(), threshold)
-    even = tensor.numel() // ROW * ROW
-    highest = tensor.new_empty(even // ROW)
-    scratch = scratch_for(tensor[:even], ROW, tensor.dtype)
-    for start, stop in blocks(tensor[:even], ROW):
+    whole_numel = tensor.numel() // ROW * ROW
+    highest = tensor.new_empty(whole_numel // ROW)
+    scratch = scratch_for(tensor[:whole_numel], ROW, tensor.dtype)
+    for start, stop in blocks(tensor[:whole_numel], ROW):
         piece = torch.abs(tensor[start:stop], out=scratch[: stop - start])
         torch.amax(piece.view(-1, ROW), 1, out=highest[start // ROW : stop // ROW])
     rows = _not_below(highest, threshold)
-    inside = _not_below(tensor[:even].view(-1, ROW).index_select(0, rows).abs_().view(-1), threshold)
-    found = rows[inside // ROW].mul_(ROW).add_(inside % ROW)
-    after = _not_below(tensor[even:].abs(), threshold).add_(even)
-    return torch.cat((found, after))
+    inside = _not_below(tensor[:whole_numel].view(-1, ROW).index_select(0, rows).abs_().view(-1), threshold)
+    row_entries = rows[inside // ROW].mul_(ROW).add_(inside % ROW)
+    tail_entries = _not_below(tensor[whole_numel:].abs(), threshold).add_(whole_numel)
+    return torch.cat((row_entries, tail_entries))
 
 
 def _not_below(magnitudes: Tensor, threshold: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def to_levels(
     Returns:
       uint8, :math:`l_i + s`.
     """
-    found = torch.empty(tensor.numel(), dtype=torch.uint8, device=tensor.device)
+    codes = torch.empty(tensor.numel(), dtype=torch.uint8, device=tensor.device)
     dtype = working_dtype(tensor.dtype)
     # Of an infinite bucket the infinities alone reach the outer levels; a bucket of zeros stays zero.
     divisors = torch.where(norms > 0, norms.clamp_max(torch.finfo(dtype).max), 1.0)
@@ -54,8 +54,8 @@ def to_levels(
             x.add_(noise[: stop - start].uniform_(generator=generator)).floor_()
         # NaN is no integer, and 7 + 0.99999997 is 8 in float32.
         x.nan_to_num_(0.0).clamp_(-levels, levels).add_(levels)
-        found[start:stop].copy_(x)
-    return found
+        codes[start:stop].copy_(x)
+    return codes
 
 
 def from_levels(

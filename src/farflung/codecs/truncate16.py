@@ -54,8 +54,8 @@ class Truncate16(BaseCodec):
     ) -> Tensor:
         """Zeros in the low 16 bits of a float32."""
         (high,) = payload.tensors()
-        sent = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # which is just these bits
-        return high.view(sent).to(spec.dtype).view(spec.shape)
+        wire_dtype = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # which is just these bits
+        return high.view(wire_dtype).to(spec.dtype).view(spec.shape)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

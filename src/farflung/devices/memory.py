@@ -65,17 +65,17 @@ def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) 
     """
     from torch.autograd.graph import saved_tensors_hooks
 
-    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    kept: dict[int, int] = {}
+    excluded_storages = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    nbytes_by_storage: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in excluded_storages:
+            nbytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = forward()
-    total = sum(kept.values())
+    total = sum(nbytes_by_storage.values())
     del loss  # until here it holds what was kept, so that no storage was reused
     return total

@@ -156,7 +156,7 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
       ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
     """
     top = open_toml(path)
-    layers = tuple(one.build(Layer) for one in top.tables("layer"))
+    layers = tuple(table.build(Layer) for table in top.tables("layer"))
     if "flops_per_s" in top:
         forward_s = _forward_s(str(path), top.number("flops_per_s"), forward_flops)
     else:
@@ -170,7 +170,7 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
         name=top.text("name", path.stem),
         forward_s=forward_s,
         layers=layers,
-        stragglers=tuple(one.build(kind) for key, kind in stragglers.items() for one in top.tables(key)),
+        stragglers=tuple(table.build(kind) for key, kind in stragglers.items() for table in top.tables(key)),
         source=str(path),
         coding=coding,
     )
@@ -215,7 +215,7 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
 
 
 def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
-    found: dict[tuple[str, str], Points] = {}
+    operations: dict[tuple[str, str], Points] = {}
     for table in tables:
         key = table.text("operation"), table.text("method", "")
         sizes, seconds = table.wholes("numel"), table.numbers("seconds")
@@ -223,12 +223,12 @@ def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
             raise ConfigError(
                 f"{table.where}: numel has {len(sizes)} entries and seconds {len(seconds)}: give each size one time"
             )
-        if key in found:
+        if key in operations:
             raise ConfigError(
                 f"{table.where}: operation {key[0]!r} of method {key[1]!r} is there already: leave out one"
             )
-        found |= table.make(partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})).operations
-    return found
+        operations |= table.make(partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})).operations
+    return operations
 
 
 def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:

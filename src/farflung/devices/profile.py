@@ -43,10 +43,10 @@ class CodingRates:
 
     def __post_init__(self) -> None:
         for points in self.operations.values():
-            sizes, seconds = [numel for numel, _ in points], [one for _, one in points]
+            sizes, seconds = [numel for numel, _ in points], [duration_s for _, duration_s in points]
             rises = bool(sizes) and sizes[0] >= 1 and all(low < high for low, high in pairwise(sizes))
             require(rises, "numel", sizes, "whole numbers above 0, each above the one before")
-            if not all(0 < one < math.inf for one in seconds):
+            if not all(0 < duration_s < math.inf for duration_s in seconds):
                 raise ConfigError(f"seconds = {seconds}: each must be above 0")
         for name in ("message_s", "copy_s_per_byte", "encrypt_s_per_byte"):
             check_seconds(name, getattr(self, name))
@@ -70,11 +70,11 @@ class CodingRates:
         points = self.operations.get((cost.operation, cost.method))
         if not points:
             return 0.0
-        (smallest, least), (largest, most) = points[0], points[-1]
+        (smallest, smallest_s), (largest, largest_s) = points[0], points[-1]
         if cost.numel <= smallest:
-            return least
+            return smallest_s
         if cost.numel >= largest:
-            return most * cost.numel / largest
+            return largest_s * cost.numel / largest
         for (low, low_s), (high, high_s) in pairwise(points):
             if cost.numel <= high:
                 return low_s + (high_s - low_s) * (cost.numel - low) / (high - low)
@@ -177,8 +177,8 @@ class DeviceProfile:
         if cost.kind == "backward":
             return cost.samples * self.backward_per_sample_s
         if cost.kind in ("forward", "evaluate", "score"):
-            besides = self.step_s if cost.kind == "forward" else 0.0
-            return besides + cost.samples * self.forward_per_sample_s
+            step_s = self.step_s if cost.kind == "forward" else 0.0
+            return step_s + cost.samples * self.forward_per_sample_s
         return 0.0
 
     @property
@@ -208,16 +208,16 @@ class DeviceProfile:
         """
         if not self.layers or not numels:
             return [place / len(order) for place in range(1, len(order) + 1)]
-        passed = list(accumulate(layer.numel for layer in reversed(self.layers)))
-        if passed[-1] != sum(numels):
+        cumulative_numel = list(accumulate(layer.numel for layer in reversed(self.layers)))
+        if cumulative_numel[-1] != sum(numels):
             raise ConfigError(
-                f"{self.name}: layers: they have {passed[-1]} parameters, and the model has {sum(numels)}"
+                f"{self.name}: layers: they have {cumulative_numel[-1]} parameters, and the model has {sum(numels)}"
             )
-        spent = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
-        filled = list(accumulate(numels))
-        whole = spent[-1] or 1.0
+        elapsed_s = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
+        bucket_ends = list(accumulate(numels))
+        total_s = elapsed_s[-1] or 1.0
         shares: list[float] = []
         for bucket in order:
-            share = spent[bisect_left(passed, filled[bucket])] / whole
+            share = elapsed_s[bisect_left(cumulative_numel, bucket_ends[bucket])] / total_s
             shares.append(max(share, shares[-1]) if shares else share)
         return shares

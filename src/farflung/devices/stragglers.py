@@ -103,10 +103,10 @@ class Scheduled:
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        before = f"0 or more, and before end_s = {self.end_s}"
-        require(0 <= self.begin_s < self.end_s, "begin_s", self.begin_s, before)
+        expected = f"0 or more, and before end_s = {self.end_s}"
+        require(0 <= self.begin_s < self.end_s, "begin_s", self.begin_s, expected)
         check_factor("factor", self.factor)
 
     def slowdown(self, moment: Moment) -> float:
-        concerned = not self.ranks or moment.rank in self.ranks
-        return self.factor if concerned and self.begin_s <= moment.now_s < self.end_s else 1.0
+        is_affected = not self.ranks or moment.rank in self.ranks
+        return self.factor if is_affected and self.begin_s <= moment.now_s < self.end_s else 1.0

@@ -58,19 +58,19 @@ class Standing:
 
     def begin(self, fault: Fault) -> None:
         """A fault of :data:`farflung.faults.PASSING` or a ``restore`` has happened."""
-        for struck in self._concerned(fault):
-            held = self._held.setdefault(struck, [])
+        for target in self._concerned(fault):
+            active = self._held.setdefault(target, [])
             if fault.kind == "restore":
-                held.clear()
+                active.clear()
             else:
-                held.append(fault)
+                active.append(fault)
 
     def end(self, fault: Fault) -> None:
         """Its time is over; nothing where it was restored before."""
-        for struck in self._concerned(fault):
-            held = self._held.get(struck, [])
-            if fault in held:
-                held.remove(fault)
+        for target in self._concerned(fault):
+            active = self._held.get(target, [])
+            if fault in active:
+                active.remove(fault)
 
     def condition(self, src: int, dst: int) -> Condition:
         """Of the way from one rank to another."""
@@ -81,8 +81,8 @@ class Standing:
 
     def slowdown(self, rank: int) -> float:
         """How many times as long a replica computes."""
-        held = self._held.get(rank)
-        factors = [fault.factor for fault in held if fault.factor is not None] if held else []
+        active = self._held.get(rank)
+        factors = [fault.factor for fault in active if fault.factor is not None] if active else []
         return factors[-1] if factors else 1.0
 
     def hangs(self, rank: int) -> bool:
@@ -148,12 +148,12 @@ class Stage:
 
     def strike(self, fault: Fault) -> None:
         """Makes a fault happen, now."""
-        of_replicas = {"crash": self.crash, "leave": self.leave, "join": self.join}
-        if fault.kind in of_replicas:
-            of_replicas[fault.kind](fault.rank)
+        replica_actions = {"crash": self.crash, "leave": self.leave, "join": self.join}
+        if fault.kind in replica_actions:
+            replica_actions[fault.kind](fault.rank)
         elif fault.kind == "reset":
-            for way in fault.ways(self.size):
-                self.reset(*way)
+            for link in fault.ways(self.size):
+                self.reset(*link)
         else:
             self._change(fault, self.standing.begin)
 
@@ -163,14 +163,14 @@ class Stage:
 
     def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
         """Has replica and ways feel what a fault's beginning or end changes."""
-        standing, rank, ways = self.standing, fault.rank, list(fault.ways(self.size))
-        hung, conditions = standing.hangs(rank), [standing.condition(*way) for way in ways]
+        standing, rank, links = self.standing, fault.rank, list(fault.ways(self.size))
+        was_hung, conditions = standing.hangs(rank), [standing.condition(*link) for link in links]
         how(fault)
-        for way, before in zip(ways, conditions, strict=True):
-            if (now := standing.condition(*way)) != before:
-                self.change(*way, before, now)
-        if standing.hangs(rank) != hung:
-            self.hang(rank, not hung)
+        for link, before in zip(links, conditions, strict=True):
+            if (after := standing.condition(*link)) != before:
+                self.change(*link, before, after)
+        if standing.hangs(rank) != was_hung:
+            self.hang(rank, not was_hung)
 
 
 class FaultInjector:
@@ -187,8 +187,8 @@ class FaultInjector:
         self._waiting: dict[tuple[int, int], list[Fault]] = {}
         for fault in plan.faults:
             if fault.at_step is not None:
-                told = 0 if fault.kind == "join" else fault.rank
-                self._waiting.setdefault((told, fault.at_step), []).append(fault)
+                watched_rank = 0 if fault.kind == "join" else fault.rank
+                self._waiting.setdefault((watched_rank, fault.at_step), []).append(fault)
             elif fault.at_s is not None:
                 stage.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
@@ -196,8 +196,8 @@ class FaultInjector:
         """Takes in one event of one replica."""
         if event["event"] not in ("begin", "step"):
             return
-        done = int(str(event["step"])) + (event["event"] == "step")
-        for fault in self._waiting.pop((int(str(event["rank"])), done), ()):
+        steps_done = int(str(event["step"])) + (event["event"] == "step")
+        for fault in self._waiting.pop((int(str(event["rank"])), steps_done), ()):
             self._strike(fault)
 
     @property
@@ -209,14 +209,14 @@ class FaultInjector:
         """Warns in one line, at the end of a run, of the faults that it did not live to see."""
         if not self.missed:
             return
-        named = ", ".join(map(str, self.missed[:NAMED]))
-        besides = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
+        names = ", ".join(map(str, self.missed[:NAMED]))
+        suffix = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
         logging.getLogger("farflung").warning(
             "%s of %s faults never struck, for the run or their replica had ended: %s%s",
             len(self.missed),
             len(self._plan.faults),
-            named,
-            besides,
+            names,
+            suffix,
         )
 
     def _strike(self, fault: Fault) -> None:

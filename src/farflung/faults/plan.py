@@ -105,19 +105,19 @@ class Fault:
             self.loss,
             "a fraction of packets, at least 0 and below 1",
         )
-        for name, kinds, what in (
+        for name, kinds, capability in (
             ("peer", BETWEEN_TWO, "have one"),
             ("group", BETWEEN_TWO, "have one"),
             ("one_way", BETWEEN_TWO, "have one"),
             ("for_s", PASSING, "last for a time"),
         ):
             if getattr(self, name) not in (None, (), False) and self.kind not in kinds:
-                raise ConfigError(f"{name} = {getattr(self, name)}: only {', '.join(kinds)} {what}")
+                raise ConfigError(f"{name} = {getattr(self, name)}: only {', '.join(kinds)} {capability}")
         require(self.peer is None or 0 <= self.peer != self.rank, "peer", self.peer, "another rank")
         if self.one_way and self.kind == "reset":
             raise ConfigError("one_way: a connection is closed at both ends")
-        others = all(rank >= 0 and rank not in (self.rank, self.peer) for rank in self.group)
-        require(others, "group", list(self.group), "other ranks than rank and peer")
+        is_disjoint = all(rank >= 0 and rank not in (self.rank, self.peer) for rank in self.group)
+        require(is_disjoint, "group", list(self.group), "other ranks than rank and peer")
         require(
             self.for_s is None or 0 < self.for_s < math.inf,
             "for_s",
@@ -140,11 +140,11 @@ class Fault:
         >>> str(Fault("cut", 2, at_step=10, peer=0, for_s=3))
         'cut of rank 2 from rank 0 at step 10 for 3 s'
         """
-        other = f" from rank {self.peer}" if self.peer is not None else ""
-        other = "".join(f" and {rank}" for rank in self.group) + (" one way" if self.one_way else "") + other
+        scope = f" from rank {self.peer}" if self.peer is not None else ""
+        scope = "".join(f" and {rank}" for rank in self.group) + (" one way" if self.one_way else "") + scope
         when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
-        long = "" if self.for_s is None else f" for {self.for_s:g} s"
-        return f"{self.kind} of rank {self.rank}{other} at {when}{long}"
+        duration = "" if self.for_s is None else f" for {self.for_s:g} s"
+        return f"{self.kind} of rank {self.rank}{scope} at {when}{duration}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +287,13 @@ class FaultPlan:
             if fault.kind in (*MEMBERSHIP, "crash"):
                 moves.setdefault(fault.rank, []).append(fault)
         absent = set[int]()
-        for rank, own in moves.items():
-            if any(fault.kind == "join" for fault in own):
-                if len({fault.at_s is None for fault in own}) > 1:
+        for rank, rank_faults in moves.items():
+            if any(fault.kind == "join" for fault in rank_faults):
+                if len({fault.at_s is None for fault in rank_faults}) > 1:
                     raise ConfigError(
                         f"rank {rank} comes and goes at steps and at times: give at_s for all of it, or at_step"
                     )
-                first = min(own, key=lambda fault: (fault.at_step or 0, fault.at_s or 0.0))
+                first = min(rank_faults, key=lambda fault: (fault.at_step or 0, fault.at_s or 0.0))
                 if first.kind == "join":
                     absent.add(rank)
         return frozenset(absent)

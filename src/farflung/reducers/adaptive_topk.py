@@ -135,9 +135,9 @@ class AdaptiveTopK(Reducer):
           ConfigError: there are several.
         """
         if len(specs) > 1 and self._votes_first:
-            what = "rule='released'" if self.rule == "released" else "decide='exact'"
+            option = "rule='released'" if self.rule == "released" else "decide='exact'"
             raise ConfigError(
-                f"adaptive_topk: {what} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
+                f"adaptive_topk: {option} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
                 "bucket_nbytes, or use decide='last' where buckets are DistributedDataParallel's"
             )
 
@@ -154,8 +154,8 @@ class AdaptiveTopK(Reducer):
             runs = [[part.start, part.numel] for part in spec.parts] or [[0, spec.numel]]
             local = {"residual": torch.zeros(spec.numel, dtype=spec.dtype), "left_out": 0.0, "averaged": 0}
             return CodecState({"runs": runs, "steps": 0, "compressed": 0}, local)
-        known = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
-        return with_nested_state(CodecState(known), "codec", self._codec.init(spec, seeds))
+        shared = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
+        return with_nested_state(CodecState(shared), "codec", self._codec.init(spec, seeds))
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
@@ -203,9 +203,9 @@ class AdaptiveTopK(Reducer):
 
     def _norms(self, state: CodecState, tensor: Tensor) -> Tensor:
         """Returns the squared norms of the tensor with its residual, and of the largest entries of that; float64."""
-        whole = tensor + state.local["codec"]["residual"].to(tensor.device)
-        entries = whole[find_largest(whole, count_kept(whole.numel(), self.density))]
-        return torch.stack([whole.double().square().sum(), entries.double().square().sum()]).cpu()
+        accumulated = tensor + state.local["codec"]["residual"].to(tensor.device)
+        largest = accumulated[find_largest(accumulated, count_kept(accumulated.numel(), self.density))]
+        return torch.stack([accumulated.double().square().sum(), largest.double().square().sum()]).cpu()
 
     def _learn(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
         shared = {**_counted(now, compressed).shared, "seen": sums}
@@ -215,20 +215,20 @@ class AdaptiveTopK(Reducer):
         """Decides for all buckets, by the sums of all."""
         sums = [
             math.fsum(numbers)
-            for numbers in zip(*(each.shared["seen"] for each in states.values()), strict=True)
+            for numbers in zip(*(state.shared["seen"] for state in states.values()), strict=True)
         ]
         return {
-            number: CodecState(self._with_share(each.shared, sums), each.local)
-            for number, each in states.items()
+            number: CodecState(self._with_share(state.shared, sums), state.local)
+            for number, state in states.items()
         }
 
     def _with_share(self, shared: State, sums: Sequence[float]) -> State:
         """Returns a state with one more share in the average; what is not finite, or zero, teaches nothing."""
-        whole, of_largest = sums
-        if not (math.isfinite(whole) and whole > 0):
+        total, largest = sums
+        if not (math.isfinite(total) and total > 0):
             return shared
-        share, before = 1.0 - of_largest / whole, shared["left_out"]
-        left_out = share if before is None else before + self.smoothing * (share - before)
+        share, average = 1.0 - largest / total, shared["left_out"]
+        left_out = share if average is None else average + self.smoothing * (share - average)
         return {**shared, "left_out": left_out, "compress": left_out <= self.threshold}
 
     async def _released(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
@@ -239,14 +239,14 @@ class AdaptiveTopK(Reducer):
             self.method,
         )
         cost = partial(CodingCost, method=method, numel=tensor.numel())
-        fed, chosen, left_out = channel.compute(
+        accumulated, chosen, left_out = channel.compute(
             cost("select"), partial(self._select, shared["runs"], tensor, local["residual"])
         )
         averaged = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
         mean = (averaged * local["left_out"] + left_out) / (averaged + 1) if averaged else left_out
 
         def leave_out() -> Tensor:
-            return fed.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+            return accumulated.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
 
         residual = channel.compute(cost("residual"), leave_out)
         slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
@@ -255,7 +255,7 @@ class AdaptiveTopK(Reducer):
         compress = float(in_favour) >= channel.size // 2
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         if compress:
-            summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), fed).finish()
+            summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), accumulated).finish()
         else:
             summed = exchange.sum_dense(tensor)
         result = reduced(channel, *await summed, own.tensor.dtype)
@@ -265,16 +265,16 @@ class AdaptiveTopK(Reducer):
         self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor, float]:
         """Returns gradient and residual, which of their entries are the largest, and the share that these leave out."""
-        fed = tensor + residual.to(tensor.device)
-        chosen, whole, of_largest = [], 0.0, 0.0
+        accumulated = tensor + residual.to(tensor.device)
+        chosen, total_norm, largest_norm = [], 0.0, 0.0
         for start, length in runs:
-            piece = fed[start : start + length]
-            places = find_largest(piece, min(length, max(1, int(self.density * length))))
-            whole += float(tensor[start : start + length].norm())
-            of_largest += float(piece[places].norm())
-            chosen.append(places + start)
-        left_out = abs(whole - of_largest) / whole if whole else 0.0
-        return fed, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
+            piece = accumulated[start : start + length]
+            indices = find_largest(piece, min(length, max(1, int(self.density * length))))
+            total_norm += float(tensor[start : start + length].norm())
+            largest_norm += float(piece[indices].norm())
+            chosen.append(indices + start)
+        left_out = abs(total_norm - largest_norm) / total_norm if total_norm else 0.0
+        return accumulated, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
 
 
 def _counted(now: CodecState, compressed: bool) -> CodecState:

@@ -142,12 +142,12 @@ def start_linear(
 ) -> AggregationPath:
     """Encodes once; the collective sums the payload's tensors, and the sums are decoded."""
     spec = TensorSpec.of(tensor)
-    own, state = exchange.encode(codec, method, state, tensor)
+    encoded, state = exchange.encode(codec, method, state, tensor)
 
     async def finish() -> Sums:
         """One all-reduce for each dtype in the payload; there is rarely more than one."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for part in own.tensors():
+        for part in encoded.tensors():
             by_dtype.setdefault(part.dtype, []).append(part)
         totals: dict[torch.dtype, Iterator[Tensor]] = {}
         side = exchange.side
@@ -155,7 +155,7 @@ def start_linear(
             flat = [part.reshape(-1) for part in parts]
             total, side = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
             totals[dtype] = iter(total.split([len(part) for part in flat]))
-        payload = rebuilt(own, lambda part: next(totals[part.dtype]).view(part.shape))
+        payload = rebuilt(encoded, lambda part: next(totals[part.dtype]).view(part.shape))
         channel, cost = exchange.channel, CodingCost("decode", method, spec.numel)
         decode = partial(codec.decode, state, payload, spec, step=exchange.step, count=channel.size)
         return channel.compute(cost, decode), side
@@ -173,8 +173,8 @@ def start_gathered(
     channel = exchange.channel
     payload, state = exchange.encode(codec, method, state, tensor)
     # No rank says when all have read it, and the sum is written where the tensor was.
-    own = unshared(payload, tensor)
-    hop = exchange.send([own] * channel.size, 1)
+    local_payload = unshared(payload, tensor)
+    hop = exchange.send([local_payload] * channel.size, 1)
 
     async def finish() -> Sums:
         """The sums, in rank order whatever came first."""
@@ -187,9 +187,9 @@ def start_gathered(
         tensor.zero_()
         side = torch.zeros_like(exchange.side)
         for rank in range(channel.size):
-            payload, riding = await exchange.recv(rank, hop, own, tensor.device)
+            payload, peer_metadata = await exchange.recv(rank, hop, local_payload, tensor.device)
             channel.compute(cost, partial(add, payload, tensor))
-            side += riding
+            side += peer_metadata
         if not isinstance(codec, Transformed):
             return tensor, side
         cost = CodingCost("decode", method, tensor.numel())
@@ -208,16 +208,16 @@ def start_hops(
 
     References: Li et al. 2018 (Pipe-SGD), compression inside AllReduce; error feedback on hops is our choice.
     """
-    inner, left = without_feedback(codec), None
+    inner, unsent = without_feedback(codec), None
     if inner is not codec:
         residual, cost = state.local["residual"], CodingCost("add", "", tensor.numel())
         exchange.channel.compute(cost, partial(tensor.add_, residual.to(tensor.device)))
-        left, state = torch.zeros_like(tensor), with_residual(state, torch.zeros_like(residual))
-    coding = Coding(inner, seeds, exchange.step, left, method)
+        unsent, state = torch.zeros_like(tensor), with_residual(state, torch.zeros_like(residual))
+    coding = Coding(inner, seeds, exchange.step, unsent, method)
 
-    def learn(now: CodecState, average: Tensor) -> CodecState:
+    def learn(state: CodecState, average: Tensor) -> CodecState:
         """With error feedback, what was left out."""
-        return now if left is None else with_residual(now, now.local["residual"].to(left.device) + left)
+        return state if unsent is None else with_residual(state, state.local["residual"].to(unsent.device) + unsent)
 
     return AggregationPath(state, partial(exchange.sum, tensor, coding), learn)
 
@@ -235,33 +235,33 @@ def start_two_phases(
     other residual is our choice.
     """
     channel, inner = exchange.channel, without_feedback(codec)
-    rank, size, keeps = channel.rank, channel.size, inner is not codec
+    rank, size, has_feedback = channel.rank, channel.size, inner is not codec
     coding = Charged(channel, Coding(inner, seeds, exchange.step, method=method))
-    segments, wanted = cut(tensor.numel(), size), tensor
-    if keeps:
-        wanted = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
-    payloads = [unshared(coding.encode(each.of(wanted), each, 1), wanted) for each in segments]
+    segments, corrected = cut(tensor.numel(), size), tensor
+    if has_feedback:
+        corrected = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
+    payloads = [unshared(coding.encode(segment.of(corrected), segment, 1), corrected) for segment in segments]
     hop, left_of_sum = exchange.send(payloads, 2), tensor[:0]
 
     def decode(payload: Payload, segment: Segment, count: int) -> Tensor:
         return coding.decode(payload, TensorSpec((segment.length,), tensor.dtype), segment, count)
 
-    if keeps:
-        sent = [decode(payload, each, 1) for payload, each in zip(payloads, segments, strict=True)]
+    if has_feedback:
+        decoded = [decode(payload, segment, 1) for payload, segment in zip(payloads, segments, strict=True)]
         cost = CodingCost("subtract", "", tensor.numel())
-        left = channel.compute(cost, lambda: wanted.sub_(torch.cat(sent)).nan_to_num_(0.0, 0.0, 0.0))
-        state = with_residual(state, left)
+        residual = channel.compute(cost, lambda: corrected.sub_(torch.cat(decoded)).nan_to_num_(0.0, 0.0, 0.0))
+        state = with_residual(state, residual)
 
     async def finish() -> Sums:
         """The sums, the own shard's made here."""
         nonlocal left_of_sum
-        own, parts, sides = segments[rank], [], []
+        own_segment, parts, sides = segments[rank], [], []
         for peer in range(size):
             payload, side = await exchange.recv(peer, hop, payloads[rank], tensor.device)
-            parts.append(decode(payload, own, 1))
+            parts.append(decode(payload, own_segment, 1))
             sides.append(side)
         total = summed(channel, parts)
-        packed = unshared(coding.encode(total, own, size), total)
+        packed = unshared(coding.encode(total, own_segment, size), total)
         for peer in others(channel):
             channel.send(packed, peer, hop + 1)
         for owner, segment in enumerate(segments):
@@ -269,17 +269,17 @@ def start_two_phases(
             if owner != rank:
                 payload = on_device(await channel.recv(owner, hop + 1), tensor.device)
             copied(channel, decode(payload, segment, size), segment.of(tensor))
-        if keeps:
-            cost = CodingCost("subtract", "", own.length)
-            left_of_sum = channel.compute(cost, lambda: total.sub_(own.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
+        if has_feedback:
+            cost = CodingCost("subtract", "", own_segment.length)
+            left_of_sum = channel.compute(cost, lambda: total.sub_(own_segment.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
         return tensor, sum_in_order(sides)
 
-    def learn(now: CodecState, average: Tensor) -> CodecState:
+    def learn(state: CodecState, average: Tensor) -> CodecState:
         """The owner keeps what the second encoding left out."""
-        if not keeps:
-            return now
-        residual = now.local["residual"].clone()
+        if not has_feedback:
+            return state
+        residual = state.local["residual"].clone()
         segments[rank].of(residual).add_(left_of_sum)
-        return with_residual(now, residual)
+        return with_residual(state, residual)
 
     return AggregationPath(state, finish, learn, is_posted=True)

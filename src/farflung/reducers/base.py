@@ -62,8 +62,8 @@ def divisor(side: Tensor) -> float:
 
 def mean_of(channel: Channel, total: Tensor, side: Tensor) -> Tensor:
     """The mean, in the memory of the summed numerators."""
-    by = divisor(side)
-    return total if by == 1.0 else _scaled(channel, total.div_, total, by)
+    weight_sum = divisor(side)
+    return total if weight_sum == 1.0 else _scaled(channel, total.div_, total, weight_sum)
 
 
 def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:

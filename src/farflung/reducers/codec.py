@@ -133,14 +133,14 @@ class CodecReducer(Reducer):
         result = Reduced(rounded(channel, mean, own.tensor.dtype), float(side[0]), side[1:])
         if self.codec.stateless and not self._cuts:
             return result
-        of_mean = divisor(side) / channel.size
+        average_factor = divisor(side) / channel.size
 
-        def learn(now: CodecState) -> CodecState:
-            average = mean if of_mean == 1.0 else mean * of_mean
-            return self._closed(now, path.learn(self._opened(now)[0], average))
+        def learn(state: CodecState) -> CodecState:
+            average = mean if average_factor == 1.0 else mean * average_factor
+            return self._closed(state, path.learn(self._opened(state)[0], average))
 
         cost = CodingCost("learn", method_of(self.codec), total.numel())
-        return replace(result, learn=lambda now: channel.compute(cost, partial(learn, now)))
+        return replace(result, learn=lambda current: channel.compute(cost, partial(learn, current)))
 
     def _start(
         self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
@@ -149,14 +149,14 @@ class CodecReducer(Reducer):
             return self._start_routes(exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):
             return AggregationPath(state, partial(exchange.sum_dense, tensor))
-        way = self._way(codec, state)
-        if way == "two" and exchange.channel.size > 1:
+        path = self._way(codec, state)
+        if path == "two" and exchange.channel.size > 1:
             method = method_of(without_feedback(codec))
             return start_two_phases(exchange, codec, method, state, tensor, seeds)
         method = method_of(codec)
-        if way == "hops":
+        if path == "hops":
             return start_hops(exchange, codec, method, state, tensor, seeds)
-        start = start_linear if way == "linear" else start_gathered
+        start = start_linear if path == "linear" else start_gathered
         return start(exchange, codec, method, state, tensor)
 
     def _start_routes(
@@ -165,9 +165,9 @@ class CodecReducer(Reducer):
         """Starts the paths of a bucket's parts."""
         paths: list[tuple[Route, AggregationPath]] = []
         for route in codec.routes(state):
-            own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
+            route_seeds = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
             part = take(tensor, route.runs)
-            paths.append((route, self._start(exchange, route.codec, route.state, part, own)))
+            paths.append((route, self._start(exchange, route.codec, route.state, part, route_seeds)))
 
         async def finish() -> Sums:
             """All parts; what is on its way already comes last."""
@@ -178,13 +178,13 @@ class CodecReducer(Reducer):
                 sides.append(side)
             return tensor, sides[0]
 
-        def learn(now: CodecState, average: Tensor) -> CodecState:
+        def learn(state: CodecState, average: Tensor) -> CodecState:
             """What each codec learns of its own part."""
             states = {
                 route.name: path.learn(route.state, take(average, route.runs))
-                for route, (_, path) in zip(codec.routes(now), paths, strict=True)
+                for route, (_, path) in zip(codec.routes(state), paths, strict=True)
             }
-            return codec.with_states(now, states)
+            return codec.with_states(state, states)
 
         states = {route.name: path.state for route, path in paths}
         return AggregationPath(codec.with_states(state, states), finish, learn)
@@ -208,14 +208,14 @@ class CodecReducer(Reducer):
             for route in routes:
                 self._check(route.codec, route.state)
             return
-        way = self._way(codec, state)
-        if way == "linear":
+        path = self._way(codec, state)
+        if path == "linear":
             return
         if by_backend:
             raise Unsupported(
                 f"collective {self.collective!r} cannot carry a codec such as {codec!r}: use ring or direct"
             )
-        if way != "gather":
+        if path != "gather":
             check_cut(codec, state)
 
     @property
@@ -240,6 +240,6 @@ def _summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
             yield from _summed_nbytes(codec.codecs[name], part)
     else:
         by_dtype: Counter[torch.dtype] = Counter()
-        for each in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
-            by_dtype[each.dtype] += each.nbytes
+        for summed in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
+            by_dtype[summed.dtype] += summed.nbytes
         yield from by_dtype.values()

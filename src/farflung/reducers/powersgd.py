@@ -160,52 +160,52 @@ class PowerSGD(Reducer):
             dense = [tensor[start : start + numel] for start, numel in state.shared["layout"]["dense"]]
             return matrices, [*dense, *(matrices[shape] @ q[shape] for shape in matrices)]
 
-        matrices, sent = channel.compute(cost("encode"), project)
+        matrices, tensors = channel.compute(cost("encode"), project)
         slot.state = CodecState(state.shared, {"residual": {}})
-        first, side = await exchange.sum(_flat(sent, tensor))
-        by = divisor(side)
+        first, side = await exchange.sum(_flat(tensors, tensor))
+        weight_sum = divisor(side)
 
         def orthonormalize() -> tuple[list[Tensor], list[Tensor]]:
             """P and the own Q of each shape; what is dense is there then."""
-            sums = _split_like(sent, first)
-            for part, total in zip(sent[: len(sent) - len(matrices)], sums, strict=False):
-                part.copy_(total).div_(by)
-            p = [_orthonormal(total) for total in sums[len(sent) - len(matrices) :]]
-            return p, [m.mT @ left for m, left in zip(matrices.values(), p, strict=True)]
+            sums = _split_like(tensors, first)
+            for part, total in zip(tensors[: len(tensors) - len(matrices)], sums, strict=False):
+                part.copy_(total).div_(weight_sum)
+            p = [_orthonormal(total) for total in sums[len(tensors) - len(matrices) :]]
+            return p, [m.mT @ left_factor for m, left_factor in zip(matrices.values(), p, strict=True)]
 
         p, q = channel.compute(cost("orthonormalize"), orthonormalize)
         second, _ = await exchange.sum(_flat(q, tensor))
 
         def restore() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             """Writes the means of the matrices in their places: the mean Q of each shape, and what was left out."""
-            means = {shape: total / by for shape, total in zip(matrices, _split_like(q, second), strict=True)}
+            means = {shape: total / weight_sum for shape, total in zip(matrices, _split_like(q, second), strict=True)}
             left_out = {}
-            for (shape, right), left in zip(means.items(), p, strict=True):
-                mean = left @ right.mT
+            for (shape, right_factor), left_factor in zip(means.items(), p, strict=True):
+                mean = left_factor @ right_factor.mT
                 for row, start in zip(mean, groups[shape], strict=True):
                     tensor[start : start + row.numel()] = row.view(-1)
                 left_out[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
             return means, left_out
 
         new_q, left_out = channel.compute(cost("decode"), restore)
-        taught: State = {"q": new_q} if self.warm_start else {}
+        shared_delta: State = {"q": new_q} if self.warm_start else {}
 
-        def learn(now: CodecState) -> CodecState:
-            residual = now.local["residual"]
+        def learn(state: CodecState) -> CodecState:
+            residual = state.local["residual"]
             if self.error_feedback:
                 residual = {
-                    shape: residual[shape] + kept if shape in residual else kept
-                    for shape, kept in left_out.items()
+                    shape: residual[shape] + error if shape in residual else error
+                    for shape, error in left_out.items()
                 }
-            return CodecState({**now.shared, **taught}, {"residual": residual})
+            return CodecState({**state.shared, **shared_delta}, {"residual": residual})
 
         mean = rounded(channel, tensor, own.tensor.dtype)
         return Reduced(
             mean,
             float(side[0]),
             side[1:],
-            lambda now: channel.compute(cost("learn"), partial(learn, now)),
-            taught=taught,
+            lambda current: channel.compute(cost("learn"), partial(learn, current)),
+            taught=shared_delta,
         )
 
     def _layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
@@ -240,7 +240,7 @@ class PowerSGD(Reducer):
         matrices = {}
         for shape, starts in sorted(state.shared["layout"]["groups"].items()):
             rows, columns, _ = self._sides(shape)
-            stacked = torch.stack([tensor[at : at + rows * columns].view(rows, columns) for at in starts])
+            stacked = torch.stack([tensor[start : start + rows * columns].view(rows, columns) for start in starts])
             matrices[shape] = stacked.to(working_dtype(tensor.dtype))
             if shape in residual:
                 matrices[shape] += residual[shape].to(tensor.device)
@@ -276,11 +276,11 @@ def _orthonormal(matrices: Tensor) -> Tensor:
     """Gram-Schmidt on the columns of each matrix, each projection done twice; columns that depend become zero."""
     columns: list[Tensor] = []
     for column in matrices.unbind(dim=2):
-        before = column.norm(dim=1, keepdim=True)
+        norm_before = column.norm(dim=1, keepdim=True)
         for _ in range(2):
-            for other in columns:
-                column = column - (other * column).sum(dim=1, keepdim=True) * other  # noqa: PLW2901
+            for previous in columns:
+                column = column - (previous * column).sum(dim=1, keepdim=True) * previous  # noqa: PLW2901
         size = column.norm(dim=1, keepdim=True)
-        depends = size <= 1e-6 * before
-        columns.append(torch.where(depends, 0.0, column / size))
+        is_dependent = size <= 1e-6 * norm_before
+        columns.append(torch.where(is_dependent, 0.0, column / size))
     return torch.stack(columns, dim=2)

@@ -114,9 +114,9 @@ class SharedScaleQSGD(Reducer):
             channel.send(Payload((norms,)), peer, hop)
         for peer in others(channel):  # NaN where any has one
             received = await channel.recv(peer, hop, (TensorSpec.of(norms),))
-            (theirs,) = on_device(received, norms.device).tensors()
+            (peer_norms,) = on_device(received, norms.device).tensors()
             scales = channel.compute(
-                CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, theirs)
+                CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, peer_norms)
             )
 
         def encode() -> Tensor:

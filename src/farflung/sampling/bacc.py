@@ -64,11 +64,11 @@ class Bacc:
           ConfigError: the decision comes from a log, and is not of such a run.
         """
         if step > 0 and (step - 1) % self._every == 0:
-            made = decide("group", step, lambda: self._choice(most))
+            decision = decide("group", step, lambda: self._choice(most))
             with deciding("group", step):
-                if type(made.value) is not int or made.value < 1:
-                    raise ValueError(f"{made.value!r} chunks")
-                self._chunks = made.value
+                if type(decision.value) is not int or decision.value < 1:
+                    raise ValueError(f"{decision.value!r} chunks")
+                self._chunks = decision.value
             self._forget()
         return min(self._chunks, most)
 

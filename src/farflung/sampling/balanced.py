@@ -66,9 +66,9 @@ class Balanced(Uniform):
     def next(self, view: PoolView) -> Draw:
         if len(self.counts) != view.size or not isinstance(view.pool, int):
             return super().next(view)
-        taken = self._take(sum(self.counts))
-        own = part_of(taken, sum(self.counts[: view.rank]), self.counts[view.rank])
-        return Draw(torch.cat([self._at(one.start, len(one), view.pool) for one in own]))
+        ranges = self._take(sum(self.counts))
+        rank_ranges = part_of(ranges, sum(self.counts[: view.rank]), self.counts[view.rank])
+        return Draw(torch.cat([self._at(positions.start, len(positions), view.pool) for positions in rank_ranges]))
 
     def record_compute(self, samples: int, seconds: float) -> None:
         """Note how long this replica took for a step's samples."""
@@ -90,15 +90,15 @@ class Balanced(Uniform):
 
     def choose_counts(self, speeds: Sequence[float], batch_size: int) -> list[int]:
         """Return the shares of a step that follow from measured speeds; the present ones where little is gained."""
-        now = list(self.counts) or [batch_size] * self._size
+        current = list(self.counts) or [batch_size] * self._size
         speeds = [float(f"{speed:.3g}") for speed in speeds]  # equal devices differ in the last places
         if not all(speed > 0 for speed in speeds):
-            return now  # one has measured nothing yet
+            return current  # one has measured nothing yet
         new = balanced_counts(speeds, batch_size * self._size)
-        takes_s, would_take_s = (
-            max(count / speed for count, speed in zip(counts, speeds, strict=True)) for counts in (now, new)
+        current_s, new_s = (
+            max(count / speed for count, speed in zip(counts, speeds, strict=True)) for counts in (current, new)
         )
-        return new if would_take_s <= (1 - self._least_gain) * takes_s else now
+        return new if new_s <= (1 - self._least_gain) * current_s else current
 
     def set_counts(self, counts: Sequence[int]) -> None:
         """Take a step's samples so from the next one on, and measure anew.

@@ -99,8 +99,8 @@ class Gain:
           part: b/M.
         """
         drawn, first, uniform = moments
-        found = (part * first, (1 - part) * drawn, uniform, part * uniform)
-        self._told.update(zip(MOMENTS, found, strict=True))
+        moments_sums = (part * first, (1 - part) * drawn, uniform, part * uniform)
+        self._told.update(zip(MOMENTS, moments_sums, strict=True))
         if self._why is None:
             self.learn(self.tell())
 
@@ -113,15 +113,15 @@ class Gain:
           share: :math:`p_k`.
           first: whether this is rank 0, which tells C for all: elsewhere its last digits may differ.
         """
-        found = (share * own - mean * first, mean * first, share**2)
-        self._told.update(zip(NOISE, found, strict=True))
+        terms = (share * own - mean * first, mean * first, share**2)
+        self._told.update(zip(NOISE, terms, strict=True))
 
     def tell(self) -> dict[str, float]:
         """What has been noted since the last call, to be summed over the replicas."""
         if self._why:
             return {}
-        told, self._told = self._told, dict.fromkeys(self._told, 0.0)
-        return told
+        pending, self._told = self._told, dict.fromkeys(self._told, 0.0)
+        return pending
 
     # --- what all replicas learn --------------------------------------------------------------------------------------
 
@@ -131,13 +131,13 @@ class Gain:
             return False
         self._age += 1
         self._pause = max(0, self._pause - 1)
-        more, shares = dict[str, float](), sums["shares"]
+        terms, shares = dict[str, float](), sums["shares"]
         if 0 < shares < 1 and self._age > SETTLING:
             variance = sums["spread"] * shares / (1 - shares)
-            more |= {"variance": variance, "square": sums["square"], "measured": 1.0}
+            terms |= {"variance": variance, "square": sums["square"], "measured": 1.0}
         if sums["uniform"] > 0:
-            more |= {"judged": 1.0, **{name: sums[name] for name in MOMENTS}}
-        self._sums = {name: MEMORY * each + more.get(name, 0.0) for name, each in self._sums.items()}
+            terms |= {"judged": 1.0, **{name: sums[name] for name in MOMENTS}}
+        self._sums = {name: MEMORY * total + terms.get(name, 0.0) for name, total in self._sums.items()}
         chosen = self._choice() if self._auto and self._age >= STEPS else self.rule
         if chosen == self.rule:
             return False
@@ -215,18 +215,18 @@ class Gain:
         return (sums["variance"] / sums["measured"]) / (predicted / sums["judged"])
 
     def _choice(self) -> str:
-        two = self.rule == "two"
+        is_two_stage = self.rule == "two"
         if self._why is not None:
             gain = self.gain
             if gain is None:
                 return self.rule
             if gain < (ON if self.rule == "uniform" else OFF):
                 return "uniform"
-            if two and self._scale and self._variance_scale() > MISS * self._scale:
+            if is_two_stage and self._scale and self._variance_scale() > MISS * self._scale:
                 self._pause = PAUSE
         uniform, pool = self._sums["uniform"], self._sums["pool"]
-        few = self._sums["second"] * uniform < (2 if two else 1) * pool * (uniform - pool)
-        return "two" if few and not self._pause and not self.streams else "pool"
+        is_pool_limited = self._sums["second"] * uniform < (2 if is_two_stage else 1) * pool * (uniform - pool)
+        return "two" if is_pool_limited and not self._pause and not self.streams else "pool"
 
 
 def _reason_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str:

@@ -180,7 +180,7 @@ class GroupedImportance(ScoringSampler):
         self.scored_by, self._chunk, self._most = scored_by, chunk, most
         self.statistics, self._fills = statistics, FILLS.get(rule, 0.0)
         needs = {f"rule {rule!r}": rule in ("two", *FILLS), "statistics='uniform'": statistics == "uniform"}
-        self._needs_all = " and ".join(what for what, does in needs.items() if does)
+        self._needs_all = " and ".join(text for text, is_set in needs.items() if is_set)
         self._seed, self._order = seed, Passes(derive(seed, "order"))
         self.gain = Gain(rule) if rule in TWO_STAGE else None
         """What drawing by scores is worth; ``None`` where the rule does not depend on it."""
@@ -205,20 +205,20 @@ class GroupedImportance(ScoringSampler):
           ConfigError: more groups than samples, or a stream where something is to be drawn from all samples.
         """
         self._hold(view)
-        if not isinstance(view.pool, int) and (why := self._needs_all):
+        if not isinstance(view.pool, int) and (conflict := self._needs_all):
             raise ConfigError(
-                f"{NAME}: {why} takes samples from all of a replica's, and a stream holds those that have arrived: "
+                f"{NAME}: {conflict} takes samples from all of a replica's, and a stream holds those that have arrived: "
                 "give rule='pool' and statistics='batch'"
             )
         newest = self._stamps.max()
-        at = (self._stamps == newest) & (self._scores >= 0)
-        scores, first = self._scores[at], self._first[at]
+        mask = (self._stamps == newest) & (self._scores >= 0)
+        scores, first = self._scores[mask], self._first[mask]
         if self.gain is not None:
             self.gain.streams = not isinstance(view.pool, int)
             if self.gain.rule == "uniform":
                 self._by = "uniform"
             self.gain.steps[self._by] += 1
-        told: dict[str, Json] = {
+        telemetry: dict[str, Json] = {
             "rule": self._by,
             "groups": len(self._present()[0]),
             "scored": len(scores),
@@ -233,13 +233,13 @@ class GroupedImportance(ScoringSampler):
             ids = self._uniform.next(view).ids
             if not isinstance(view.pool, int):
                 self._shares[self._find(ids)[0]] = DRAWN
-            return Draw(ids, None, weight, told)
+            return Draw(ids, None, weight, telemetry)
         if self._rule is None:
             rows, weights = self._by_groups(view)
         elif not isinstance(view.pool, int):
-            left = (self._life - (view.step - self._since)).clamp(min=1)
+            remaining_draws = (self._life - (view.step - self._since)).clamp(min=1)
             rows, weights, self._shares = self._rule.stream_batch(
-                self._scores, self._shares, left, view.batch_size, view.step, view.rank
+                self._scores, self._shares, remaining_draws, view.batch_size, view.step, view.rank
             )
             self._shares[rows] = DRAWN
         else:
@@ -248,18 +248,18 @@ class GroupedImportance(ScoringSampler):
                 self._scores[pool], self._first[pool], view.batch_size, view.step, view.rank
             )
             rows = pool[drawn]
-        told["largest_weight"] = float(weights.max())
-        return Draw(self._ids[rows], weights, weight, told)
+        telemetry["largest_weight"] = float(weights.max())
+        return Draw(self._ids[rows], weights, weight, telemetry)
 
     def _by_groups(self, view: PoolView) -> tuple[Tensor, Tensor]:
         """Rows and weights of a batch by the paper's rule."""
         random = generator(self._seed, "draw", view.step, view.rank)
         stamps, sizes = self._present()
         logs = -self._beta * (stamps[-1] - stamps).double()
-        at = without_replacement(logs, min(self._chosen, len(stamps)), random)
+        chosen = without_replacement(logs, min(self._chosen, len(stamps)), random)
         rows, weights = [], []
         for stamp, size in zip(
-            stamps[at].tolist(), quotas(view.batch_size, sizes[at], random).tolist(), strict=True
+            stamps[chosen].tolist(), quotas(view.batch_size, sizes[chosen], random).tolist(), strict=True
         ):
             members = self._members(stamp)
             importances = self._importances(members)
@@ -272,8 +272,8 @@ class GroupedImportance(ScoringSampler):
         """Stamps and sizes of the groups, oldest first."""
         first = self._stamps.min()
         sizes = torch.bincount(self._stamps - first)
-        at = sizes.nonzero().flatten()
-        return first + at, sizes[at]
+        occupied = sizes.nonzero().flatten()
+        return first + occupied, sizes[occupied]
 
     def _members(self, stamp: int) -> Tensor:
         return (self._stamps == stamp).nonzero().flatten()
@@ -298,9 +298,9 @@ class GroupedImportance(ScoringSampler):
                 size = min(view.batch_size, size) if self.gain.scores_at(view.step) else 0
         elif self._rule is not None:
             self._by = "pool" if size else "uniform"
-        aside = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
+        statistics_size = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
         return Due(
-            self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, aside)
+            self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, statistics_size)
         )
 
     def _beside(self, view: PoolView, size: int) -> Sequence[SampleIds]:
@@ -313,8 +313,8 @@ class GroupedImportance(ScoringSampler):
         if not size:
             return ()
         if not isinstance(view.pool, int):
-            rows, there = self._find(view.pool)
-            lacks_score = ~there | (self._scores[rows] < 0)  # these come first
+            rows, is_held = self._find(view.pool)
+            lacks_score = ~is_held | (self._scores[rows] < 0)  # these come first
             stamps = torch.where(lacks_score, torch.iinfo(torch.int64).min, self._stamps[rows])
             ids = view.pool[stamps.argsort(stable=True)[:size]]
         elif self._rule is None:
@@ -329,9 +329,9 @@ class GroupedImportance(ScoringSampler):
     ) -> int:
         """The size of a group of so many samples."""
         if self._groups == "bacc":
-            most = count if self._most is None else min(self._most, count)
-            size = self._bacc.chunks(view.step, max(1, -(-most // self._chunk)), decide) * self._chunk
-            return min(size if self._rule is None else max(size, FEWEST * view.batch_size), most)
+            limit = count if self._most is None else min(self._most, count)
+            size = self._bacc.chunks(view.step, max(1, -(-limit // self._chunk)), decide) * self._chunk
+            return min(size if self._rule is None else max(size, FEWEST * view.batch_size), limit)
         if self._groups is None:
             return min(CANDIDATES * view.batch_size, count)
         if self._rule is None and isinstance(view.pool, int):
@@ -349,13 +349,13 @@ class GroupedImportance(ScoringSampler):
           ConfigError: scores below 0.
         """
         check_scores(NAME, scores, step)
-        rows, there = self._find(ids)
-        rows, scores = rows[there], scores[there].to(self._scores)
+        rows, is_held = self._find(ids)
+        rows, scores = rows[is_held], scores[is_held].to(self._scores)
         if self.gain is not None:
             self._fresh.append((scores, self._first[rows]))
-        again = self._made[rows] >= 0
-        before, ages = self._scores[rows][again], step - self._made[rows][again]
-        self._renewal.add(before, scores[again], ages, step)
+        was_scored = self._made[rows] >= 0
+        before, ages = self._scores[rows][was_scored], step - self._made[rows][was_scored]
+        self._renewal.add(before, scores[was_scored], ages, step)
         self._scores[rows] = scores
         self._stamps[rows] = self._made[rows] = step
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
@@ -365,7 +365,7 @@ class GroupedImportance(ScoringSampler):
         """What groups are sized by, where they are, and the scores of the step."""
         self._bacc.observe(spare)
         if self._rule is not None and self.gain is not None and self._fresh:
-            scores, weights = (torch.cat(each) for each in zip(*self._fresh, strict=True))
+            scores, weights = (torch.cat(column) for column in zip(*self._fresh, strict=True))
             self.gain.judge(self._rule.moments(scores, weights), self._part)
         self._fresh.clear()
 
@@ -395,14 +395,14 @@ class GroupedImportance(ScoringSampler):
     @override
     def scores_of(self, ids: SampleIds) -> Tensor:
         """The scores as they were made, without smoothing."""
-        rows, there = self._find(ids)
-        return torch.where(there, self._scores[rows], NEVER)
+        rows, is_held = self._find(ids)
+        return torch.where(is_held, self._scores[rows], NEVER)
 
     @override
     def incoming(self, ids: SampleIds, scores: Tensor) -> None:
         """Other samples with other scores; their slots stay in the groups that they were in."""
-        rows, there = self._find(ids)
-        self._scores[rows[there]], self._made[rows[there]] = scores[there], UNKNOWN
+        rows, is_held = self._find(ids)
+        self._scores[rows[is_held]], self._made[rows[is_held]] = scores[is_held], UNKNOWN
 
     # --- what is held -----------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class GroupedImportance(ScoringSampler):
         parts = {"renewal": self._renewal, "bacc": self._bacc, "uniform": self._uniform}
         return {
             **parts,
-            **{name: one for name, one in (("rule", self._rule), ("gain", self.gain)) if one is not None},
+            **{name: part for name, part in (("rule", self._rule), ("gain", self.gain)) if part is not None},
         }
 
     def _hold(self, view: PoolView) -> None:
@@ -448,10 +448,10 @@ class GroupedImportance(ScoringSampler):
         lost = self._since[leading & (self._shares != DRAWN)]
         if len(lost):
             self._life = float(view.step - lost.min())
-        rows, there = self._find(ids)
+        rows, is_held = self._find(ids)
         columns = self._blank(ids, view.step)
         for new, old in zip(columns, self._columns(), strict=True):
-            new[there] = old[rows[there]]
+            new[is_held] = old[rows[is_held]]
         self._put(ids.clone(), *columns)
         self._cursor %= len(ids)
 
@@ -478,5 +478,5 @@ class GroupedImportance(ScoringSampler):
         """Where samples are in the table, and whether they are there; anywhere in it where they are not."""
         if not len(self._ids):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        at = torch.searchsorted(self._sorted, ids).clamp(max=len(self._ids) - 1)
-        return self._sorting[at], self._sorted[at] == ids
+        position = torch.searchsorted(self._sorted, ids).clamp(max=len(self._ids) - 1)
+        return self._sorting[position], self._sorted[position] == ids

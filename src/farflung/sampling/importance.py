@@ -120,17 +120,17 @@ def quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
       int64, of the shape of ``sizes``.
     """
     bounds = sizes.cumsum(0)
-    whole = int(bounds[-1])
-    offset = int(torch.randint(whole, (), generator=generator))
-    marks = (total * bounds + offset) // whole
-    return marks.diff(prepend=marks.new_zeros(1))
+    total_size = int(bounds[-1])
+    offset = int(torch.randint(total_size, (), generator=generator))
+    cumulative = (total * bounds + offset) // total_size
+    return cumulative.diff(prepend=cumulative.new_zeros(1))
 
 
 def with_replacement(importances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Positions of ``count`` samples, each drawn by its importance; never one whose importance is 0."""
     bounds = importances.double().cumsum(0)
-    at = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
-    return torch.searchsorted(bounds, at, right=True)
+    marks = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
+    return torch.searchsorted(bounds, marks, right=True)
 
 
 def included(importances: Tensor, count: int) -> Tensor:
@@ -143,12 +143,12 @@ def included(importances: Tensor, count: int) -> Tensor:
     expected = count * importances / importances.sum()
     if count > len(importances):
         return expected
-    certain = expected > 1
+    is_certain = expected > 1
     while bool((expected > 1).any()):
-        certain |= expected > 1
-        rest = importances.where(~certain, 0.0)
-        expected = ((count - certain.sum()) * rest / rest.sum()).nan_to_num(0.0)
-    return expected.where(~certain, 1.0)
+        is_certain |= expected > 1
+        uncertain = importances.where(~is_certain, 0.0)
+        expected = ((count - is_certain.sum()) * uncertain / uncertain.sum()).nan_to_num(0.0)
+    return expected.where(~is_certain, 1.0)
 
 
 def systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
@@ -208,8 +208,8 @@ class Renewal:
           ages: steps since the scores before were made, int64.
           step: now; with another than that of the chunk before, what was there is forgotten.
         """
-        known = self._columns if step == self._step else _NOTHING
-        first, second, third = map(torch.cat, zip(known, (before, after, ages), strict=True))
+        columns = self._columns if step == self._step else _NOTHING
+        first, second, third = map(torch.cat, zip(columns, (before, after, ages), strict=True))
         self._step, self._columns = step, (first, second, third)
 
     def told(self, step: int) -> dict[str, Json]:

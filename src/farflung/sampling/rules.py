@@ -128,10 +128,10 @@ class Rule:
         """
         expected = included(smoothed(filled(scores), self._smoothing), batch_size).clamp(max=1)
         rows = systematic(expected, generator(self._seed, "draw", *at))
-        ever = 1 - (1 - expected) ** left
-        weights = batch_size * shares / (ever * (expected * shares / ever).sum())
-        rest = (1 - expected / ever).clamp(min=0) / (1 - expected).clamp(min=1e-12)
-        return rows, weights[rows].float(), shares * rest
+        drawn_probability = 1 - (1 - expected) ** left
+        weights = batch_size * shares / (drawn_probability * (expected * shares / drawn_probability).sum())
+        remaining_share = (1 - expected / drawn_probability).clamp(min=0) / (1 - expected).clamp(min=1e-12)
+        return rows, weights[rows].float(), shares * remaining_share
 
     def state_dict(self) -> State:
         return {"cursor": self._cursor}
@@ -143,5 +143,5 @@ class Rule:
 def filled(scores: Tensor) -> Tensor:
     """Scores, float64, with their mean in place of those there are none of; all 1 where there is none at all."""
     scores = scores.double()
-    known = scores >= 0
-    return torch.where(known, scores, scores[known].mean() if known.any() else 1.0)
+    has_score = scores >= 0
+    return torch.where(has_score, scores, scores[has_score].mean() if has_score.any() else 1.0)

@@ -61,16 +61,16 @@ def check_scores(name: str, scores: Tensor, step: int) -> None:
       RunLost: scores that are not finite.
       ConfigError: scores below 0.
     """
-    odd = int((~scores.isfinite()).sum())
-    if odd:
+    num_nonfinite = int((~scores.isfinite()).sum())
+    if num_nonfinite:
         raise RunLost(
-            f"{name}: {odd} of {len(scores)} scores at step {step} are not finite: "
+            f"{name}: {num_nonfinite} of {len(scores)} scores at step {step} are not finite: "
             "lower the learning rate or look at the data there"
         )
-    below = int((scores < 0).sum())
-    if below:
+    num_negative = int((scores < 0).sum())
+    if num_negative:
         raise ConfigError(
-            f"{name}: {below} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
+            f"{name}: {num_negative} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
             "them: choose scored_by='gradient_bound', or a loss that is never negative"
         )
 
@@ -108,5 +108,5 @@ class _Tap(nn.Module):
         """Of the sum of losses with respect to the output; ``None`` where there is none."""
         if self._output is None or not losses.requires_grad:
             return None
-        found: Tensor | None = torch.autograd.grad(losses.sum(), self._output, allow_unused=True)[0]
-        return found
+        gradient: Tensor | None = torch.autograd.grad(losses.sum(), self._output, allow_unused=True)[0]
+        return gradient

@@ -135,20 +135,20 @@ class Scoring(Extension):
 @contextmanager
 def still(model: nn.Module) -> Iterator[None]:
     """Inside, no forward pass moves the running statistics of a batch norm."""
-    norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
-    kept = [
-        (each, each.momentum, None if (n := each.num_batches_tracked) is None else n.clone())
-        for each in norms
+    norms = [norm for norm in model.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
+    saved = [
+        (norm, norm.momentum, None if (n := norm.num_batches_tracked) is None else n.clone())
+        for norm in norms
     ]
-    for each in norms:
-        each.momentum = 0.0
+    for norm in norms:
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for each, momentum, counted in kept:
-            each.momentum = momentum
-            if counted is not None and each.num_batches_tracked is not None:
-                each.num_batches_tracked.copy_(counted)
+        for norm, momentum, counted in saved:
+            norm.momentum = momentum
+            if counted is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(counted)
 
 
 def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) -> Tensor:

@@ -45,51 +45,51 @@ class Uniform(Sampler):
         """This replica's part of the step's samples."""
         if isinstance(view.pool, Tensor):
             return Draw(view.pool[: view.batch_size])
-        taken = self._take(view.size * view.batch_size)
-        self._latest[view.step] = taken, view.batch_size
+        ranges = self._take(view.size * view.batch_size)
+        self._latest[view.step] = ranges, view.batch_size
         self._latest.pop(view.step - _LATEST, None)
-        own = part_of(taken, view.rank * view.batch_size, view.batch_size)
-        found = [self._at(positions.start, len(positions), view.pool) for positions in own]
-        return Draw(found[0] if len(found) == 1 else torch.cat(found))
+        rank_ranges = part_of(ranges, view.rank * view.batch_size, view.batch_size)
+        samples = [self._at(positions.start, len(positions), view.pool) for positions in rank_ranges]
+        return Draw(samples[0] if len(samples) == 1 else torch.cat(samples))
 
     @override
     def give_back(self, step: int, rank: int) -> None:
         """Return the positions that a rank took at one of the latest steps, so that they are taken again."""
-        taken, count = self._latest[step]
-        self._returned += part_of(taken, rank * count, count)
+        ranges, count = self._latest[step]
+        self._returned += part_of(ranges, rank * count, count)
 
     @override
     def latest(self) -> State:
         """What a replica that joins needs beside :meth:`state_dict`, so that it gives back as the others do."""
         return {
-            str(step): [count, [[one.start, one.stop] for one in taken]]
-            for step, (taken, count) in self._latest.items()
+            str(step): [count, [[positions.start, positions.stop] for positions in ranges]]
+            for step, (ranges, count) in self._latest.items()
         }
 
     @override
     def state_dict(self) -> State:
-        returned = {"returned": [[one.start, one.stop] for one in self._returned]} if self._returned else {}
+        returned = {"returned": [[positions.start, positions.stop] for positions in self._returned]} if self._returned else {}
         return {"cursor": self._cursor, **returned}
 
     @override
     def load_state_dict(self, state: State) -> None:
         self._cursor = int(state["cursor"])
         self._returned = [range(*ends) for ends in state.get("returned", ())]
-        for step, (count, taken) in state.get("latest", {}).items():
-            self._latest[int(step)] = [range(*ends) for ends in taken], count
+        for step, (count, ranges) in state.get("latest", {}).items():
+            self._latest[int(step)] = [range(*ends) for ends in ranges], count
 
     def _take(self, count: int) -> list[range]:
-        taken: list[range] = []
+        ranges: list[range] = []
         while count and self._returned:
             first = self._returned.pop(0)
-            taken.append(first[:count])
+            ranges.append(first[:count])
             if len(first) > count:
                 self._returned.insert(0, first[count:])
-            count -= len(taken[-1])
+            count -= len(ranges[-1])
         if count:
-            taken.append(range(self._cursor, self._cursor + count))
+            ranges.append(range(self._cursor, self._cursor + count))
             self._cursor += count
-        return taken
+        return ranges
 
     def _at(self, first: int, count: int, n: int) -> Tensor:
         parts = []
@@ -104,9 +104,9 @@ class Uniform(Sampler):
 
 def part_of(taken: list[range], first: int, count: int) -> list[range]:
     """The positions from place ``first`` on."""
-    found = []
+    pieces = []
     for positions in taken:
-        found.append(positions[first : first + count])
-        count -= len(found[-1])
+        pieces.append(positions[first : first + count])
+        count -= len(pieces[-1])
         first = max(0, first - len(positions))
-    return [positions for positions in found if len(positions)]
+    return [positions for positions in pieces if len(positions)]

@@ -155,10 +155,10 @@ class GradiVeQ(Reducer):
     @override
     def exchanges_until(self, times: int) -> int:
         """Whole windows but for the last, of which the samples, the confirmation and one compressed exchange count."""
-        whole = self.sample_steps + self.compress_steps
+        window_exchanges = self.sample_steps + self.compress_steps
         if self._spread:
-            whole = self.sample_steps * self._every + 1
-        return (times - 1) * whole + self.sample_steps + 2
+            window_exchanges = self.sample_steps * self._every + 1
+        return (times - 1) * window_exchanges + self.sample_steps + 2
 
     @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
@@ -219,25 +219,25 @@ class GradiVeQ(Reducer):
         exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
         tensor, residual = numerator(channel, own), local["residual"].get("all")
         slot.state = CodecState(state, {**local, **_NOTHING_LEFT})
-        left = torch.zeros_like(tensor) if self._spread else None
+        unsent = torch.zeros_like(tensor) if self._spread else None
         if residual is not None:
             residual = residual.to(tensor.device)
             channel.compute(CodingCost("add", "", tensor.numel()), partial(tensor.add_, residual))
-        received, loss, waited = [], None, int(phase == "sample")
+        received, loss, num_accumulated = [], None, int(phase == "sample")
         if self._spread and phase == "compress" and state["count"] % self._every == 0:
-            waited = self._every
-        if phase == "compress" and not waited:
+            num_accumulated = self._every
+        if phase == "compress" and not num_accumulated:
             coder = Coder(
-                Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, left
+                Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, unsent
             )
             mean = tensor
             if self.collective == "ring":
                 side = await ring(exchange, coder, method, tensor.device)
             else:
-                (whole,) = coder.cut(1)
-                encoded = channel.compute(cost("encode"), partial(coder.encode, whole))
+                (segment,) = coder.cut(1)
+                encoded = channel.compute(cost("encode"), partial(coder.encode, segment))
                 total, side = await exchange.sum(encoded)
-                channel.compute(cost("decode"), partial(coder.decode, total, whole, float(side[0])))
+                channel.compute(cost("decode"), partial(coder.decode, total, segment, float(side[0])))
             if not self._spread or state["count"] % self._every == 1:
                 loss = coder.loss
         else:
@@ -245,20 +245,20 @@ class GradiVeQ(Reducer):
                 total, side = await exchange.sum_dense(tensor)
             else:
                 codec, seeds = QSGD(bits=self.sample_bits), Seeds(state["seed"], local["seed"])
-                coding = Coding(codec, seeds, step, left, method_of(codec))
+                coding = Coding(codec, seeds, step, unsent, method_of(codec))
                 total, side = await exchange.sum(tensor, coding)
             mean = mean_of(channel, total, side)
             if phase == "share":
                 received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
         weight, metadata, sums = side.split([1, len(own.metadata), len(numbers)])
 
-        def learn(now: CodecState) -> CodecState:
+        def learn(current: CodecState) -> CodecState:
             """What the exchange teaches as long as its window's phase lasts, and what it has left out."""
-            teaches = bool(weight and mean.isfinite().all())
-            now = _with_residual(now, left if teaches else residual)
-            if not teaches or any(now.shared[key] != state[key] for key in ("phase", "window")):
-                return now
-            shared, local = now.shared, now.local
+            is_valid = bool(weight and mean.isfinite().all())
+            current = _with_residual(current, unsent if is_valid else residual)
+            if not is_valid or any(current.shared[key] != state[key] for key in ("phase", "window")):
+                return current
+            shared, local = current.shared, current.local
             if phase == "confirm":
                 is_alike = window.is_alike(sums.tolist(), channel.size)
                 shared = {**shared, "phase": "compress" if is_alike else "share", "count": 1}
@@ -272,7 +272,7 @@ class GradiVeQ(Reducer):
                     start = loss if local["start"] is None else local["start"]
                     local = {**local, "vote": float(not loss <= self.drift * start), "start": start}
             if shared["window"] == state["window"]:
-                shared = self._learned(channel, shared, mean, waited)
+                shared = self._learned(channel, shared, mean, num_accumulated)
             return CodecState(shared, local)
 
         return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), metadata, learn)
@@ -301,6 +301,6 @@ def _with_residual(now: CodecState, left: Tensor | None) -> CodecState:
     """Returns a state with one more residual, or none."""
     if left is None:
         return now
-    before = now.local["residual"].get("all")
-    residual = left if before is None else before.to(left.device) + left
+    previous = now.local["residual"].get("all")
+    residual = left if previous is None else previous.to(left.device) + left
     return CodecState(now.shared, {**now.local, "residual": {"all": residual}})

@@ -74,20 +74,20 @@ class Layer(NamedTuple):
         place, among = self._place(tensor, first, first + len(rows))
         flat = rows.reshape(-1)[: among.stop - among.start]
         if len(flat) < place.numel():  # positions that other slices have a part of
-            whole = place.reshape(-1)
-            whole[among] = flat
-            flat = whole
-        for there, own in zip(place.split(_AT_ONCE), flat.view(place.shape).split(_AT_ONCE), strict=True):
-            there.copy_(own)
+            padded = place.reshape(-1)
+            padded[among] = flat
+            flat = padded
+        for target, source in zip(place.split(_AT_ONCE), flat.view(place.shape).split(_AT_ONCE), strict=True):
+            target.copy_(source)
 
     def _place(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
         """The positions that slices lie in, a view of shape ``(positions, D, F)``, and which of their numbers."""
         begin, end = first * self.slice_numel, min(last * self.slice_numel, self.numel)
         plane = self.depth * self.filters
-        at = begin // plane
-        whole = tensor.narrow(0, self.start, self.numel).view(self.filters, self.depth, self.positions)
-        return whole.permute(2, 1, 0)[at : math.ceil(end / plane)], slice(
-            begin - at * plane, end - at * plane
+        first_position = begin // plane
+        weights = tensor.narrow(0, self.start, self.numel).view(self.filters, self.depth, self.positions)
+        return weights.permute(2, 1, 0)[first_position : math.ceil(end / plane)], slice(
+            begin - first_position * plane, end - first_position * plane
         )
 
 
@@ -115,8 +115,8 @@ class Layout:
         layers, dense = [], []
         for part in spec.parts or (Placed(spec.shape, 0),):
             if part.numel and len(part.shape) >= (2 if matrices else 3):
-                filters, *others = part.shape
-                depth, positions = (1, others[0]) if len(others) == 1 else (others[0], math.prod(others[1:]))
+                filters, *dims = part.shape
+                depth, positions = (1, dims[0]) if len(dims) == 1 else (dims[0], math.prod(dims[1:]))
                 longest = math.ceil(part.numel / max(1, round(part.numel / wished)))
                 layers.append(Layer(part.start, filters, depth, positions, math.ceil(part.numel / longest)))
             elif part.numel:
@@ -201,11 +201,11 @@ class Coder:
         total = coded + sum(numel for _, numel in self._layout.dense)
         ends = [(0, 0)]
         for number in range(1, count + 1):
-            wished = total * number // count
-            if wished >= coded:
-                ends.append((len(self._sizes), wished - coded))
+            target_numel = total * number // count
+            if target_numel >= coded:
+                ends.append((len(self._sizes), target_numel - coded))
             else:
-                nearest = np.abs(np.array(self._borders) - wished).argmin()  # the first one of two
+                nearest = np.abs(np.array(self._borders) - target_numel).argmin()  # the first one of two
                 ends.append((int(nearest), 0))
         return [Stretch(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
 
@@ -243,15 +243,15 @@ class Coder:
           where: the stretch.
           weight: the sum of all weights; where it is 0 nothing is added or divided.
         """
-        at, by = 0, weight or 1.0
+        position, weight_sum = 0, weight or 1.0
         for layer, first, last, mean, basis in self._within(where):
             count, size = last - first, basis.shape[1]
-            coded = aligned(summed[at : at + count * size]).view(count, size)
-            layer.put(self._tensor, first, (coded @ basis.T).add_(mean * weight).div_(by))
-            at += count * size
+            coded = aligned(summed[position : position + count * size]).view(count, size)
+            layer.put(self._tensor, first, (coded @ basis.T).add_(mean * weight).div_(weight_sum))
+            position += count * size
         for place in self._dense(where):
-            place.copy_(summed[at : at + len(place)] / by)
-            at += len(place)
+            place.copy_(summed[position : position + len(place)] / weight_sum)
+            position += len(place)
 
     @property
     def loss(self) -> float | None:
@@ -261,8 +261,8 @@ class Coder:
         """
         if not self._squares:
             return None
-        own, centred, coded = torch.stack(self._squares).double().sum(dim=0).tolist()
-        return None if own == 0.0 else float((max(centred - coded, 0.0) / own) ** 0.5)
+        total, centred, coded = torch.stack(self._squares).double().sum(dim=0).tolist()
+        return None if total == 0.0 else float((max(centred - coded, 0.0) / total) ** 0.5)
 
     def _within(self, where: Stretch) -> Iterator[tuple[Layer, int, int, Tensor, Tensor]]:
         """Layers in a stretch: which of their slices are, the means of these, and the basis."""
@@ -275,12 +275,12 @@ class Coder:
 
     def _dense(self, where: Stretch) -> Iterator[Tensor]:
         """What is dense in a stretch, as views of the tensor."""
-        at = 0
+        position = 0
         for start, numel in self._layout.dense:
-            first, last = max(where.start - at, 0), min(where.stop - at, numel)
+            first, last = max(where.start - position, 0), min(where.stop - position, numel)
             if first < last:
                 yield self._tensor[start + first : start + last]
-            at += numel
+            position += numel
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -311,38 +311,38 @@ async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.devi
     """
     channel, side = exchange.channel, exchange.side
     rank, size = channel.rank, channel.size
-    after, before = (rank + 1) % size, (rank - 1) % size
+    next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
     hop = channel.hops(2 * (size - 1))
-    places = coder.cut(size)
+    segments = coder.cut(size)
 
-    def encode(where: Stretch) -> Tensor:
-        cost = CodingCost("encode", method, coder.numel(where))
-        return channel.compute(cost, partial(coder.encode, where))
+    def encode(segment: Stretch) -> Tensor:
+        cost = CodingCost("encode", method, coder.numel(segment))
+        return channel.compute(cost, partial(coder.encode, segment))
 
-    def decode(summed: Tensor, where: Stretch) -> None:
-        cost = CodingCost("decode", method, coder.numel(where))
-        channel.compute(cost, partial(coder.decode, summed, where, float(sides[0])))
+    def decode(summed: Tensor, segment: Stretch) -> None:
+        cost = CodingCost("decode", method, coder.numel(segment))
+        channel.compute(cost, partial(coder.decode, summed, segment, float(sides[0])))
 
-    async def received(where: Stretch, at: int, *more: Tensor) -> list[Tensor]:
-        expect = (TensorSpec((coder.sent_numel(where),), coder.dtype), *map(TensorSpec.of, more))
-        coded, *rest = (await channel.recv(before, at, expect)).tensors()
-        return [*on_device(Payload((coded,)), device).tensors(), *rest]
+    async def receive(segment: Stretch, segment_hop: int, *extras: Tensor) -> list[Tensor]:
+        expect = (TensorSpec((coder.sent_numel(segment),), coder.dtype), *map(TensorSpec.of, extras))
+        coded, *extra = (await channel.recv(previous_rank, segment_hop, expect)).tensors()
+        return [*on_device(Payload((coded,)), device).tensors(), *extra]
 
-    riding = {rank: side}
-    summed = encode(places[rank])
+    metadata_by_rank = {rank: side}
+    summed = encode(segments[rank])
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(Payload((summed, riding[sending])), after, hop + k)
-        own = encode(places[receiving])
-        came, riding[receiving] = await received(places[receiving], hop + k, side)
-        summed = channel.compute(CodingCost("add", "", own.numel()), partial(torch.add, came, own))
+        channel.send(Payload((summed, metadata_by_rank[sending])), next_rank, hop + k)
+        local = encode(segments[receiving])
+        incoming, metadata_by_rank[receiving] = await receive(segments[receiving], hop + k, side)
+        summed = channel.compute(CodingCost("add", "", local.numel()), partial(torch.add, incoming, local))
 
-    sides = sum_in_order([riding[each] for each in range(size)])
+    sides = sum_in_order([metadata_by_rank[sender] for sender in range(size)])
     hop += size - 1
     for k in range(size - 1):
         complete = (rank + 1 - k) % size
-        channel.send(Payload((summed,)), after, hop + k)
-        decode(summed, places[complete])
-        (summed,) = await received(places[(rank - k) % size], hop + k)
-    decode(summed, places[(rank + 2) % size])
+        channel.send(Payload((summed,)), next_rank, hop + k)
+        decode(summed, segments[complete])
+        (summed,) = await receive(segments[(rank - k) % size], hop + k)
+    decode(summed, segments[(rank + 2) % size])
     return sides

@@ -63,21 +63,21 @@ def add_mean(state: State, mean: Tensor, waited: int) -> State:
       waited: so many exchanges have added to the part of a sample that lies outside the bases; it is divided by the
         root, so that it varies as much as that of one. 0: the mean is no sample.
     """
-    flat, before = mean.to(working_dtype(mean.dtype)), state["seen"]
-    seen = {"total": flat}
+    flat, previous = mean.to(working_dtype(mean.dtype)), state["seen"]
+    added = {"total": flat}
     for name, layer in Layout.of_state(state["layout"]).named.items() if waited else ():
         rows = layer.rows(flat, 0, layer.slices)
         if name in state["bases"]:
             basis = state["bases"][name].to(flat.device)
             rows = rows - state["means"][name].to(flat.device)
             rows = torch.lerp(rows @ basis @ basis.T, rows, waited**-0.5)
-        seen |= {f"{name}.sum": rows, f"{name}.gram": rows.T @ rows}
+        added |= {f"{name}.sum": rows, f"{name}.gram": rows.T @ rows}
     sums = {
-        key: value + before[key].to(value.device) if key in before else value.clone()
-        for key, value in seen.items()
+        key: value + previous[key].to(value.device) if key in previous else value.clone()
+        for key, value in added.items()
     }
     counts = {"samples": state["samples"] + (waited > 0), "added": state["added"] + 1}
-    return {**state, **counts, "seen": {**before, **sums}}
+    return {**state, **counts, "seen": {**previous, **sums}}
 
 
 def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
@@ -89,15 +89,15 @@ def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve
       left_out: share of the variance that bases need not explain.
       solve: finds each basis.
     """
-    seen, count = state["seen"], state["samples"]
-    total = (seen["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
+    samples, count = state["seen"], state["samples"]
+    total = (samples["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
     bases, means = {}, {}
     for name, layer in Layout.of_state(state["layout"]).named.items():
         means[name] = layer.rows(total, 0, layer.slices)
-        sums = (seen[f"{name}.sum"], seen[f"{name}.gram"])
+        sums = (samples[f"{name}.sum"], samples[f"{name}.gram"])
         bases[name] = solve(layer.slice_numel**2, partial(find_directions, *sums, count, ratio, left_out))
-    found = {"means": means, "bases": bases, "window": state["window"] + 1}
-    return {**state, **_NOTHING_SEEN, **found, "phase": "confirm", "count": 0}
+    solution = {"means": means, "bases": bases, "window": state["window"] + 1}
+    return {**state, **_NOTHING_SEEN, **solution, "phase": "confirm", "count": 0}
 
 
 def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
@@ -115,13 +115,13 @@ def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None,
     """
     covariance = (gram - sums.T @ sums / count).nan_to_num_(0.0, 0.0, 0.0)
     variances, directions = torch.linalg.eigh(covariance)
-    found = (
+    num_columns = (
         count_dimensions(variances.flip(0).clamp_(min=0.0), left_out)
         if ratio is None
         else max(1, round(len(gram) / ratio))
     )
-    found = min(found, max(1, len(sums) * (count - 1)))
-    basis: Tensor = directions[:, -found:].flip(1).clone(memory_format=torch.contiguous_format)
+    num_columns = min(num_columns, max(1, len(sums) * (count - 1)))
+    basis: Tensor = directions[:, -num_columns:].flip(1).clone(memory_format=torch.contiguous_format)
     return basis
 
 
@@ -142,8 +142,8 @@ def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -
 
 
 def _sampling(state: State) -> State:
-    found = {"window": state["window"] + 1, "means": {}, "bases": {}}
-    return {**state, **_NOTHING_SEEN, **found, "phase": "sample", "count": 0}
+    cleared = {"window": state["window"] + 1, "means": {}, "bases": {}}
+    return {**state, **_NOTHING_SEEN, **cleared, "phase": "sample", "count": 0}
 
 
 def count_dimensions(variances: Tensor, left_out: float) -> int:
@@ -167,12 +167,12 @@ def count_dimensions(variances: Tensor, left_out: float) -> int:
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
     """Numbers whose sums over the replicas say whether all have the same bits: digits of a hash and their squares."""
-    found = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
+    hasher = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
     for tensor in tensors:
-        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
-    whole = found.digest()
+        hasher.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+    digest = hasher.digest()
     digits = [
-        float(int.from_bytes(whole[at : at + _DIGIT_BYTES])) for at in range(0, len(whole), _DIGIT_BYTES)
+        float(int.from_bytes(digest[start : start + _DIGIT_BYTES])) for start in range(0, len(digest), _DIGIT_BYTES)
     ]
     return [*digits, *(digit * digit for digit in digits)]
 
@@ -200,17 +200,17 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
       ProtocolError: rank 0's do not fit the own tensor.
     """
 
-    async def received(hop: int, like: Tensor) -> Tensor:
+    async def broadcast(hop: int, like: Tensor) -> Tensor:
         """What rank 0 sends, on all ranks."""
         if channel.rank:
-            (came,) = (await channel.recv(0, hop, (TensorSpec.of(like),))).tensors()
-            return moved(came, like.device)
+            (incoming,) = (await channel.recv(0, hop, (TensorSpec.of(like),))).tensors()
+            return moved(incoming, like.device)
         for peer in others(channel):
             channel.send(Payload((like,)), peer, hop)
         return like
 
     bases, means = own[: len(own) // 2], own[len(own) // 2 :]
-    columns = (await received(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
+    columns = (await broadcast(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
     if not all(1 <= d <= len(basis) for d, basis in zip(columns, bases, strict=True)):
         raise ProtocolError(
             f"rank 0 sent bases of {columns} columns: do all ranks run the same model and recipe?"
@@ -219,8 +219,8 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
         mean.shape for mean in means
     ]
     sizes = [math.prod(shape) for shape in shapes]
-    flat = means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([one.reshape(-1) for one in own])
+    flat = means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([tensor.reshape(-1) for tensor in own])
     pieces = cut(len(flat), math.ceil(len(flat) / piece_numel))
     hop = channel.hops(len(pieces))
-    came = torch.cat([await received(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
-    return [part.view(shape).clone() for part, shape in zip(came.split(sizes), shapes, strict=True)]
+    received_numbers = torch.cat([await broadcast(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
+    return [part.view(shape).clone() for part, shape in zip(received_numbers.split(sizes), shapes, strict=True)]
