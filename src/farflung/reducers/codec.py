@@ -1,4 +1,4 @@
-"""The reducer around a codec: summed on its way, gathered, or in two phases, as the codec allows."""
+"""Reducer around a codec: payloads are summed by the collective, gathered, or sent in two phases."""
 
 from __future__ import annotations
 
@@ -57,40 +57,40 @@ __all__ = ["CodecReducer"]
 
 @dataclass(frozen=True, slots=True)
 class CodecReducer(Reducer):
-    r"""Weighted mean of gradients that travel encoded.
+    r"""Reducer of the weighted mean of encoded gradients.
 
     .. math:: \bar g = \sum_i D(C(w_i g_i)) \,/\, \sum_i w_i
 
-    Numerator and weight sum travel in one exchange; the division comes after the sum. What is encoded is the
-    numerator, so a residual is one of numerators too, and nothing of it depends on the others' weights.
+    Numerator and sum of weights travel in one exchange; the division follows the sum. The numerator is encoded, so
+    residuals are in its units, and do not depend on the weights of other replicas.
 
-    How a tensor travels depends on its codec:
+    The codec decides how a tensor travels:
 
     * identity: the collective sums it;
     * linear: encoded once, payloads summed by the collective, the sum decoded;
-    * any other: as ``phases`` says.
+    * any other: according to ``phases``.
 
-    What goes different ways by :func:`farflung.codecs.by_size` or :func:`farflung.codecs.by_role` travels side by
-    side, each part in the way of its own codec.
+    The parts of :func:`farflung.codecs.by_size` and :func:`farflung.codecs.by_role` travel in parallel, each
+    according to its own codec.
 
     Args:
-      codec: how gradients are encoded.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
-      phases: how a codec travels that is not linear.
+      codec: Codec of the gradients.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
+      phases: Exchange pattern of a codec that is not linear.
 
-        * ``"gather"``: encoded once, and sent to all, in one delay, with traffic that grows with the number of ranks.
-        * ``"two"``: shards go to owners, which sum and encode again, in two delays, with traffic that does not grow.
-        * ``"hops"``: inside the collective, partial sums encoded anew on every hop. A single replica sends nothing,
+        * ``"gather"``: encoded once and sent to all, in one delay; traffic grows with the number of ranks.
+        * ``"two"``: shards go to owners, which sum and encode again; two delays, and traffic does not grow.
+        * ``"hops"``: partial sums are encoded again on every hop of the collective. A single replica sends nothing,
           and so encodes nothing.
-        * ``"auto"``: on hops where the codec is made for that (:attr:`farflung.types.Codec.per_hop`), else gathered.
+        * ``"auto"``: hops if :attr:`farflung.types.Codec.can_requantize`, else gather.
 
-        The collective has a part in hops alone. What is cut into segments, by owners or by hops, needs a codec that
-        keeps nothing but seeds between steps, with error feedback or without.
+        The collective matters for hops alone. Segments, of owners or of hops, need a codec that keeps no state but
+        seeds, with or without error feedback.
 
     Raises:
-      UnknownName: no such collective.
-      ConfigError: no such phases.
-      Unsupported: the collective cannot carry the codec.
+      UnknownName: There is no such collective.
+      ConfigError: There are no such phases.
+      Unsupported: The collective cannot carry the codec.
     """
 
     repeatable: ClassVar[bool] = True
@@ -106,10 +106,10 @@ class CodecReducer(Reducer):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The codec's; in two phases and on hops with seeds for the segments.
+        """Returns the state of the codec, with seeds if the tensor is cut into segments.
 
         Raises:
-          Unsupported: the codec cannot be carried like this.
+          Unsupported: The codec cannot be carried in this way.
         """
         state = self.codec.init(carried_spec(spec), seeds)
         self._check(self.codec, state)
@@ -119,7 +119,7 @@ class CodecReducer(Reducer):
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """Those of what is sent as it is, and of payloads of linear codecs that tell their sizes."""
+        """Lists the bytes of dense tensors and of payloads of linear codecs with a known size."""
         return tuple(_summed_nbytes(self.codec, spec))
 
     @override
@@ -162,7 +162,7 @@ class CodecReducer(Reducer):
     def _start_routes(
         self, exchange: Exchange, codec: Routed, state: CodecState, tensor: Tensor, seeds: Seeds
     ) -> AggregationPath:
-        """Starts the paths of a bucket's parts."""
+        """Starts the exchanges of a bucket's parts."""
         paths: list[tuple[Route, AggregationPath]] = []
         for route in codec.routes(state):
             route_seeds = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
@@ -170,7 +170,7 @@ class CodecReducer(Reducer):
             paths.append((route, self._start(exchange, route.codec, route.state, part, route_seeds)))
 
         async def finish() -> Sums:
-            """All parts; what is on its way already comes last."""
+            """Waits for all parts; those already sent come last."""
             sides = []
             for route, path in sorted(paths, key=lambda pair: pair[1].is_posted):
                 total, side = await path.finish()
@@ -179,7 +179,7 @@ class CodecReducer(Reducer):
             return tensor, sides[0]
 
         def learn(state: CodecState, average: Tensor) -> CodecState:
-            """What each codec learns of its own part."""
+            """Updates each codec's state from its own part."""
             states = {
                 route.name: path.learn(route.state, take(average, route.runs))
                 for route, (_, path) in zip(codec.routes(state), paths, strict=True)
@@ -220,11 +220,11 @@ class CodecReducer(Reducer):
 
     @property
     def _cuts(self) -> bool:
-        """Whether segments need seeds; where ``auto`` goes by hops, a codec is stateless."""
+        """Returns True if segments need seeds; codecs that ``auto`` sends by hops are stateless."""
         return self.phases in ("two", "hops")
 
     def _opened(self, state: CodecState) -> tuple[CodecState, Seeds]:
-        """Returns the codec's own state, and the seeds for segments."""
+        """Returns the state of the codec, and the seeds for segments."""
         if not self._cuts:
             return state, Seeds(0, 0)
         return nested_state(state, "codec"), Seeds(state.shared["seed"], state.local["seed"])

@@ -1,4 +1,4 @@
-"""What all replicas know of the window they are in, how one becomes the next, and rank 0's bases for all."""
+"""Shared state of a GradiVeQ window, its transitions, and the broadcast of rank 0's bases."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ __all__ = [
 
 
 Solve: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
-"""Finds a basis from so many numbers, as a part of an exchange."""
+"""Computes a basis, charged with the given number of elements, as part of an exchange."""
 _NOTHING_SEEN: State = {"samples": 0, "added": 0, "seen": {}}
 _DIGITS, _DIGIT_BYTES = 3, 2
-"""Of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
+"""Shape of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
 
 
 def begin(seed: int, layout: Layout) -> State:
-    """The state at the start."""
+    """Returns the initial state."""
     return _sampling({"seed": seed, "layout": layout.state, "window": 0})
 
 
 def list_bases(state: State) -> list[Tensor]:
-    """The bases and, behind them, the means, in the order of the layers."""
+    """Lists the bases, followed by the means, in the order of the layers."""
     return [state[kind][name] for kind in ("bases", "means") for name in sorted(state["bases"])]
 
 
 def add_mean(state: State, mean: Tensor, waited: int) -> State:
-    r"""Adds the mean of one more exchange to what the next bases and means are found from.
+    r"""Adds the mean of an exchange to the sums from which the next bases and means are computed.
 
-    The next :math:`\mu` is the mean of all that has come out since the bases before were found. Residuals are sent in
-    the end, so that is the mean of the gradients, while a sample alone holds those of several.
+    The next :math:`\mu` is the mean of all results since the previous bases. Residuals are sent eventually, so that is
+    the mean of the gradients, while a single sample holds those of several.
 
     Args:
-      state: of now.
-      mean: flat, of all replicas, finite.
-      waited: so many exchanges have added to the part of a sample that lies outside the bases; it is divided by the
-        root, so that it varies as much as that of one. 0: the mean is no sample.
+      state: Current state.
+      mean: Finite flat mean over all replicas.
+      num_accumulated: Number of exchanges accumulated in the part of the sample outside the bases. That part is
+        divided by its root, which restores the variance of one exchange. If 0, the mean is no sample.
     """
     flat, previous = mean.to(working_dtype(mean.dtype)), state["seen"]
     added = {"total": flat}
@@ -81,13 +81,13 @@ def add_mean(state: State, mean: Tensor, waited: int) -> State:
 
 
 def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
-    """All samples are there: finds bases and means.
+    """Computes bases and means once all samples are complete.
 
     Args:
-      state: of now.
-      ratio: K over the columns of a basis; ``None``: as many as explain the variance.
-      left_out: share of the variance that bases need not explain.
-      solve: finds each basis.
+      state: Current state.
+      ratio: K over the columns of a basis; None for as many columns as explain the variance.
+      left_out: Share of the variance that bases need not explain.
+      solve: Solver of each basis.
     """
     samples, count = state["seen"], state["samples"]
     total = (samples["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
@@ -101,17 +101,17 @@ def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve
 
 
 def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
-    """Finds the directions in which slices vary most about their own means.
+    """Finds the directions in which slices vary most about their means.
 
     Args:
-      sums: of the samples of each slice, shape ``(slices, K)``.
-      gram: sum of the outer products of all samples of all slices, shape ``(K, K)``.
-      count: samples of each slice.
-      ratio: K over d; ``None``: see :func:`count_dimensions`.
-      left_out: for :func:`count_dimensions`.
+      sums: Sum of the samples of each slice, shape ``(slices, K)``.
+      gram: Sum of the outer products of all samples of all slices, shape ``(K, K)``.
+      count: Number of samples of each slice.
+      ratio: K over d; None uses :func:`count_dimensions`.
+      left_out: Share for :func:`count_dimensions`.
 
     Returns:
-      U, shape ``(K, d)``, its columns orthonormal; d is 1 at least, and at most the rank that the samples can have.
+      U of shape ``(K, d)`` with orthonormal columns; d is at least 1, and at most the rank of the samples.
     """
     covariance = (gram - sums.T @ sums / count).nan_to_num_(0.0, 0.0, 0.0)
     variances, directions = torch.linalg.eigh(covariance)
@@ -126,7 +126,7 @@ def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None,
 
 
 def adopt_bases(state: State, received: list[Tensor]) -> State:
-    """Rank 0's bases are here, in the order of :func:`list_bases`."""
+    """Returns the state with rank 0's bases and means, in the order of :func:`list_bases`."""
     names = sorted(state["bases"])
     bases = dict(zip(names, received[: len(names)], strict=True))
     means = dict(zip(names, received[len(names) :], strict=True))
@@ -134,7 +134,7 @@ def adopt_bases(state: State, received: list[Tensor]) -> State:
 
 
 def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -> State:
-    """Counts an exchange; begins another window after ``steps``, or when ``in_favour`` is a majority of ``size``."""
+    """Counts an exchange; starts a new window after ``steps``, or if ``in_favour`` is a majority of ``size``."""
     count = state["count"] + 1
     if count >= steps or 2 * in_favour > size:
         return _sampling(state)
@@ -147,16 +147,16 @@ def _sampling(state: State) -> State:
 
 
 def count_dimensions(variances: Tensor, left_out: float) -> int:
-    r"""The smallest d that explains all variance but a share.
+    r"""Counts the dimensions that explain all variance but a share: the smallest d.
 
     .. math:: \sum_{k \le d} s_k \ge (1 - \lambda) \sum_k s_k
 
     Args:
-      variances: s, the largest first.
+      variances: s in descending order.
       left_out: :math:`\lambda`.
 
     Returns:
-      At least 1, so that a slice that did not change in the window is not left out for ever, which is our choice.
+      At least 1, so that a slice without variance in the window is still sent, which is our choice.
 
     References: Yu et al. 2018, eq. (6).
     """
@@ -166,7 +166,7 @@ def count_dimensions(variances: Tensor, left_out: float) -> int:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
-    """Numbers whose sums over the replicas say whether all have the same bits: digits of a hash and their squares."""
+    """Computes digits of a hash and their squares, whose sums over the replicas show if all hashes are equal."""
     hasher = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
     for tensor in tensors:
         hasher.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
@@ -178,30 +178,30 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def is_alike(summed: Sequence[float], size: int) -> bool:
-    """Whether fingerprints that sum to this over ``size`` replicas were equal.
+    """Returns True if the fingerprints that sum to ``summed`` over ``size`` replicas are equal.
 
-    The inequality of Cauchy and Schwarz is an equality for equal numbers alone.
+    The Cauchy-Schwarz inequality is an equality for equal numbers only.
     """
     digits, squares = summed[:_DIGITS], summed[_DIGITS:]
     return all(size * square == digit * digit for digit, square in zip(digits, squares, strict=True))
 
 
 async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: int) -> list[Tensor]:
-    """Rank 0's bases and means, on all ranks.
+    """Broadcasts rank 0's bases and means.
 
-    Bases may be larger than the tensor that they are for, and no message may be; so they go in pieces as long as that.
+    Bases may be larger than their tensor, and a message may not; so they are sent in pieces of at most that length.
 
     Args:
-      channel: the exchange's.
-      own: this rank's, in the order of :func:`list_bases`; all ranks have equal K, and may have unlike d.
-      piece_numel: the most numbers in a message.
+      channel: Channel of the exchange.
+      local_tensors: Bases and means of this rank, in the order of :func:`list_bases`; K is equal on all ranks.
+      piece_numel: Largest number of elements in a message.
 
     Raises:
-      ProtocolError: rank 0's do not fit the own tensor.
+      ProtocolError: Rank 0's bases do not fit this rank's.
     """
 
     async def broadcast(hop: int, like: Tensor) -> Tensor:
-        """What rank 0 sends, on all ranks."""
+        """Broadcasts a tensor of rank 0."""
         if channel.rank:
             (incoming,) = (await channel.recv(0, hop, (TensorSpec.of(like),))).tensors()
             return moved(incoming, like.device)
