@@ -1,4 +1,4 @@
-"""Devices by name and from TOML.
+"""Catalog of devices, and their TOML format.
 
 .. code-block:: toml
 
@@ -62,20 +62,20 @@ __all__ = ["DEVICES", "Device", "coding_source", "device_profile", "device_toml"
 SUSTAINED = 0.3
 """Share of the peak that training reaches: our choice."""
 REFERENCE = Path(__file__).with_name("reference.toml")
-"""A machine whose coding was measured, and how fast it trains: the figures of named devices are in proportion to it."""
+"""Machine whose coding and training were measured; the figures of named devices are scaled from it."""
 CORES = 1.0
-"""Of a named device: what it can compute is known as one number, so what codes does not compute meanwhile."""
+"""Cores of a named device, known by a single rate: it does not compute while it codes."""
 _MESSAGES = ("message_s", "copy_s_per_byte", "encrypt_s_per_byte")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a data sheet says.
+    """Figures of a data sheet.
 
     Args:
       peak_flops: float32 operations per second.
-      memory_nbytes: what it has.
-      source: where that is from.
+      memory_nbytes: Bytes of memory.
+      source: Source of the figures.
     """
 
     peak_flops: float
@@ -97,20 +97,20 @@ DEVICES: dict[str, Device] = {
     "v100": Device(15.7e12, 16 << 30, "SXM2, as in p3.16xlarge. The device of delayed updates."),
     "cpu-core": Device(48e9, 4 << 30, "Our choice: 3 GHz, 16 operations a cycle."),
 }
-"""Devices by name: peaks of their data sheets; :func:`device_profile` takes a share of them for what is reached."""
+"""Devices by name, with the peaks of their data sheets; :func:`find_device` assumes a fraction of them."""
 
 
 def device_profile(name: str, *, forward_flops: float | None = None) -> DeviceProfile:
-    """A device by its name in :data:`DEVICES`, or from a TOML file where ``name`` ends in ``.toml``.
+    """Finds a device by its name in :data:`DEVICES`, or loads it from a TOML file if ``name`` ends in ``.toml``.
 
     Args:
-      name: of the device or file.
+      name: Name of the device or file.
       forward_flops: float32 operations of the model's forward pass, per sample; a multiplication and an addition
-        are two. Needed for devices known by their operations per second.
+        are two. Required for devices known by their operations per second.
 
     Raises:
-      UnknownName: there is no such name.
-      ConfigError: the file is wrong, or ``forward_flops`` is missing.
+      UnknownName: There is no such name.
+      ConfigError: The file is wrong, or ``forward_flops`` is missing.
     """
     if name.endswith(".toml"):
         return load_device(Path(name), forward_flops=forward_flops)
@@ -130,7 +130,7 @@ def device_profile(name: str, *, forward_flops: float | None = None) -> DevicePr
 
 
 def coding_source(device: Device) -> str:
-    """Where the coding rates of a named device come from, for people."""
+    """Describes the origin of a named device's coding rates."""
     name, times = _reference().name, _times_reference(device)
     return (
         f"Coding takes {times:.3g} times what was measured on {name}, as training does, and nothing else is computed "
@@ -140,20 +140,20 @@ def coding_source(device: Device) -> str:
 
 @cache
 def _reference() -> DeviceProfile:
-    """The reference machine; its forward pass is one operation."""
+    """Loads the reference machine; its forward pass is one operation."""
     return load_device(REFERENCE, forward_flops=1.0)
 
 
 def _times_reference(device: Device) -> float:
-    """How many times as long as on the reference machine arithmetic takes."""
+    """Computes the time of arithmetic over that of the reference machine."""
     return 1 / (SUSTAINED * device.peak_flops * _reference().forward_s)
 
 
 def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProfile:
-    """Reads a device; the format is at the top of this module.
+    """Loads a device from TOML; the format is at the top of this module.
 
     Raises:
-      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+      ConfigError: The file is absent, no TOML, or has a wrong value; one line with file and key.
     """
     top = open_toml(path)
     layers = tuple(table.build(Layer) for table in top.tables("layer"))
@@ -177,12 +177,12 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
 
 
 def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """A device as :func:`load_device` reads it, stragglers aside.
+    """Formats a device as TOML for :func:`load_device`, without stragglers.
 
     Args:
-      device: what to write.
-      layers: names of its layers, for people.
-      notes: lines for people, at the top.
+      device: Device to format.
+      layers: Names of its layers, for comments.
+      notes: Lines of comments at the top.
     """
     lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(device.name)}"]
     if not device.layers:

@@ -13,22 +13,22 @@ __all__ = ["Uniform"]
 
 
 _LATEST = 1 << 12
-"""Steps whose positions are remembered."""
+"""Number of steps whose positions are remembered."""
 
 
 class Uniform(Sampler):
-    r"""Shuffled passes over the data with one global cursor.
+    r"""Sampler that makes shuffled passes over the data with one global cursor.
 
     Position :math:`p` of the endless sequence of passes holds sample :math:`\pi_{\lfloor p/n \rfloor}(p \bmod n)`,
     where :math:`\pi_e` is a permutation drawn from the seed and the pass. At each step rank :math:`r` of :math:`R`
-    takes the positions :math:`c + rB` to :math:`c + (r+1)B` and the cursor :math:`c` moves on by :math:`RB`, so each
-    sample comes exactly once per pass, whatever the number of replicas and also where it changes.
+    takes the positions :math:`c + rB` to :math:`c + (r+1)B`, and the cursor :math:`c` moves on by :math:`RB`. So each
+    sample comes exactly once per pass, also if the number of replicas changes.
 
-    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first. Positions that
-    are returned, see :meth:`give_back`, come before those at the cursor.
+    If only part of the data has arrived (a stream with a rate), the oldest samples are taken first. Positions that
+    :meth:`requeue_batch` returns come before those at the cursor.
 
     Args:
-      seed: equal on all replicas.
+      seed: Seed, equal on all replicas.
     """
 
     has_shared_order = True
@@ -38,11 +38,11 @@ class Uniform(Sampler):
         self._cursor = 0
         self._returned: list[range] = []
         self._latest: dict[int, tuple[list[range], int]] = {}
-        """The positions that all ranks have taken at the latest steps, and how many each."""
+        """Positions that all ranks have taken at each of the latest steps, and the batch size of a rank."""
 
     @override
     def next(self, view: PoolView) -> Draw:
-        """This replica's part of the step's samples."""
+        """Draws this replica's part of the step's samples."""
         if isinstance(view.pool, Tensor):
             return Draw(view.pool[: view.batch_size])
         ranges = self._take(view.size * view.batch_size)
@@ -54,13 +54,11 @@ class Uniform(Sampler):
 
     @override
     def give_back(self, step: int, rank: int) -> None:
-        """Return the positions that a rank took at one of the latest steps, so that they are taken again."""
         ranges, count = self._latest[step]
         self._returned += part_of(ranges, rank * count, count)
 
     @override
     def latest(self) -> State:
-        """What a replica that joins needs beside :meth:`state_dict`, so that it gives back as the others do."""
         return {
             str(step): [count, [[positions.start, positions.stop] for positions in ranges]]
             for step, (ranges, count) in self._latest.items()
@@ -103,7 +101,7 @@ class Uniform(Sampler):
 
 
 def part_of(taken: list[range], first: int, count: int) -> list[range]:
-    """The positions from place ``first`` on."""
+    """Returns ``count`` positions of consecutive ranges, from the position ``first`` on."""
     pieces = []
     for positions in taken:
         pieces.append(positions[first : first + count])
