@@ -45,7 +45,7 @@ class BaseCodec:
         """Returns an empty state.
 
         Raises:
-      Unsupported: The tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating(type(self).__name__, spec)
         return CodecState()

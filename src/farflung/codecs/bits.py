@@ -112,7 +112,7 @@ def _every(unit: int, pattern: int) -> int:
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    missing = -values.numel() % multiple
-    if not missing:
+    padding = -values.numel() % multiple
+    if not padding:
         return values.contiguous()
-    return torch.cat((values, values.new_zeros(missing)))
+    return torch.cat((values, values.new_zeros(padding)))

@@ -28,11 +28,11 @@ def blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
       tensor: Flat tensor.
       bucket_size: Size of a bucket. A piece is several buckets or lies inside one; the last may be shorter.
     """
-    numel, on_cpu = tensor.numel(), tensor.device.type == "cpu"
+    numel, is_on_cpu = tensor.numel(), tensor.device.type == "cpu"
     if bucket_size > BLOCK_NUMEL:
-        span, size = bucket_size, BLOCK_NUMEL if on_cpu else bucket_size
+        span, size = bucket_size, BLOCK_NUMEL if is_on_cpu else bucket_size
     else:
-        span = size = BLOCK_NUMEL // bucket_size * bucket_size if on_cpu else max(numel, 1)
+        span = size = BLOCK_NUMEL // bucket_size * bucket_size if is_on_cpu else max(numel, 1)
     for first in range(0, numel, span):
         last = min(first + span, numel)
         for start in range(first, last, size):
@@ -71,10 +71,10 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
         piece = scratch[: stop - start].copy_(tensor[start:stop])
         if norm != "l2":
             piece.abs_()
-        first, even = start // bucket_size, (stop - start) // bucket_size
-        if even:
-            rows = piece[: even * bucket_size].view(even, bucket_size)
-            norms[first : first + even] = reduce(rows, bucket_size)
+        first, num_buckets = start // bucket_size, (stop - start) // bucket_size
+        if num_buckets:
+            rows = piece[: num_buckets * bucket_size].view(num_buckets, bucket_size)
+            norms[first : first + num_buckets] = reduce(rows, bucket_size)
         if tail_numel := (stop - start) % bucket_size:
             last = (stop - 1) // bucket_size
             end = min((last + 1) * bucket_size, numel)

@@ -14,7 +14,7 @@ __all__ = ["from_levels", "generator_on", "to_levels"]
 
 
 def generator_on(device: torch.device, seed: int, *labels: int | str) -> torch.Generator:
-    """Returns a generator on ``device``, seeded by :func:`farflung.seeding.derive`."""
+    """Returns a generator on ``device``, seeded by :func:`farflung.seeding.derive_seed`."""
     return torch.Generator(device).manual_seed(derive(seed, *labels))
 
 
@@ -71,24 +71,24 @@ def from_levels(
       dtype: Dtype of the result.
       count: Number of codes summed.
     """
-    out = torch.empty(found.numel(), dtype=dtype, device=found.device)
+    result = torch.empty(found.numel(), dtype=dtype, device=found.device)
     steps = norms / levels
-    scratch = out if dtype == steps.dtype else scratch_for(found, bucket_size, steps.dtype)
+    scratch = result if dtype == steps.dtype else scratch_for(found, bucket_size, steps.dtype)
     for start, stop in blocks(found, bucket_size):
-        x = out[start:stop] if scratch is out else scratch[: stop - start]
+        x = result[start:stop] if scratch is result else scratch[: stop - start]
         x.copy_(found[start:stop]).sub_(levels * count)
         _by_bucket(x, steps[start // bucket_size :], bucket_size, torch.Tensor.mul_)
-        if scratch is not out:
-            out[start:stop].copy_(x)
-    return out
+        if scratch is not result:
+            result[start:stop].copy_(x)
+    return result
 
 
 def _by_bucket(
     x: Tensor, factors: Tensor, bucket_size: int, apply: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     """Applies the factor of each bucket to a flat piece, in place."""
-    even = x.numel() // bucket_size
-    if even:
-        apply(x[: even * bucket_size].view(even, bucket_size), factors[:even, None])
-    if even * bucket_size < x.numel():
-        apply(x[even * bucket_size :], factors[even])
+    num_buckets = x.numel() // bucket_size
+    if num_buckets:
+        apply(x[: num_buckets * bucket_size].view(num_buckets, bucket_size), factors[:num_buckets, None])
+    if num_buckets * bucket_size < x.numel():
+        apply(x[num_buckets * bucket_size :], factors[num_buckets])

@@ -51,9 +51,9 @@ def training_nbytes(
     if optimizer not in OPTIMIZER_COPIES:
         raise UnknownName("optimizer", optimizer, OPTIMIZER_COPIES)
     copies = 2 + OPTIMIZER_COPIES[optimizer] + in_flight
-    filling = min(parameters_nbytes, bucket_nbytes)
+    bucket_copy_nbytes = min(parameters_nbytes, bucket_nbytes)
     samples = batch_size * (sample_nbytes + activations_nbytes)
-    return round(fixed_nbytes + copies * parameters_nbytes + filling + samples)
+    return round(fixed_nbytes + copies * parameters_nbytes + bucket_copy_nbytes + samples)
 
 
 def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) -> int:

@@ -227,7 +227,9 @@ def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
             raise ConfigError(
                 f"{table.where}: operation {key[0]!r} of method {key[1]!r} is there already: leave out one"
             )
-        operations |= table.make(partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})).operations
+        operations |= table.make(
+            partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})
+        ).operations
     return operations
 
 

@@ -183,12 +183,10 @@ class DeviceProfile:
 
     @property
     def forward_per_sample_s(self) -> float:
-        """Seconds of a forward pass per sample."""
         return math.fsum(layer.forward_s for layer in self.layers) if self.layers else self.forward_s
 
     @property
     def backward_per_sample_s(self) -> float:
-        """Seconds of a backward pass per sample."""
         if self.layers:
             return math.fsum(layer.backward_s for layer in self.layers)
         return BACKWARD_OVER_FORWARD * self.forward_s if self.backward_s is None else self.backward_s

@@ -166,9 +166,9 @@ class Stage:
         standing, rank, links = self.standing, fault.rank, list(fault.ways(self.size))
         was_hung, conditions = standing.hangs(rank), [standing.condition(*link) for link in links]
         how(fault)
-        for link, before in zip(links, conditions, strict=True):
-            if (after := standing.condition(*link)) != before:
-                self.change(*link, before, after)
+        for link, previous in zip(links, conditions, strict=True):
+            if (condition := standing.condition(*link)) != previous:
+                self.change(*link, previous, condition)
         if standing.hangs(rank) != was_hung:
             self.hang(rank, not was_hung)
 

@@ -142,9 +142,9 @@ class Fault:
         """
         scope = f" from rank {self.peer}" if self.peer is not None else ""
         scope = "".join(f" and {rank}" for rank in self.group) + (" one way" if self.one_way else "") + scope
-        when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
+        moment = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
         duration = "" if self.for_s is None else f" for {self.for_s:g} s"
-        return f"{self.kind} of rank {self.rank}{scope} at {when}{duration}"
+        return f"{self.kind} of rank {self.rank}{scope} at {moment}{duration}"
 
 
 @dataclass(frozen=True, slots=True)

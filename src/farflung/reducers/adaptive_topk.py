@@ -54,8 +54,7 @@ class AdaptiveTopK(Reducer):
     .. math:: \rho = 1 - \sum_i \|\mathrm{top}_k(p_i)\|^2 \Big/ \sum_i \|p_i\|^2
 
     of their squares. If its exponential average is at most ``threshold``, each replica sends its largest entries to
-    all others and keeps the remainder as residual. Otherwise the collective sums gradients plus residuals, and no
-    residual remains.
+    all others and keeps the remainder as residual. Otherwise the collective sums gradients plus residuals in full.
 
     All replicas decide equally, from numbers in the exchanges' metadata. By default these are the numbers of the
     previous step for the whole gradient, so that no exchange waits for them; the first step is dense.
@@ -164,7 +163,6 @@ class AdaptiveTopK(Reducer):
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """Runs one exchange; the rule ``released`` runs a round of votes before it."""
         rule = self._released if self.rule == "released" else self._paper
         return await rule(channel, slot, own, step)
 
@@ -182,8 +180,8 @@ class AdaptiveTopK(Reducer):
         if self.decide == "exact":
             _, sums = await Exchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
             shared = self._with_share(shared, sums.tolist())
-        side, inner = torch.cat((side_of(own), norms)), nested_state(slot.state, "codec")
-        exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
+        packed_metadata, inner = torch.cat((side_of(own), norms)), nested_state(slot.state, "codec")
+        exchange = Exchange(channel, self.collective, packed_metadata, step, own.tensor.dtype)
         if shared["compress"]:
             path = start_gathered(exchange, self._codec, method, inner, tensor)
             summed, inner = path.finish(), path.state
@@ -242,17 +240,17 @@ class AdaptiveTopK(Reducer):
         accumulated, chosen, left_out = channel.compute(
             cost("select"), partial(self._select, shared["runs"], tensor, local["residual"])
         )
-        averaged = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
-        mean = (averaged * local["left_out"] + left_out) / (averaged + 1) if averaged else left_out
+        num_steps = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
+        mean = (num_steps * local["left_out"] + left_out) / (num_steps + 1) if num_steps else left_out
 
         def leave_out() -> Tensor:
             return accumulated.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
 
         residual = channel.compute(cost("residual"), leave_out)
-        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
+        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": num_steps + 1})
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
-        _, in_favour = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
-        compress = float(in_favour) >= channel.size // 2
+        _, num_votes = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
+        compress = float(num_votes) >= channel.size // 2
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         if compress:
             summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), accumulated).finish()

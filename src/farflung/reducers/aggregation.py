@@ -75,8 +75,8 @@ class Exchange:
         # Each number, and each sum but the first, may be rounded up.
         limit = max(float(self.side[0]), 1.0) * info.max / size * (1.0 - (size - 1) * info.eps)
         narrow = self.channel.compute(cost, lambda: limited(tensor.mul(1 / size), limit).to(self.dtype))
-        total, side = await self.sum(narrow)
-        return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), side
+        total, metadata = await self.sum(narrow)
+        return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), metadata
 
     def encode(self, codec: Codec, method: str, state: CodecState, own: Tensor) -> tuple[Payload, CodecState]:
         """Encodes the whole tensor of this rank."""
@@ -95,10 +95,10 @@ class Exchange:
         if src == self.channel.rank:
             return own, self.side
         expect = (*map(TensorSpec.of, own.tensors()), TensorSpec.of(self.side))
-        encoded, side = (await self.channel.recv(src, hop, expect)).parts
+        encoded, metadata = (await self.channel.recv(src, hop, expect)).parts
         assert isinstance(encoded, Payload)
-        assert isinstance(side, Tensor)
-        return on_device(encoded, device), side
+        assert isinstance(metadata, Tensor)
+        return on_device(encoded, device), metadata
 
 
 class AggregationPath(NamedTuple):
@@ -146,19 +146,19 @@ def start_linear(
 
     async def finish() -> Sums:
         """Runs one all-reduce for each dtype in the payload, of which there is rarely more than one."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        parts_by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for part in encoded.tensors():
-            by_dtype.setdefault(part.dtype, []).append(part)
+            parts_by_dtype.setdefault(part.dtype, []).append(part)
         totals: dict[torch.dtype, Iterator[Tensor]] = {}
-        side = exchange.side
-        for dtype, parts in by_dtype.items():
+        metadata = exchange.side
+        for dtype, parts in parts_by_dtype.items():
             flat = [part.reshape(-1) for part in parts]
-            total, side = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
+            total, metadata = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
             totals[dtype] = iter(total.split([len(part) for part in flat]))
         payload = rebuilt(encoded, lambda part: next(totals[part.dtype]).view(part.shape))
         channel, cost = exchange.channel, CodingCost("decode", method, spec.numel)
         decode = partial(codec.decode, state, payload, spec, step=exchange.step, count=channel.size)
-        return channel.compute(cost, decode), side
+        return channel.compute(cost, decode), metadata
 
     return AggregationPath(state, finish, partial(codec.observe, step=exchange.step))
 
@@ -185,15 +185,15 @@ def start_gathered(
         if isinstance(codec, Transformed):
             add = partial(codec.add_sent, state)
         tensor.zero_()
-        side = torch.zeros_like(exchange.side)
+        metadata = torch.zeros_like(exchange.side)
         for rank in range(channel.size):
             payload, peer_metadata = await exchange.recv(rank, hop, local_payload, tensor.device)
             channel.compute(cost, partial(add, payload, tensor))
-            side += peer_metadata
+            metadata += peer_metadata
         if not isinstance(codec, Transformed):
-            return tensor, side
+            return tensor, metadata
         cost = CodingCost("decode", method, tensor.numel())
-        return channel.compute(cost, partial(codec.restore, state, tensor)), side
+        return channel.compute(cost, partial(codec.restore, state, tensor)), metadata
 
     return AggregationPath(state, finish, partial(codec.observe, step=exchange.step), is_posted=True)
 
@@ -216,8 +216,11 @@ def start_hops(
     coding = Coding(inner, seeds, exchange.step, unsent, method)
 
     def learn(state: CodecState, average: Tensor) -> CodecState:
-        """Adds the encoding errors to the residual if there is error feedback."""
-        return state if unsent is None else with_residual(state, state.local["residual"].to(unsent.device) + unsent)
+        return (
+            state
+            if unsent is None
+            else with_residual(state, state.local["residual"].to(unsent.device) + unsent)
+        )
 
     return AggregationPath(state, partial(exchange.sum, tensor, coding), learn)
 
@@ -237,11 +240,11 @@ def start_two_phases(
     channel, inner = exchange.channel, without_feedback(codec)
     rank, size, has_feedback = channel.rank, channel.size, inner is not codec
     coding = Charged(channel, Coding(inner, seeds, exchange.step, method=method))
-    segments, corrected = cut(tensor.numel(), size), tensor
+    segments, inputs = cut(tensor.numel(), size), tensor
     if has_feedback:
-        corrected = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
-    payloads = [unshared(coding.encode(segment.of(corrected), segment, 1), corrected) for segment in segments]
-    hop, left_of_sum = exchange.send(payloads, 2), tensor[:0]
+        inputs = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
+    payloads = [unshared(coding.encode(segment.of(inputs), segment, 1), inputs) for segment in segments]
+    hop, sum_error = exchange.send(payloads, 2), tensor[:0]
 
     def decode(payload: Payload, segment: Segment, count: int) -> Tensor:
         return coding.decode(payload, TensorSpec((segment.length,), tensor.dtype), segment, count)
@@ -249,19 +252,18 @@ def start_two_phases(
     if has_feedback:
         decoded = [decode(payload, segment, 1) for payload, segment in zip(payloads, segments, strict=True)]
         cost = CodingCost("subtract", "", tensor.numel())
-        residual = channel.compute(cost, lambda: corrected.sub_(torch.cat(decoded)).nan_to_num_(0.0, 0.0, 0.0))
+        residual = channel.compute(cost, lambda: inputs.sub_(torch.cat(decoded)).nan_to_num_(0.0, 0.0, 0.0))
         state = with_residual(state, residual)
 
     async def finish() -> Sums:
-        """Returns the sums; this rank computes its own shard."""
-        nonlocal left_of_sum
-        own_segment, parts, sides = segments[rank], [], []
+        nonlocal sum_error
+        shard, parts, metadata_by_rank = segments[rank], [], []
         for peer in range(size):
-            payload, side = await exchange.recv(peer, hop, payloads[rank], tensor.device)
-            parts.append(decode(payload, own_segment, 1))
-            sides.append(side)
+            payload, metadata = await exchange.recv(peer, hop, payloads[rank], tensor.device)
+            parts.append(decode(payload, shard, 1))
+            metadata_by_rank.append(metadata)
         total = summed(channel, parts)
-        packed = unshared(coding.encode(total, own_segment, size), total)
+        packed = unshared(coding.encode(total, shard, size), total)
         for peer in others(channel):
             channel.send(packed, peer, hop + 1)
         for owner, segment in enumerate(segments):
@@ -270,16 +272,15 @@ def start_two_phases(
                 payload = on_device(await channel.recv(owner, hop + 1), tensor.device)
             copied(channel, decode(payload, segment, size), segment.of(tensor))
         if has_feedback:
-            cost = CodingCost("subtract", "", own_segment.length)
-            left_of_sum = channel.compute(cost, lambda: total.sub_(own_segment.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
-        return tensor, sum_in_order(sides)
+            cost = CodingCost("subtract", "", shard.length)
+            sum_error = channel.compute(cost, lambda: total.sub_(shard.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
+        return tensor, sum_in_order(metadata_by_rank)
 
     def learn(state: CodecState, average: Tensor) -> CodecState:
-        """Adds the error of the second encoding to the owner's residual."""
         if not has_feedback:
             return state
         residual = state.local["residual"].clone()
-        segments[rank].of(residual).add_(left_of_sum)
+        segments[rank].of(residual).add_(sum_error)
         return with_residual(state, residual)
 
     return AggregationPath(state, finish, learn, is_posted=True)

@@ -128,12 +128,12 @@ class CodecReducer(Reducer):
         state, seeds = self._opened(slot.state)
         path = self._start(exchange, self.codec, state, numerator(channel, own), seeds)
         slot.state = self._closed(slot.state, path.state)
-        total, side = await path.finish()
-        mean = mean_of(channel, total, side)
-        result = Reduced(rounded(channel, mean, own.tensor.dtype), float(side[0]), side[1:])
+        total, metadata = await path.finish()
+        mean = mean_of(channel, total, metadata)
+        result = Reduced(rounded(channel, mean, own.tensor.dtype), float(metadata[0]), metadata[1:])
         if self.codec.stateless and not self._cuts:
             return result
-        average_factor = divisor(side) / channel.size
+        average_factor = divisor(metadata) / channel.size
 
         def learn(state: CodecState) -> CodecState:
             average = mean if average_factor == 1.0 else mean * average_factor
@@ -162,7 +162,6 @@ class CodecReducer(Reducer):
     def _start_routes(
         self, exchange: Exchange, codec: Routed, state: CodecState, tensor: Tensor, seeds: Seeds
     ) -> AggregationPath:
-        """Starts the exchanges of a bucket's parts."""
         paths: list[tuple[Route, AggregationPath]] = []
         for route in codec.routes(state):
             route_seeds = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
@@ -171,15 +170,14 @@ class CodecReducer(Reducer):
 
         async def finish() -> Sums:
             """Waits for all parts; those already sent come last."""
-            sides = []
+            metadata_by_route = []
             for route, path in sorted(paths, key=lambda pair: pair[1].is_posted):
-                total, side = await path.finish()
+                total, metadata = await path.finish()
                 join(tensor, route.runs, total)
-                sides.append(side)
-            return tensor, sides[0]
+                metadata_by_route.append(metadata)
+            return tensor, metadata_by_route[0]
 
         def learn(state: CodecState, average: Tensor) -> CodecState:
-            """Updates each codec's state from its own part."""
             states = {
                 route.name: path.learn(route.state, take(average, route.runs))
                 for route, (_, path) in zip(codec.routes(state), paths, strict=True)
@@ -197,10 +195,10 @@ class CodecReducer(Reducer):
         return self.phases
 
     def _check(self, codec: Codec, state: CodecState) -> None:
-        by_backend = collective_named(self.collective).by_backend
+        is_by_backend = collective_named(self.collective).by_backend
         if isinstance(codec, Routed):
             routes = codec.routes(state)
-            if by_backend and len(routes) > 1:
+            if is_by_backend and len(routes) > 1:
                 raise Unsupported(
                     f"collective {self.collective!r} matches sums by their order, which the parts of codec {codec!r} "
                     "do not have: use ring or direct"
@@ -211,7 +209,7 @@ class CodecReducer(Reducer):
         path = self._way(codec, state)
         if path == "linear":
             return
-        if by_backend:
+        if is_by_backend:
             raise Unsupported(
                 f"collective {self.collective!r} cannot carry a codec such as {codec!r}: use ring or direct"
             )
@@ -239,7 +237,7 @@ def _summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
         for name, (part, _) in codec.split_spec(spec).items():
             yield from _summed_nbytes(codec.codecs[name], part)
     else:
-        by_dtype: Counter[torch.dtype] = Counter()
+        nbytes_by_dtype: Counter[torch.dtype] = Counter()
         for summed in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
-            by_dtype[summed.dtype] += summed.nbytes
-        yield from by_dtype.values()
+            nbytes_by_dtype[summed.dtype] += summed.nbytes
+        yield from nbytes_by_dtype.values()

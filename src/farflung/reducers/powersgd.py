@@ -63,8 +63,7 @@ class PowerSGD(Reducer):
 
     Matrices of equal shape are batched. A column of P that is only rounding error is dropped. If Q has a zero or
     non-finite column, a random one replaces it; in the authors' code such a column stays zero. Non-finite residuals
-    are cleared. Each rank orthonormalizes by itself, with equal bits on the same build of torch and the same kind of
-    processor.
+    are cleared. Each rank orthonormalizes by itself, with equal bits on the same torch build and kind of processor.
 
     Args:
       rank: r, number of columns of P and Q; None for the root of half a matrix's smaller side, at least 2.
@@ -142,7 +141,6 @@ class PowerSGD(Reducer):
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """Sums P with the dense parts, then Q."""
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         tensor = numerator(channel, own)
         if step < (self.dense_steps or 0):
@@ -162,8 +160,8 @@ class PowerSGD(Reducer):
 
         matrices, tensors = channel.compute(cost("encode"), project)
         slot.state = CodecState(state.shared, {"residual": {}})
-        first, side = await exchange.sum(_flat(tensors, tensor))
-        weight_sum = divisor(side)
+        first, metadata = await exchange.sum(_flat(tensors, tensor))
+        weight_sum = divisor(metadata)
 
         def orthonormalize() -> tuple[list[Tensor], list[Tensor]]:
             """Writes the means of the dense parts; returns P and this rank's Q of each shape."""
@@ -178,16 +176,19 @@ class PowerSGD(Reducer):
 
         def restore() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             """Writes the means of the matrices; returns the mean Q and the residual of each shape."""
-            means = {shape: total / weight_sum for shape, total in zip(matrices, _split_like(q, second), strict=True)}
-            left_out = {}
+            means = {
+                shape: total / weight_sum
+                for shape, total in zip(matrices, _split_like(q, second), strict=True)
+            }
+            residuals = {}
             for (shape, right_factor), left_factor in zip(means.items(), p, strict=True):
                 mean = left_factor @ right_factor.mT
                 for row, start in zip(mean, groups[shape], strict=True):
                     tensor[start : start + row.numel()] = row.view(-1)
-                left_out[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
-            return means, left_out
+                residuals[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
+            return means, residuals
 
-        new_q, left_out = channel.compute(cost("decode"), restore)
+        new_q, residuals = channel.compute(cost("decode"), restore)
         shared_delta: State = {"q": new_q} if self.warm_start else {}
 
         def learn(state: CodecState) -> CodecState:
@@ -195,15 +196,15 @@ class PowerSGD(Reducer):
             if self.error_feedback:
                 residual = {
                     shape: residual[shape] + error if shape in residual else error
-                    for shape, error in left_out.items()
+                    for shape, error in residuals.items()
                 }
             return CodecState({**state.shared, **shared_delta}, {"residual": residual})
 
         mean = rounded(channel, tensor, own.tensor.dtype)
         return Reduced(
             mean,
-            float(side[0]),
-            side[1:],
+            float(metadata[0]),
+            metadata[1:],
             lambda current: channel.compute(cost("learn"), partial(learn, current)),
             taught=shared_delta,
         )
@@ -240,7 +241,9 @@ class PowerSGD(Reducer):
         matrices = {}
         for shape, starts in sorted(state.shared["layout"]["groups"].items()):
             rows, columns, _ = self._sides(shape)
-            stacked = torch.stack([tensor[start : start + rows * columns].view(rows, columns) for start in starts])
+            stacked = torch.stack(
+                [tensor[start : start + rows * columns].view(rows, columns) for start in starts]
+            )
             matrices[shape] = stacked.to(working_dtype(tensor.dtype))
             if shape in residual:
                 matrices[shape] += residual[shape].to(tensor.device)

@@ -123,13 +123,13 @@ class SharedScaleQSGD(Reducer):
             noise = generator_on(tensor.device, seed, step)
             return pack_fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
 
-        words, side = await exchange.sum(channel.compute(cost("encode"), encode))
+        words, metadata = await exchange.sum(channel.compute(cost("encode"), encode))
 
         def decode() -> Tensor:
             sums = unpack_fields(words, width, tensor.numel())
             return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
-        return reduced(channel, channel.compute(cost("decode"), decode), side, own.tensor.dtype)
+        return reduced(channel, channel.compute(cost("decode"), decode), metadata, own.tensor.dtype)
 
     def _width(self, size: int) -> int:
         """Returns the bits of a field that holds the sum of ``size`` replicas' levels."""

@@ -22,7 +22,7 @@ SHARES = "shares"
 
 
 class Balanced(Uniform):
-    r"""Sampler of the shuffled passes of :class:`Uniform` that gives a fast replica more samples than a slow one.
+    r"""Sampler in shuffled passes like :class:`UniformSampler` that gives fast replicas more samples than slow ones.
 
     The :math:`RB` samples of a step are shared among its R replicas in proportion to the samples per second that each
     has computed since the last decision, so that all end their computation at about the same time (our choice;
@@ -68,7 +68,7 @@ class Balanced(Uniform):
             return super().next(view)
         ranges = self._take(sum(self.counts))
         rank_ranges = part_of(ranges, sum(self.counts[: view.rank]), self.counts[view.rank])
-        return Draw(torch.cat([self._at(positions.start, len(positions), view.pool) for positions in rank_ranges]))
+        return Draw(torch.cat([self._at(span.start, len(span), view.pool) for span in rank_ranges]))
 
     def record_compute(self, samples: int, seconds: float) -> None:
         """Records the computing time of a step's samples."""
@@ -96,7 +96,8 @@ class Balanced(Uniform):
             return current  # a replica has no measurement yet
         new = balanced_counts(speeds, batch_size * self._size)
         current_s, new_s = (
-            max(count / speed for count, speed in zip(counts, speeds, strict=True)) for counts in (current, new)
+            max(count / speed for count, speed in zip(counts, speeds, strict=True))
+            for counts in (current, new)
         )
         return new if new_s <= (1 - self._least_gain) * current_s else current
 
@@ -165,8 +166,8 @@ def balanced_counts(speeds: Sequence[float], total: int) -> list[int]:
     """
     exact = [max(1.0, total * speed / sum(speeds)) for speed in speeds]
     counts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
-    for rank in by_remainder[: max(0, total - sum(counts))]:
+    ranks_by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in ranks_by_remainder[: max(0, total - sum(counts))]:
         counts[rank] += 1
     while sum(counts) > total:  # if slow ranks were raised to 1
         counts[counts.index(max(counts))] -= 1

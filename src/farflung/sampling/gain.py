@@ -225,8 +225,8 @@ class Gain:
             if is_two_stage and self._scale and self._variance_scale() > MISS * self._scale:
                 self._pause = PAUSE
         uniform, pool = self._sums["uniform"], self._sums["pool"]
-        is_pool_limited = self._sums["second"] * uniform < (2 if is_two_stage else 1) * pool * (uniform - pool)
-        return "two" if is_pool_limited and not self._pause and not self.streams else "pool"
+        is_limited = self._sums["second"] * uniform < (2 if is_two_stage else 1) * pool * (uniform - pool)
+        return "two" if is_limited and not self._pause and not self.streams else "pool"
 
 
 def _reason_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str:

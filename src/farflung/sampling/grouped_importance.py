@@ -192,8 +192,8 @@ class GroupedImportance(ScoringSampler):
         self._part, self._fresh = 1.0, list[tuple[Tensor, Tensor]]()
         self._renewal = Renewal()
         self._shares: Tensor
-        none = torch.empty(0, dtype=torch.int64)
-        self._put(none, *self._blank(none, 0))
+        empty_ids = torch.empty(0, dtype=torch.int64)
+        self._put(empty_ids, *self._blank(empty_ids, 0))
         self._life = math.inf
 
     # --- drawing ----------------------------------------------------------------------------------------------------
@@ -206,9 +206,9 @@ class GroupedImportance(ScoringSampler):
           ConfigError: There are more groups than samples, or an option needs all samples and there is a stream.
         """
         self._hold(view)
-        if not isinstance(view.pool, int) and (conflict := self._needs_all):
+        if not isinstance(view.pool, int) and (reason := self._needs_all):
             raise ConfigError(
-                f"{NAME}: {conflict} takes samples from all of a replica's, and a stream holds those that have arrived: "
+                f"{NAME}: {reason} takes samples from all of a replica's, and a stream holds those that have arrived: "
                 "give rule='pool' and statistics='batch'"
             )
         newest = self._stamps.max()
@@ -299,9 +299,11 @@ class GroupedImportance(ScoringSampler):
                 size = min(view.batch_size, size) if self.gain.scores_at(view.step) else 0
         elif self._rule is not None:
             self._by = "pool" if size else "uniform"
-        statistics_size = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
+        num_uniform = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
         return Due(
-            self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, statistics_size)
+            self._next_group(view, count, size),
+            self._beside(view, gradients),
+            self._beside(view, num_uniform),
         )
 
     def _beside(self, view: PoolView, size: int) -> Sequence[SampleIds]:
@@ -355,8 +357,8 @@ class GroupedImportance(ScoringSampler):
         if self.gain is not None:
             self._fresh.append((scores, self._first[rows]))
         was_scored = self._made[rows] >= 0
-        before, ages = self._scores[rows][was_scored], step - self._made[rows][was_scored]
-        self._renewal.add(before, scores[was_scored], ages, step)
+        old_scores, ages = self._scores[rows][was_scored], step - self._made[rows][was_scored]
+        self._renewal.add(old_scores, scores[was_scored], ages, step)
         self._scores[rows] = scores
         self._stamps[rows] = self._made[rows] = step
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
@@ -444,8 +446,8 @@ class GroupedImportance(ScoringSampler):
         ids = torch.arange(view.pool) if isinstance(view.pool, int) else view.pool
         if torch.equal(ids, self._ids):
             return
-        leading = torch.isin(self._ids, ids).cumsum(0) == 0
-        lost = self._since[leading & (self._shares != DRAWN)]
+        is_leading = torch.isin(self._ids, ids).cumsum(0) == 0
+        lost = self._since[is_leading & (self._shares != DRAWN)]
         if len(lost):
             self._life = float(view.step - lost.min())
         rows, is_held = self._find(ids)

@@ -50,8 +50,7 @@ def importance_weights(importances: Tensor) -> Tensor:
 def second_moments(
     norms: Tensor, importances: Tensor, weights: Tensor | None = None
 ) -> tuple[float, float, float]:
-    r"""Computes the second moments of the weighted gradient of a sample drawn from candidates, of a candidate, and
-    of a uniformly drawn sample.
+    r"""Computes second moments of gradients: of a sample drawn from candidates, a candidate, and a uniform sample.
 
     .. math::
         E_q \lVert w_j g_j \rVert^2 = \bar{I} \cdot \frac{1}{n} \sum_j v_j^2 s_j^2 / I_j, \qquad
@@ -203,8 +202,8 @@ class Renewal:
         """Adds a chunk of samples that had a score and are scored again.
 
         Args:
-          before: Old scores.
-          after: New scores.
+          old_scores: Scores before the renewal.
+          new_scores: Scores after it.
           ages: Ages of the old scores in steps, int64.
           step: Current step; a new step clears the samples of the previous one.
         """
@@ -219,11 +218,11 @@ class Renewal:
           ``rank_within_5`` and ``rank_within_10``, the share of samples whose rank changed by less than that per cent
           of their number, and ``score_age``, the mean age of their old scores in steps.
         """
-        before, after, ages = self._columns
+        old_scores, new_scores, ages = self._columns
         if step != self._step or len(ages) < FEWEST:
             return dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
         # In whole numbers: comparing 100 changes with 5 n avoids rounding.
-        changes, count = 100 * rank_changes(before, after), len(ages)
+        changes, count = 100 * rank_changes(old_scores, new_scores), len(ages)
         return {
             "rank_within_5": int((changes < 5 * count).sum()) / count,
             "rank_within_10": int((changes < 10 * count).sum()) / count,

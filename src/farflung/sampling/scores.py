@@ -67,10 +67,10 @@ def check_scores(name: str, scores: Tensor, step: int) -> None:
             f"{name}: {num_nonfinite} of {len(scores)} scores at step {step} are not finite: "
             "lower the learning rate or look at the data there"
         )
-    num_negative = int((scores < 0).sum())
-    if num_negative:
+    num_below = int((scores < 0).sum())
+    if num_below:
         raise ConfigError(
-            f"{name}: {num_negative} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
+            f"{name}: {num_below} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
             "them: choose scored_by='gradient_bound', or a loss that is never negative"
         )
 

@@ -153,5 +153,5 @@ def still(model: nn.Module) -> Iterator[None]:
 def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) -> Tensor:
     """Computes one score for each sample of a workload's batch; see :func:`farflung.sampling.scores.compute_scores`."""
     return scores_by(
-        f"workload {workload.name}", lambda tapped: workload.loss(tapped, batch), model, len(batch), by
+        f"workload {workload.name}", lambda wrapped: workload.loss(wrapped, batch), model, len(batch), by
     )

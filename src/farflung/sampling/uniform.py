@@ -66,7 +66,9 @@ class Uniform(Sampler):
 
     @override
     def state_dict(self) -> State:
-        returned = {"returned": [[positions.start, positions.stop] for positions in self._returned]} if self._returned else {}
+        returned = (
+            {"returned": [[span.start, span.stop] for span in self._returned]} if self._returned else {}
+        )
         return {"cursor": self._cursor, **returned}
 
     @override

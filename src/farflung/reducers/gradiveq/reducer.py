@@ -204,7 +204,6 @@ class GradiVeQ(Reducer):
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """Runs one exchange in the phase of the window."""
         state, local = slot.state.shared, slot.state.local
         if step < self.warm_up or not state["layout"]["layers"]:
             exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
@@ -214,8 +213,8 @@ class GradiVeQ(Reducer):
         numbers = [local["vote"]] if phase == "compress" else []
         if phase == "confirm":
             numbers = channel.compute(cost("hash"), partial(window.fingerprint, window.list_bases(state)))
-        side = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
-        exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
+        packed = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
+        exchange = Exchange(channel, self.collective, packed, step, own.tensor.dtype)
         tensor, residual = numerator(channel, own), local["residual"].get("all")
         slot.state = CodecState(state, {**local, **_NOTHING_LEFT})
         unsent = torch.zeros_like(tensor) if self._spread else None
@@ -231,25 +230,25 @@ class GradiVeQ(Reducer):
             )
             mean = tensor
             if self.collective == "ring":
-                side = await ring(exchange, coder, method, tensor.device)
+                packed = await ring(exchange, coder, method, tensor.device)
             else:
                 (segment,) = coder.cut(1)
                 encoded = channel.compute(cost("encode"), partial(coder.encode, segment))
-                total, side = await exchange.sum(encoded)
-                channel.compute(cost("decode"), partial(coder.decode, total, segment, float(side[0])))
+                total, packed = await exchange.sum(encoded)
+                channel.compute(cost("decode"), partial(coder.decode, total, segment, float(packed[0])))
             if not self._spread or state["count"] % self._every == 1:
                 loss = coder.loss
         else:
             if self.sample_bits is None:
-                total, side = await exchange.sum_dense(tensor)
+                total, packed = await exchange.sum_dense(tensor)
             else:
                 codec, seeds = QSGD(bits=self.sample_bits), Seeds(state["seed"], local["seed"])
                 coding = Coding(codec, seeds, step, unsent, method_of(codec))
-                total, side = await exchange.sum(tensor, coding)
-            mean = mean_of(channel, total, side)
+                total, packed = await exchange.sum(tensor, coding)
+            mean = mean_of(channel, total, packed)
             if phase == "share":
                 received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
-        weight, metadata, sums = side.split([1, len(own.metadata), len(numbers)])
+        weight, metadata, sums = packed.split([1, len(own.metadata), len(numbers)])
 
         def learn(current: CodecState) -> CodecState:
             """Updates the window if its phase is unchanged, and adds the residual."""
@@ -297,7 +296,7 @@ class GradiVeQ(Reducer):
 
 
 def _with_residual(now: CodecState, left: Tensor | None) -> CodecState:
-    """Returns a state with ``residual`` added to its own, or ``state`` if it is None."""
+    """Adds ``unsent`` to the residual of a state, unless it is None."""
     if left is None:
         return now
     previous = now.local["residual"].get("all")

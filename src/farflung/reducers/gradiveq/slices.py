@@ -63,21 +63,21 @@ class Layer(NamedTuple):
 
     def rows(self, tensor: Tensor, first: int, last: int) -> Tensor:
         """Reads slices ``first`` to ``last`` (excluded) of the flat tensor, shape ``(last - first, K)``."""
-        place, among = self._place(tensor, first, last)
-        flat = place.reshape(-1)[among]
-        missing = (last - first) * self.slice_numel - len(flat)
-        flat = torch.cat((flat, flat.new_zeros(missing))) if missing else aligned(flat)
+        view, span = self._place(tensor, first, last)
+        flat = view.reshape(-1)[span]
+        padding = (last - first) * self.slice_numel - len(flat)
+        flat = torch.cat((flat, flat.new_zeros(padding))) if padding else aligned(flat)
         return flat.view(last - first, self.slice_numel)
 
     def put(self, tensor: Tensor, first: int, rows: Tensor) -> None:
         """Writes slices from ``first`` on, shape ``(n, K)``, to their places in the flat tensor."""
-        place, among = self._place(tensor, first, first + len(rows))
-        flat = rows.reshape(-1)[: among.stop - among.start]
-        if len(flat) < place.numel():  # positions shared with other slices
-            padded = place.reshape(-1)
-            padded[among] = flat
+        view, span = self._place(tensor, first, first + len(rows))
+        flat = rows.reshape(-1)[: span.stop - span.start]
+        if len(flat) < view.numel():  # positions shared with other slices
+            padded = view.reshape(-1)
+            padded[span] = flat
             flat = padded
-        for target, source in zip(place.split(_AT_ONCE), flat.view(place.shape).split(_AT_ONCE), strict=True):
+        for target, source in zip(view.split(_AT_ONCE), flat.view(view.shape).split(_AT_ONCE), strict=True):
             target.copy_(source)
 
     def _place(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
@@ -205,8 +205,8 @@ class Coder:
             if target_numel >= coded:
                 ends.append((len(self._sizes), target_numel - coded))
             else:
-                nearest = np.abs(np.array(self._borders) - target_numel).argmin()  # the first one of two
-                ends.append((int(nearest), 0))
+                border = np.abs(np.array(self._borders) - target_numel).argmin()  # the first one of two
+                ends.append((int(border), 0))
         return [Stretch(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
 
     def sent_numel(self, where: Stretch) -> int:
@@ -309,7 +309,7 @@ async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.devi
 
     References: Yu et al. 2018, Algorithm 1; borders on slice borders, at about equal bytes, are our choice.
     """
-    channel, side = exchange.channel, exchange.side
+    channel, metadata = exchange.channel, exchange.side
     rank, size = channel.rank, channel.size
     next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
     hop = channel.hops(2 * (size - 1))
@@ -321,23 +321,23 @@ async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.devi
 
     def decode(summed: Tensor, segment: Stretch) -> None:
         cost = CodingCost("decode", method, coder.numel(segment))
-        channel.compute(cost, partial(coder.decode, summed, segment, float(sides[0])))
+        channel.compute(cost, partial(coder.decode, summed, segment, float(total_metadata[0])))
 
     async def receive(segment: Stretch, segment_hop: int, *extras: Tensor) -> list[Tensor]:
         expect = (TensorSpec((coder.sent_numel(segment),), coder.dtype), *map(TensorSpec.of, extras))
         coded, *extra = (await channel.recv(previous_rank, segment_hop, expect)).tensors()
         return [*on_device(Payload((coded,)), device).tensors(), *extra]
 
-    metadata_by_rank = {rank: side}
+    metadata_by_rank = {rank: metadata}
     summed = encode(segments[rank])
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
         channel.send(Payload((summed, metadata_by_rank[sending])), next_rank, hop + k)
         local = encode(segments[receiving])
-        incoming, metadata_by_rank[receiving] = await receive(segments[receiving], hop + k, side)
+        incoming, metadata_by_rank[receiving] = await receive(segments[receiving], hop + k, metadata)
         summed = channel.compute(CodingCost("add", "", local.numel()), partial(torch.add, incoming, local))
 
-    sides = sum_in_order([metadata_by_rank[sender] for sender in range(size)])
+    total_metadata = sum_in_order([metadata_by_rank[sender] for sender in range(size)])
     hop += size - 1
     for k in range(size - 1):
         complete = (rank + 1 - k) % size
@@ -345,4 +345,4 @@ async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.devi
         decode(summed, segments[complete])
         (summed,) = await receive(segments[(rank - k) % size], hop + k)
     decode(summed, segments[(rank + 2) % size])
-    return sides
+    return total_metadata

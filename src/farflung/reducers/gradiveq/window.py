@@ -134,7 +134,7 @@ def adopt_bases(state: State, received: list[Tensor]) -> State:
 
 
 def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -> State:
-    """Counts an exchange; starts a new window after ``steps``, or if ``in_favour`` is a majority of ``size``."""
+    """Counts an exchange; starts a new window after ``steps``, or if ``num_votes`` is a majority of ``size``."""
     count = state["count"] + 1
     if count >= steps or 2 * in_favour > size:
         return _sampling(state)
@@ -172,7 +172,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
         hasher.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
     digest = hasher.digest()
     digits = [
-        float(int.from_bytes(digest[start : start + _DIGIT_BYTES])) for start in range(0, len(digest), _DIGIT_BYTES)
+        float(int.from_bytes(digest[start : start + _DIGIT_BYTES]))
+        for start in range(0, len(digest), _DIGIT_BYTES)
     ]
     return [*digits, *(digit * digit for digit in digits)]
 
@@ -200,14 +201,13 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
       ProtocolError: Rank 0's bases do not fit this rank's.
     """
 
-    async def broadcast(hop: int, like: Tensor) -> Tensor:
-        """Broadcasts a tensor of rank 0."""
+    async def broadcast(hop: int, tensor: Tensor) -> Tensor:
         if channel.rank:
-            (incoming,) = (await channel.recv(0, hop, (TensorSpec.of(like),))).tensors()
-            return moved(incoming, like.device)
+            (incoming,) = (await channel.recv(0, hop, (TensorSpec.of(tensor),))).tensors()
+            return moved(incoming, tensor.device)
         for peer in others(channel):
-            channel.send(Payload((like,)), peer, hop)
-        return like
+            channel.send(Payload((tensor,)), peer, hop)
+        return tensor
 
     bases, means = own[: len(own) // 2], own[len(own) // 2 :]
     columns = (await broadcast(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
@@ -219,8 +219,10 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
         mean.shape for mean in means
     ]
     sizes = [math.prod(shape) for shape in shapes]
-    flat = means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([tensor.reshape(-1) for tensor in own])
+    flat = (
+        means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([tensor.reshape(-1) for tensor in own])
+    )
     pieces = cut(len(flat), math.ceil(len(flat) / piece_numel))
     hop = channel.hops(len(pieces))
-    received_numbers = torch.cat([await broadcast(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
-    return [part.view(shape).clone() for part, shape in zip(received_numbers.split(sizes), shapes, strict=True)]
+    numbers = torch.cat([await broadcast(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
+    return [part.view(shape).clone() for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
