@@ -64,7 +64,7 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
 
     def reduce(rows: Tensor, count: int) -> Tensor:
         """Returns the norm of each row; for a mean over ``count``, the row's share of it."""
-        # The sum of large numbers may be infinite where their mean is not.
+        # The sum of large numbers may be infinite although their mean is finite.
         return _REDUCE[norm](rows.div_(count) if norm == "mean" else rows, -1)
 
     for start, stop in blocks(tensor, bucket_size):

@@ -88,7 +88,7 @@ def _guess(tensor: Tensor, k: int) -> Tensor:
 
 
 def _reaching(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Finds magnitudes that reach a threshold, ascending, on a CPU; expects about k."""
+    """Finds the indices of entries that reach a threshold, ascending, on a CPU; expects about k."""
     if 2 * ROW * k > tensor.numel():  # most rows have a candidate
         return _not_below(tensor.abs(), threshold)
     whole_numel = tensor.numel() // ROW * ROW
@@ -105,5 +105,5 @@ def _reaching(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 def _not_below(magnitudes: Tensor, threshold: Tensor) -> Tensor:
-    """Finds magnitudes that reach a threshold or are NaN."""
+    """Finds the indices of magnitudes that reach a threshold or are NaN."""
     return (magnitudes < threshold).logical_not_().nonzero().view(-1)

@@ -52,7 +52,7 @@ class Truncate16(BaseCodec):
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         (high,) = payload.tensors()
-        wire_dtype = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # which is just these bits
+        wire_dtype = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # has exactly these bits
         return high.view(wire_dtype).to(spec.dtype).view(spec.shape)
 
 

@@ -6,38 +6,38 @@
     forward_s = 0.004              # per sample; or flops_per_s, together with the model's forward_flops
     backward_s = 0.009             # optional: twice forward_s
     optimizer_s = 0.001            # optional
-    step_s = 0.002                 # optional: of each step besides, loading samples for example
+    step_s = 0.002                 # optional: other seconds of each step, such as loading samples
     slowdown = 1.5                 # optional
     memory_nbytes = 4_000_000_000  # optional
-    cores = 2                      # optional: processors that a replica has for itself; below 2 it computes nothing
+    cores = 2                      # optional: processors that a replica has for itself; below 2 it does not compute
                                    # while it codes
-    message_s = 0.0001             # optional: of each message, for its sender and for its receiver
-    copy_s_per_byte = 4e-10        # optional: the same, of each of its bytes
-    encrypt_s_per_byte = 3e-9      # optional: besides, where messages are encrypted
+    message_s = 0.0001             # optional: per message, for its sender and for its receiver
+    copy_s_per_byte = 4e-10        # optional: per byte of a message, for both
+    encrypt_s_per_byte = 3e-9      # optional: additional time per byte if messages are encrypted
 
-    [[layer]]                      # in forward order, in the place of forward_s and backward_s
+    [[layer]]                      # in forward order, in place of forward_s and backward_s
     numel = 16640
     forward_s = 0.001
     backward_s = 0.002
 
-    [[coding]]                     # what a codec or reducer takes; without any, and without the three above, nothing
-    operation = "encode"           # as farflung calibrate writes it
-    method = "topk(density=0.1)"   # as recipes write it; left out for plain sums
-    numel = [1024, 65536]          # elements of the dense tensor: rising
-    seconds = [0.00002, 0.0009]    # for each; in between they are interpolated, beyond they grow with the size
+    [[coding]]                     # times of a codec or reducer; zero without any of these and of the three above
+    operation = "encode"           # in the notation of farflung calibrate
+    method = "topk(density=0.1)"   # in recipe syntax; absent for plain sums
+    numel = [1024, 65536]          # elements of the dense tensor, ascending
+    seconds = [0.00002, 0.0009]    # for each size; interpolated between sizes, proportional above the last
 
-    [[occasional]]                 # a step takes longer, with some probability
+    [[occasional]]                 # each step is slow with some probability
     probability = 0.05
     factor = 4
 
-    [[varying]]                    # each step takes its own time
+    [[varying]]                    # each step has a random factor
     spread = 0.1
 
-    [[scheduled]]                  # slow for a while
+    [[scheduled]]                  # slow in an interval
     begin_s = 60
     end_s = 120
     factor = 3
-    ranks = [2]                    # optional: all ranks
+    ranks = [2]                    # optional: all ranks otherwise
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Standing:
         self._held: dict[Struck, list[Fault]] = {}
 
     def begin(self, fault: Fault) -> None:
-        """Adds a fault of :data:`farflung.faults.TEMPORARY_KINDS`; a ``restore`` removes all of its targets."""
+        """Adds a fault of :data:`farflung.faults.TEMPORARY_KINDS`; a ``restore`` clears its targets."""
         for target in self._concerned(fault):
             active = self._held.setdefault(target, [])
             if fault.kind == "restore":

@@ -112,7 +112,7 @@ class SharedScaleQSGD(Reducer):
         hop, scales = channel.hops(1), norms
         for peer in others(channel):
             channel.send(Payload((norms,)), peer, hop)
-        for peer in others(channel):  # NaN where any has one
+        for peer in others(channel):  # NaN if any replica has one
             received = await channel.recv(peer, hop, (TensorSpec.of(norms),))
             (peer_norms,) = on_device(received, norms.device).tensors()
             scales = channel.compute(

@@ -13,7 +13,7 @@ __all__ = ["Bacc"]
 
 
 class Bacc:
-    r"""Sizes groups so that scoring a group takes as long as the exchanges it overlaps.
+    r"""Policy that sizes groups so that scoring a group takes as long as the exchanges it overlaps.
 
     At step 1 and then every ``every`` steps the number of chunks in a step becomes
 

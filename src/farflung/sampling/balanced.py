@@ -127,7 +127,7 @@ class Balanced(Uniform):
 
 
 class _BalancedBatches(Extension):
-    """Shares the samples of a step by the speeds of the ranks.
+    """Extension that shares the samples of a step by the speeds of the ranks.
 
     Args:
       runtime: Runtime of the replica.

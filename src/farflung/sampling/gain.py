@@ -242,7 +242,7 @@ def _reason_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str
 
 
 class MeasuredGain(Extension):
-    """Measures for a sampler how gradients differ between ranks, and records its choices as decisions of the run.
+    """Extension that measures how gradients differ between ranks, and records the rules chosen as decisions.
 
     Args:
       gain: Gain of the sampler.

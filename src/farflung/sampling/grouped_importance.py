@@ -115,7 +115,7 @@ class GroupedImportance(ScoringSampler):
       scored_by: Kind of score, see :data:`farflung.types.ScoreKind`; None for ``"gradient_bound"``, or ``"loss"`` with
         the paper's rule.
       statistics: Source of running statistics, such as a batch norm's: ``"batch"`` for every batch; ``"uniform"`` for
-        as many uniform samples in the wait of each batch that is drawn by scores.
+        uniform samples in the wait, as many as a batch, in place of batches drawn by scores.
       smoothing: c; None for 0.02, or 0.5 with the paper's rule. The paper's rule allows 0: weights are then unbounded,
         and samples with a score of 0 are not drawn.
       chosen: d, number of groups of a batch, or all while there are fewer. For the paper's rule only.
@@ -338,7 +338,7 @@ class GroupedImportance(ScoringSampler):
         if self._groups is None:
             return min(CANDIDATES * view.batch_size, count)
         if self._rule is None and isinstance(view.pool, int):
-            # Up to the end of the group that the cursor is in; the end of group g is at count * (g + 1) // groups.
+            # Stop at the end of the group that the cursor is in; the end of group g is at count * (g + 1) // groups.
             group = -(-(self._cursor + 1) * self._groups // count) - 1
             return count * (group + 1) // self._groups - self._cursor
         return -(-count // self._groups)
@@ -407,7 +407,7 @@ class GroupedImportance(ScoringSampler):
         rows, is_held = self._find(ids)
         self._scores[rows[is_held]], self._made[rows[is_held]] = scores[is_held], UNKNOWN
 
-    # --- what is held -----------------------------------------------------------------------------------------------
+    # --- table of samples -------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> State:

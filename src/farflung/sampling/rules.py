@@ -23,7 +23,7 @@ TWO_STAGE = ("auto", "pool", "two")
 
 
 class Rule:
-    r"""Rules ``pool`` and ``two``: choose candidates, and a batch from them.
+    r"""Rules ``pool`` and ``two`` for choosing candidates and drawing a batch from them.
 
     With M candidates that weigh v, scores s of the model's present state and a batch of b, sample i has
 

@@ -76,7 +76,7 @@ class ScoringSampler(Sampler):
 
 
 class Scoring(Extension):
-    """Does the planned work of a sampler between the backward pass of a step and the merge.
+    """Extension that does the planned work of a sampler between the backward pass of a step and the merge.
 
     The model is that of the step, before its update. So scores and gradients are one step old when they are used.
 

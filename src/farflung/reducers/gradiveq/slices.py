@@ -157,7 +157,7 @@ class Stretch(NamedTuple):
 
 
 class Coder:
-    r"""Encodes segments of one replica's tensor, and decodes their sums.
+    r"""Encoder of segments of one replica's tensor, and decoder of their sums.
 
     .. math::
         q_i = U^\top (w_i g_i - w_i \mu), \qquad \hat g = \Big(U \sum_i q_i + \mu \sum_i w_i\Big) \Big/ \sum_i w_i
