@@ -64,16 +64,16 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
     numel = magnitudes.numel()
     if magnitudes.device.type == "cpu":
         smallest = magnitudes.kthvalue(numel - k + 1).values
-        chosen = magnitudes > smallest
+        mask = magnitudes > smallest
         equal = (magnitudes == smallest).nonzero().view(-1)
-        chosen[equal[: k - int(chosen.count_nonzero())]] = True
-        return chosen.nonzero().view(-1)
+        mask[equal[: k - int(mask.count_nonzero())]] = True
+        return mask.nonzero().view(-1)
     smallest = magnitudes.topk(k, sorted=False).values.amin()
     above_mask, equal_mask = magnitudes > smallest, magnitudes == smallest
     num_equal = k - above_mask.sum()
-    chosen = above_mask | (equal_mask & (equal_mask.cumsum(0) <= num_equal))
+    mask = above_mask | (equal_mask & (equal_mask.cumsum(0) <= num_equal))
     # Each chosen entry writes its index to the next free place; the others write to an extra place.
-    places = torch.where(chosen, chosen.cumsum(0) - 1, k)
+    places = torch.where(mask, mask.cumsum(0) - 1, k)
     indices = torch.empty(k + 1, dtype=torch.int64, device=magnitudes.device)
     return indices.scatter_(0, places, torch.arange(numel, device=magnitudes.device))[:k]
 

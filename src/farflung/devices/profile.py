@@ -44,8 +44,8 @@ class CodingRates:
     def __post_init__(self) -> None:
         for points in self.operations.values():
             sizes, seconds = [numel for numel, _ in points], [duration_s for _, duration_s in points]
-            rises = bool(sizes) and sizes[0] >= 1 and all(low < high for low, high in pairwise(sizes))
-            require(rises, "numel", sizes, "whole numbers above 0, each above the one before")
+            is_ascending = bool(sizes) and sizes[0] >= 1 and all(low < high for low, high in pairwise(sizes))
+            require(is_ascending, "numel", sizes, "whole numbers above 0, each above the one before")
             if not all(0 < duration_s < math.inf for duration_s in seconds):
                 raise ConfigError(f"seconds = {seconds}: each must be above 0")
         for name in ("message_s", "copy_s_per_byte", "encrypt_s_per_byte"):

@@ -250,14 +250,14 @@ class AdaptiveTopK(Reducer):
         slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": num_steps + 1})
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
         _, num_votes = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
-        compress = float(num_votes) >= channel.size // 2
+        should_compress = float(num_votes) >= channel.size // 2
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
-        if compress:
+        if should_compress:
             summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), accumulated).finish()
         else:
             summed = exchange.sum_dense(tensor)
         result = reduced(channel, *await summed, own.tensor.dtype)
-        return replace(result, learn=partial(_counted, compressed=compress))
+        return replace(result, learn=partial(_counted, compressed=should_compress))
 
     def _select(
         self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor

@@ -155,22 +155,22 @@ class GroupedImportance(ScoringSampler):
         share: float = 0.25,
     ) -> None:
         choice_option(NAME, "rule", rule, (*TWO_STAGE, *FILLS, "paper"))
-        paper = rule == "paper"
-        groups = 8 if paper and groups is None else groups
+        is_paper = rule == "paper"
+        groups = 8 if is_paper and groups is None else groups
         if groups is not None and groups != "bacc":
             if isinstance(groups, str):
                 raise ConfigError(f"{NAME}: groups {groups!r} must be a whole number or 'bacc'")
             whole_option(NAME, "groups", groups, 1)
         for option, value in {"chosen": chosen, "beta": beta}.items():
-            if not paper and value != PAPER[option]:
+            if not is_paper and value != PAPER[option]:
                 raise ConfigError(f"{NAME}: {option} {value!r} is of the paper's rule: give rule='paper' too")
         whole_option(NAME, "chosen", chosen, 1)
-        if paper and isinstance(groups, int) and chosen > groups:
+        if is_paper and isinstance(groups, int) and chosen > groups:
             raise ConfigError(f"{NAME}: chosen {chosen} must be at most groups, {groups}")
         number_option(NAME, "beta", beta, 0)
-        smoothing = (0.5 if paper else 0.02) if smoothing is None else smoothing
+        smoothing = (0.5 if is_paper else 0.02) if smoothing is None else smoothing
         number_option(NAME, "smoothing", smoothing, 0)
-        scored_by = ("loss" if paper else "gradient_bound") if scored_by is None else scored_by
+        scored_by = ("loss" if is_paper else "gradient_bound") if scored_by is None else scored_by
         choice_option(NAME, "scored_by", scored_by, get_args(ScoredBy))
         choice_option(NAME, "statistics", statistics, get_args(Statistics))
         whole_option(NAME, "chunk", chunk, 1)
@@ -185,10 +185,10 @@ class GroupedImportance(ScoringSampler):
         self._seed, self._order = seed, Passes(derive(seed, "order"))
         self.gain = Gain(rule) if rule in TWO_STAGE else None
         """Predicted gain of drawing by scores; None if the rule does not depend on it."""
-        self._rule = None if paper else Rule(NAME, smoothing, derive(seed, "rule"))
+        self._rule = None if is_paper else Rule(NAME, smoothing, derive(seed, "rule"))
         self._bacc = Bacc(NAME, chunk, every, share)
         self._uniform = Uniform(derive(seed, "uniform"))
-        self._by, self._cursor = "paper" if paper else "uniform", 0
+        self._by, self._cursor = "paper" if is_paper else "uniform", 0
         self._part, self._fresh = 1.0, list[tuple[Tensor, Tensor]]()
         self._renewal = Renewal()
         self._shares: Tensor

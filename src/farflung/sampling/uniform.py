@@ -25,7 +25,7 @@ class Uniform(Sampler):
     sample comes exactly once per pass, also if the number of replicas changes.
 
     If only part of the data has arrived (a stream with a rate), the oldest samples are taken first. Positions that
-    :meth:`requeue_batch` returns come before those at the cursor.
+    :meth:`return_batch` returns come before those at the cursor.
 
     Args:
       seed: Seed, equal on all replicas.

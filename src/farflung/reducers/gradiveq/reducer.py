@@ -199,8 +199,8 @@ class GradiVeQ(Reducer):
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Returns the bytes of a dense sample; the size of compressed gradients is not known in advance."""
-        sampled = self.sample_bits is not None and self._layout(spec).layers
-        return () if sampled else (spec.nbytes,)
+        is_sampled = self.sample_bits is not None and self._layout(spec).layers
+        return () if is_sampled else (spec.nbytes,)
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
