@@ -1,6 +1,6 @@
-"""Codecs: gradient to payload and back. One file per algorithm; ``CODECS`` names them for recipes.
+"""Codecs: gradient to payload and back. Each algorithm has a module; ``CODECS`` names them for recipes.
 
-A codec may be made of others: :func:`chain`, :func:`error_feedback`, :func:`by_size`, :func:`by_role`.
+Codecs compose: :func:`chain`, :func:`error_feedback`, :func:`by_size`, :func:`by_role`.
 """
 
 from typing import TYPE_CHECKING
@@ -89,4 +89,4 @@ CODECS: Registry[Codec] = Registry(
         "truncate16": "Truncate16",
     },
 )
-"""All of them by name; each can be made without arguments."""
+"""Registry of codecs by name; each can be built without arguments."""

@@ -1,4 +1,4 @@
-"""What codecs have in common: defaults, checks of options, payloads of few entries."""
+"""Shared parts of codecs: defaults, checks of options, and sparse payloads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class BaseCodec:
-    """A biased codec of floating tensors that keeps nothing between steps; a member overrides what differs."""
+    """Biased codec of floating tensors without state; subclasses override what differs."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ class BaseCodec:
         """Returns an empty state.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating(type(self).__name__, spec)
         return CodecState()
@@ -66,10 +66,10 @@ class BaseCodec:
 
 
 def check_codecs(name: str, *codecs: object) -> None:
-    """Checks the codecs inside another.
+    """Checks that the parts of a composed codec are codecs.
 
     Raises:
-      ConfigError: something else.
+      ConfigError: A part is not a codec.
     """
     for codec in codecs:
         if not hasattr(codec, "observe"):
@@ -77,40 +77,40 @@ def check_codecs(name: str, *codecs: object) -> None:
 
 
 def check_floating(name: str, spec: TensorSpec) -> None:
-    """Checks that a tensor can be quantized.
+    """Checks that the numbers of a tensor are floating.
 
     Raises:
-      Unsupported: its numbers are not floating.
+      Unsupported: The dtype is not floating.
     """
     if not spec.dtype.is_floating_point:
         raise Unsupported(f"codec {name} needs floating gradients, not {spec.dtype}")
 
 
 def nested_state(state: CodecState, name: str) -> CodecState:
-    """Returns the state that another one holds by a name; an empty one where it holds none."""
+    """Returns the state that ``state`` holds under ``name``; empty if there is none."""
     return CodecState(state.shared.get(name, {}), state.local.get(name, {}))
 
 
 def with_nested_state(state: CodecState, name: str, inner: CodecState) -> CodecState:
-    """Returns a state that holds another one by a name, unless that is empty."""
+    """Returns ``state`` with ``inner`` under ``name``, or unchanged if ``inner`` is empty."""
     if not inner.shared and not inner.local:
         return state
     return CodecState({**state.shared, name: inner.shared}, {**state.local, name: inner.local})
 
 
 def summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    """Returns the specs of the tensors that the payloads of a linear codec are summed as.
+    """Returns the specs of the tensors that payloads of a linear codec are summed as.
 
-    A codec without a method ``summed_specs`` is not linear, or does not say: the result is empty.
+    The result is empty if the codec has no method ``list_summed_specs``.
     """
     method = getattr(codec, "summed_specs", None)
     return () if method is None else tuple(method(spec))
 
 
 class Sparse(BaseCodec):
-    """A codec whose payloads are added to a sum entry by entry, in a time that depends on the entries sent alone.
+    """Codec whose payloads are added to a sum entry by entry, in time proportional to the entries sent.
 
-    A payload has values and their int32 indices, or the flat tensor alone.
+    A payload has values and their int32 indices, or only the flat dense tensor.
     """
 
     __slots__ = ()
@@ -120,7 +120,7 @@ class Sparse(BaseCodec):
         """Returns an empty state.
 
         Raises:
-          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
+          Unsupported: The tensor is not floating, or has more entries than int32 indices allow.
         """
         check_floating(type(self).__name__, spec)
         if spec.numel > torch.iinfo(torch.int32).max:
@@ -130,54 +130,54 @@ class Sparse(BaseCodec):
         return CodecState()
 
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
-        """Adds ``alpha`` times the entries of a payload that is not dense to ``total``, in place.
+        """Adds ``alpha`` times the entries of a sparse payload to ``total``, in place.
 
         Raises:
-          ProtocolError: an index out of range, seen on a CPU.
+          ProtocolError: An index is out of range; checked on a CPU only.
         """
         values, indices = sent
         if indices.device.type == "cpu" and len(indices):
-            low, high = map(int, indices.aminmax())
-            if low < 0 or high >= total.numel():
-                entry = low if low < 0 else high
+            lowest, highest = map(int, indices.aminmax())
+            if lowest < 0 or highest >= total.numel():
+                entry = lowest if lowest < 0 else highest
                 raise ProtocolError(
                     f"entry {entry} of {total.numel()}: do all ranks run the same model and recipe?"
                 )
         total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)
 
     def add_sent(self, state: CodecState, payload: Payload, total: Tensor, alpha: float = 1.0) -> None:
-        """Adds ``alpha`` times what is sent to ``total``, of the shape encoded, in place.
+        """Adds ``alpha`` times a payload to ``total``, which has the shape of the encoded tensor, in place.
 
         Raises:
-          ProtocolError: an index out of range, seen on a CPU.
+          ProtocolError: An index is out of range; checked on a CPU only.
         """
-        sent = tuple(payload.tensors())
-        if len(sent) > 1:
-            self.add_entries(state, sent, total, alpha)
+        tensors = tuple(payload.tensors())
+        if len(tensors) > 1:
+            self.add_entries(state, tensors, total, alpha)
         else:
-            total.add_(sent[0].view(total.shape), alpha=alpha)
+            total.add_(tensors[0].view(total.shape), alpha=alpha)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """Adds ``alpha`` times what a payload decodes to; see :func:`accumulate`."""
+        """Adds ``alpha`` times the decoded payload to ``total``; see :func:`accumulate`."""
         self.add_sent(state, payload, total, alpha)
 
     @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Returns a tensor with zeros where nothing was sent.
+        """Returns the decoded tensor, with zeros for entries that were not sent.
 
         Raises:
-          ProtocolError: an index out of range, seen on a CPU.
+          ProtocolError: An index is out of range; checked on a CPU only.
         """
         total = torch.zeros(spec.shape, dtype=spec.dtype, device=next(iter(payload.tensors())).device)
         self.accumulate(state, payload, total, step=step, count=count)
         return total
 
     def replace_large(self, state: CodecState, payload: Payload, like: Tensor) -> Payload:
-        """Replaces a payload that is no smaller than the flat tensor it encodes by a dense one."""
+        """Returns a dense payload if the sparse one is no smaller than the flat tensor that it encodes."""
         if payload.nbytes < like.nbytes:
             return payload
         dense = torch.zeros_like(like)
@@ -186,12 +186,12 @@ class Sparse(BaseCodec):
 
 
 class Transformed(Sparse):
-    """A codec that sends components of a linear transform, which are summed before one transform back."""
+    """Sparse codec of linear transform components, which are summed before they are transformed back."""
 
     __slots__ = ()
 
     def restore(self, state: CodecState, components: Tensor) -> Tensor:
-        """Returns the tensor that components, or sums of them, stand for."""
+        """Returns the tensor that components, or sums of them, represent."""
         raise NotImplementedError
 
     @override
@@ -213,22 +213,22 @@ def accumulate(
     count: int,
     alpha: float = 1.0,
 ) -> None:
-    """Adds ``alpha`` times what a payload decodes to, in place.
+    """Adds ``alpha`` times the decoded payload to ``total``, in place.
 
     Args:
-      codec: any; one with a method ``accumulate``, as :class:`Sparse` has, does it without a dense tensor between.
-      state: of the codec.
-      payload: what it encoded.
-      total: of the shape encoded.
-      step: for the codec.
-      count: for the codec.
-      alpha: a factor.
+      codec: Any codec. A codec with a method ``accumulate``, such as :class:`SparseCodec`, needs no dense copy.
+      state: State of the codec.
+      payload: Payload that the codec has encoded.
+      total: Sum, with the shape of the encoded tensor.
+      step: Step passed to the codec.
+      count: Number of summed replicas, passed to the codec.
+      alpha: Factor of the payload.
 
     Raises:
-      ProtocolError: an index out of range, seen on a CPU.
+      ProtocolError: An index is out of range; checked on a CPU only.
     """
-    entry_by_entry = getattr(codec, "accumulate", None)
-    if entry_by_entry is not None:
-        entry_by_entry(state, payload, total, step=step, count=count, alpha=alpha)
+    accumulate_sparse = getattr(codec, "accumulate", None)
+    if accumulate_sparse is not None:
+        accumulate_sparse(state, payload, total, step=step, count=count, alpha=alpha)
     else:
         total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)

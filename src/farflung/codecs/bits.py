@@ -1,4 +1,4 @@
-"""Small unsigned numbers side by side in bytes."""
+"""Packing of small unsigned numbers into bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ BYTE = 8
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Eight numbers of ``bits`` bits each in ``bits`` bytes.
+    """Packs numbers of ``bits`` bits, eight of them into ``bits`` bytes.
 
-    The eight bytes of eight numbers are one 64-bit word, in which neighbours are pushed together in three rounds:
-    bytes to pairs, pairs to fours, fours to eight. The last group is filled up with zeros.
+    The eight bytes of eight numbers are one 64-bit word, in which neighbors are joined in three rounds: bytes to
+    pairs, pairs to fours, fours to eights. The last group is padded with zeros.
 
     Args:
-      values: uint8, shape ``(n,)``, each below ``2**bits``.
-      bits: 1 to 8.
+      values: uint8 tensor of shape ``(n,)``, each number below ``2**bits``.
+      bits: Bits of a number, 1 to 8.
 
     Returns:
-      uint8: ``bits`` for each eight numbers, and ``n`` of 8 bits.
+      uint8 tensor with ``bits`` bytes for every eight numbers; ``values`` for 8 bits.
     """
     if bits == 8:
         return values
@@ -35,7 +35,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """The ``numel`` numbers again, uint8."""
+    """Unpacks ``numel`` numbers as uint8."""
     if bits == 8:
         return packed
     groups = packed.numel() // bits
@@ -51,14 +51,14 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Packs indices into ``size`` entries: the low byte of each, and the rest of those that a byte does not hold.
+    """Packs indices into ``size`` entries: the low byte of each, and the remaining bits if a byte is too small.
 
     Args:
-      indices: int64, shape ``(n,)``, each below ``size``.
-      size: 1 to 65536.
+      indices: int64 tensor of shape ``(n,)``, each index below ``size``.
+      size: Number of entries, 1 to 65536.
 
     Returns:
-      Two tensors of uint8; the second is empty where a byte is enough.
+      Two uint8 tensors; the second is empty if a byte is enough.
     """
     bits = _index_bits(size)
     low = pack((indices & 0xFF).to(torch.uint8), min(bits, BYTE))
@@ -68,7 +68,7 @@ def pack_indices(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack_indices(low: Tensor, high: Tensor, size: int, numel: int) -> Tensor:
-    """Returns the ``numel`` indices again, int64."""
+    """Unpacks ``numel`` indices as int64."""
     bits = _index_bits(size)
     indices = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
     if bits > BYTE:
@@ -81,17 +81,17 @@ def _index_bits(size: int) -> int:
 
 
 def pack_fields(values: Tensor, width: int) -> Tensor:
-    """As many numbers as fit side by side in 32-bit words, whose sums are then words of sums.
+    """Packs numbers into bit fields of 32-bit words, so that sums of words are words of sums.
 
     Args:
-      values: uint8, shape ``(n,)``.
-      width: bits of each field, enough for the largest sum.
+      values: uint8 tensor of shape ``(n,)``.
+      width: Bits of a field, enough for the largest sum.
 
     Returns:
-      int32, ``ceil(n / (32 // width))`` of them; the top field may reach the sign bit.
+      int32 tensor of ``ceil(n / (32 // width))`` words; the top field may reach the sign bit.
     """
-    each = 32 // width
-    rows = _padded(values, each).view(each, (values.numel() + each - 1) // each)
+    num_fields = 32 // width
+    rows = _padded(values, num_fields).view(num_fields, (values.numel() + num_fields - 1) // num_fields)
     words = rows[0].to(torch.int32)
     for place, row in enumerate(rows[1:], start=1):
         words.bitwise_or_(row.to(torch.int32).bitwise_left_shift_(width * place))
@@ -99,7 +99,7 @@ def pack_fields(values: Tensor, width: int) -> Tensor:
 
 
 def unpack_fields(words: Tensor, width: int, numel: int) -> Tensor:
-    """The ``numel`` numbers or sums that :func:`pack_fields` put side by side, int32."""
+    """Unpacks ``numel`` numbers, or sums of them, that :func:`pack_fields` packed, as int32."""
     rows = words.new_empty(32 // width, words.numel())
     for place, row in enumerate(rows):
         torch.bitwise_right_shift(words, width * place, out=row)
@@ -107,12 +107,12 @@ def unpack_fields(words: Tensor, width: int, numel: int) -> Tensor:
 
 
 def _every(unit: int, pattern: int) -> int:
-    """``pattern`` at the low end of every ``unit`` bits of a 64-bit word."""
+    """Repeats ``pattern`` at the low end of every ``period`` bits of a 64-bit word."""
     return sum(pattern << start for start in range(0, 64, unit))
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    missing = -values.numel() % multiple
-    if not missing:
+    padding = -values.numel() % multiple
+    if not padding:
         return values.contiguous()
-    return torch.cat((values, values.new_zeros(missing)))
+    return torch.cat((values, values.new_zeros(padding)))

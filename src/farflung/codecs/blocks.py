@@ -1,4 +1,4 @@
-"""Walking through a large tensor in pieces that stay in a processor's cache, and figures of its buckets."""
+"""Iteration over a large tensor in cache-sized pieces, and norms of its buckets."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 __all__ = ["Norm", "blocks", "bucket_norms", "scratch_for", "working_dtype"]
 
 Norm = Literal["l2", "max", "mean"]
-"""Which norm of a bucket; ``mean`` is that of the magnitudes."""
+"""Norm of a bucket; ``mean`` is the mean magnitude."""
 
 BLOCK_NUMEL = 1 << 16
 """Our choice: a float32 block and its scratch fit in a 1 MiB cache, and Python's share of the time is small."""
 
 
 def blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
-    """First and last (excluded) element of consecutive pieces of a flat tensor.
+    """Yields first and last (excluded) element of consecutive pieces of a flat tensor.
 
-    On a CPU a piece is about as large as the cache likes, so that what several operations do to it costs one way
-    through memory; elsewhere it is as large as can be, since there each operation costs a launch.
+    On a CPU a piece fits in the cache, so that several operations on it read memory once. On other devices pieces
+    are as large as possible, since each operation costs a launch.
 
     Args:
-      tensor: flat.
-      bucket_size: a piece is either some whole buckets of this size or lies inside one; the last may be shorter.
+      tensor: Flat tensor.
+      bucket_size: Size of a bucket. A piece is several buckets or lies inside one; the last may be shorter.
     """
-    numel, on_cpu = tensor.numel(), tensor.device.type == "cpu"
+    numel, is_on_cpu = tensor.numel(), tensor.device.type == "cpu"
     if bucket_size > BLOCK_NUMEL:
-        span, size = bucket_size, BLOCK_NUMEL if on_cpu else bucket_size
+        span, size = bucket_size, BLOCK_NUMEL if is_on_cpu else bucket_size
     else:
-        span = size = BLOCK_NUMEL // bucket_size * bucket_size if on_cpu else max(numel, 1)
+        span = size = BLOCK_NUMEL // bucket_size * bucket_size if is_on_cpu else max(numel, 1)
     for first in range(0, numel, span):
         last = min(first + span, numel)
         for start in range(first, last, size):
@@ -40,21 +40,21 @@ def blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What to compute in: float32, and float64 for float64."""
+    """Returns the dtype of computations: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scratch_for(tensor: Tensor, bucket_size: int, dtype: torch.dtype) -> Tensor:
-    """Returns memory for the longest of a tensor's :func:`blocks`, which is the first."""
+    """Allocates memory for the longest of a tensor's :func:`iter_blocks`, which is the first."""
     numel = next((stop - start for start, stop in blocks(tensor, bucket_size)), 0)
     return torch.empty(numel, dtype=dtype, device=tensor.device)
 
 
 def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
-    """Returns one norm for each ``bucket_size`` elements of a flat tensor; the last bucket may be shorter.
+    """Computes the norm of every ``bucket_size`` elements of a flat tensor; the last bucket may be shorter.
 
     Returns:
-      Shape ``(ceil(n / bucket_size),)``, float32 or float64; NaN for a bucket that holds one.
+      Tensor of shape ``(ceil(n / bucket_size),)``, float32 or float64; NaN for a bucket that holds one.
     """
     numel = tensor.numel()
     dtype = working_dtype(tensor.dtype)
@@ -63,22 +63,22 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
     partial: list[Tensor] = []
 
     def reduce(rows: Tensor, count: int) -> Tensor:
-        """Returns the norm of each row; of a mean over ``count`` the row's share."""
-        # The sum of large numbers may be infinite where their mean is not.
+        """Returns the norm of each row; for a mean over ``count``, the row's share of it."""
+        # The sum of large numbers may be infinite although their mean is finite.
         return _REDUCE[norm](rows.div_(count) if norm == "mean" else rows, -1)
 
     for start, stop in blocks(tensor, bucket_size):
         piece = scratch[: stop - start].copy_(tensor[start:stop])
         if norm != "l2":
             piece.abs_()
-        first, even = start // bucket_size, (stop - start) // bucket_size
-        if even:
-            rows = piece[: even * bucket_size].view(even, bucket_size)
-            norms[first : first + even] = reduce(rows, bucket_size)
-        if rest := (stop - start) % bucket_size:
+        first, num_buckets = start // bucket_size, (stop - start) // bucket_size
+        if num_buckets:
+            rows = piece[: num_buckets * bucket_size].view(num_buckets, bucket_size)
+            norms[first : first + num_buckets] = reduce(rows, bucket_size)
+        if tail_numel := (stop - start) % bucket_size:
             last = (stop - 1) // bucket_size
             end = min((last + 1) * bucket_size, numel)
-            partial.append(reduce(piece[-rest:], end - last * bucket_size))
+            partial.append(reduce(piece[-tail_numel:], end - last * bucket_size))
             if stop == end:
                 norms[last] = _REDUCE[norm](torch.stack(partial), -1)
                 partial.clear()

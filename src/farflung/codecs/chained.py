@@ -1,4 +1,4 @@
-"""One codec on another's payload."""
+"""Composition of codecs: each encodes the payload of the codec before it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ __all__ = ["Chain", "chain"]
 
 @dataclass(frozen=True, slots=True)
 class Chain(BaseCodec):
-    r"""The second codec encodes each floating tensor in the payload of the first, such as Top-k's values.
+    r"""Codec that encodes each floating tensor in the payload of a first codec with a second one.
 
     .. math:: C(g) = D_1(D_2(E_2(E_1(g))))
 
-    It is unbiased if both are, where the first decodes its floating tensors linearly, as all codecs here do.
+    It is unbiased if both codecs are and the first decodes its floating tensors linearly, as all codecs here do.
 
-    The payload is the first's, with an empty tensor in place of each floating one, then what the second made of
-    these in order. An empty tensor of shape ``(0, *shape)`` says what decoding needs to know, and moves no byte.
+    The payload is that of the first codec, with an empty tensor in place of each floating one, followed by the
+    payloads of the second codec in order. An empty tensor of shape ``(0, *shape)`` carries the shape without bytes.
 
-    The second codec keeps nothing between steps but its seeds: what the tensors of one payload leave behind has no
-    place in the next. For error feedback, wrap the whole chain.
+    The second codec keeps no state but seeds, since the tensors of one payload do not correspond to those of the
+    next. For error feedback, wrap the whole chain.
 
     Args:
-      first: makes the payload.
-      second: encodes its floating tensors.
+      first: Codec of the gradient.
+      second: Codec of the floating tensors in the first payload.
 
     Raises:
-      ConfigError: not codecs.
+      ConfigError: An argument is not a codec.
     """
 
     first: Codec = field(default_factory=TopK)
@@ -70,10 +70,10 @@ class Chain(BaseCodec):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Returns the first codec's state, and seeds for the second.
+        """Returns the state of the first codec and seeds for the second.
 
         Raises:
-          Unsupported: the second keeps more than seeds, or either cannot encode such a tensor.
+          Unsupported: The second codec keeps more than seeds, or a codec cannot encode the tensor.
         """
         if not only_seeds(self.second.init(spec, seeds)):
             raise Unsupported(
@@ -86,15 +86,15 @@ class Chain(BaseCodec):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Encodes by the first codec, then each floating tensor of its payload by the second."""
+        """Encodes with the first codec, then encodes each floating tensor of its payload with the second."""
         payload, inner = self.first.encode(nested_state(state, "first"), grad, step=step, count=count)
         encoded: list[Tensor | Payload] = []
 
         def encode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            own = self._second_state(state, TensorSpec.of(tensor), len(encoded))
-            encoded.append(self.second.encode(own, tensor, step=step, count=count)[0])
+            second_state = self._second_state(state, TensorSpec.of(tensor), len(encoded))
+            encoded.append(self.second.encode(second_state, tensor, step=step, count=count)[0])
             return tensor.new_empty((0, *tensor.shape))
 
         tree = rebuilt(payload, encode_floating)
@@ -104,15 +104,14 @@ class Chain(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        whole = self._first_payload(state, payload, step, count)
-        return self.first.decode(nested_state(state, "first"), whole, spec, step=step, count=count)
+        inner_payload = self._first_payload(state, payload, step, count)
+        return self.first.decode(nested_state(state, "first"), inner_payload, spec, step=step, count=count)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """Adds as the first codec does, with the floating tensors decoded."""
-        whole, inner = self._first_payload(state, payload, step, count), nested_state(state, "first")
-        accumulate(self.first, inner, whole, total, step=step, count=count, alpha=alpha)
+        inner_payload, inner = self._first_payload(state, payload, step, count), nested_state(state, "first")
+        accumulate(self.first, inner, inner_payload, total, step=step, count=count, alpha=alpha)
 
     @override
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
@@ -120,9 +119,9 @@ class Chain(BaseCodec):
         return with_nested_state(state, "first", inner)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Returns those of what the second makes of each tensor of the first."""
-        parts = [summed_specs(self.second, each) for each in summed_specs(self.first, spec)]
-        return tuple(each for part in parts for each in part) if all(parts) else ()
+        """Returns the specs of the second codec for each tensor that the first one sums."""
+        parts = [summed_specs(self.second, inner_spec) for inner_spec in summed_specs(self.first, spec)]
+        return tuple(summed for part in parts for summed in part) if all(parts) else ()
 
     @override
     def linear(self, state: CodecState) -> bool:
@@ -130,34 +129,34 @@ class Chain(BaseCodec):
         return self.first.linear(nested_state(state, "first")) and self.second.linear(second)
 
     def _first_payload(self, state: CodecState, payload: Payload, step: int, count: int) -> Payload:
-        """Returns the first codec's payload with its floating tensors."""
+        """Returns the first codec's payload with its floating tensors decoded."""
         tree, *encoded = payload.parts
         assert isinstance(tree, Payload)
-        places = enumerate(encoded)
+        indexed_payloads = enumerate(encoded)
 
         def decode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            place, part = next(places)
+            index, part = next(indexed_payloads)
             assert isinstance(part, Payload)
             spec = TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
-            own = self._second_state(state, spec, place)
-            return self.second.decode(own, part, spec, step=step, count=count)
+            second_state = self._second_state(state, spec, index)
+            return self.second.decode(second_state, part, spec, step=step, count=count)
 
         return rebuilt(tree, decode_floating)
 
     def _second_state(self, state: CodecState, spec: TensorSpec, place: int) -> CodecState:
         if self.second.stateless:
             return CodecState()
-        shared, own = state.shared["seed"], state.local["seed"]
-        return self.second.init(spec, Seeds(derive(shared, "chain", place), derive(own, "chain", place)))
+        shared, local = state.shared["seed"], state.local["seed"]
+        return self.second.init(spec, Seeds(derive(shared, "chain", place), derive(local, "chain", place)))
 
 
 def chain(first: Codec | None = None, *others: Codec) -> Codec:
-    """:class:`Chain` of two codecs or more, each on the payload of those before it; Top-k, then 8 bits by default."""
+    """Returns a :class:`Chain` of two or more codecs; by default Top-k followed by 8 bits."""
     if first is None:
         return Chain()
-    whole = first
-    for other in others:
-        whole = Chain(whole, other)
-    return whole
+    codec = first
+    for successor in others:
+        codec = Chain(codec, successor)
+    return codec

@@ -1,4 +1,4 @@
-"""The largest entries of each chunk, in a few bits."""
+"""Top-k of each chunk, with values of a few bits."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["ChunkedTopK"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTopK(Sparse):
-    r"""Keeps the ``density`` fraction of each chunk with the largest magnitude, each entry in ``bits`` bits.
+    r"""Codec that keeps the ``density`` fraction of each chunk with the largest magnitude, in ``bits`` bits each.
 
-    An index counts from its chunk's beginning, so it takes 12 bits with chunks of 4096 where one into the whole tensor
-    takes 32; and each part of a model has its share of what is sent, however small its entries are.
+    An index counts from the start of its chunk: with chunks of 4096 it takes 12 bits instead of 32. Each part of a
+    model gets a share of the entries sent, however small its magnitudes are.
 
     One bit of an entry is its sign. The others name one of :math:`2^{b - 1}` classes of equal width between the
-    smallest and the largest magnitude sent; an entry becomes the mean of its sign and class, which travels with them.
-    So with 2 bits and a density of 1/64 a number takes 0.22 bits.
+    smallest and the largest magnitude sent. An entry decodes to the mean of its sign and class, which is sent too.
+    With 2 bits and a density of 1/64 a number takes 0.22 bits.
 
-    Not linear. Biased and contractive: wrap in :func:`error_feedback`. A NaN counts as infinite; whatever is not finite
-    is sent first, and shows in what is decoded for its place. Where the payload would be no smaller than the dense
-    tensor, that is sent, with zeros for what is dropped.
+    Not linear. Biased and contractive: wrap it in :func:`error_feedback`. A NaN counts as infinite, so non-finite
+    entries are sent first, and decode to non-finite numbers. If the payload is no smaller than the dense tensor, the
+    dense tensor is sent, with zeros for the dropped entries.
 
     Args:
-      density: fraction of each chunk that is sent, in (0, 1], to the nearest whole number and at least one entry.
-      chunk: entries in a chunk, at most 65536; the last one is filled up with zeros.
-      bits: of an entry, 1 to 4; ``None``: values as they are.
+      density: Fraction of each chunk sent, in (0, 1]; rounded to the nearest count, at least one entry.
+      chunk: Number of entries in a chunk, at most 65536; the last chunk is padded with zeros.
+      bits: Bits of an entry, 1 to 4; None sends the values unchanged.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
-    References: Sarfi et al. 2025 (SparseLoCo), which has chunks of 64 x 64 of a matrix, and of 4096 of a vector. Chunks
+    References: Sarfi et al. 2025 (SparseLoCo), with chunks of 64 x 64 of a matrix and of 4096 of a vector. Chunks
     of the flat tensor, and classes of equal width, are our choice.
     """
 
@@ -59,32 +59,32 @@ class ChunkedTopK(Sparse):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Indices in two tensors, then values, or codes and the means that they stand for."""
+        """Returns indices in two tensors, then values, or codes and the means that they represent."""
         flat = grad.reshape(-1)
         if not len(flat):
             return Payload((flat.clone(),)), state
         chunk, chunks, keep = self._cut(len(flat))
         rows = F.pad(flat, (0, chunks * chunk - len(flat))).view(chunks, chunk)
-        places = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
-        values = rows.gather(1, places).reshape(-1)
-        indices = pack_indices(places.reshape(-1), chunk)
-        parts = (*indices, values) if self.bits is None else (*indices, *_coded(values, self.bits))
+        indices = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
+        values = rows.gather(1, indices).reshape(-1)
+        packed = pack_indices(indices.reshape(-1), chunk)
+        parts = (*packed, values) if self.bits is None else (*packed, *_coded(values, self.bits))
         return self.replace_large(state, Payload(parts), flat), state
 
     @override
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
         chunk, chunks, keep = self._cut(total.numel())
-        places = unpack_indices(sent[0], sent[1], chunk, chunks * keep)
-        places += torch.arange(0, chunks * chunk, chunk, device=places.device).repeat_interleave(keep)
+        indices = unpack_indices(sent[0], sent[1], chunk, chunks * keep)
+        indices += torch.arange(0, chunks * chunk, chunk, device=indices.device).repeat_interleave(keep)
         values = sent[2]
         if self.bits is not None:
-            values = sent[3][unpack(sent[2], self.bits, len(places)).to(torch.int64)]
-        # What the last chunk was filled up with is behind the end.
-        values = torch.where(places < total.numel(), values, 0)
-        Sparse.add_entries(self, state, (values, places.clamp_max(total.numel() - 1)), total, alpha)
+            values = sent[3][unpack(sent[2], self.bits, len(indices)).to(torch.int64)]
+        # Indices of the padding lie behind the end.
+        values = torch.where(indices < total.numel(), values, 0)
+        Sparse.add_entries(self, state, (values, indices.clamp_max(total.numel() - 1)), total, alpha)
 
     def _cut(self, numel: int) -> tuple[int, int, int]:
-        """Entries in a chunk of a tensor, chunks, and entries of each that are sent."""
+        """Returns the entries of a chunk, the number of chunks, and the entries of each that are sent."""
         chunk = min(self.chunk, numel)
         return chunk, math.ceil(numel / chunk), count_kept(chunk, self.density)
 
@@ -94,7 +94,7 @@ def _magnitudes(tensor: Tensor) -> Tensor:
 
 
 def _coded(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Packed codes of values, and the mean of each code's."""
+    """Returns the packed codes of values, and the mean of each code."""
     classes = 1 << (bits - 1)
     magnitudes = _magnitudes(values)
     low, high = magnitudes.aminmax()

@@ -1,4 +1,4 @@
-"""Momentum stays on its replica, and its fast components are sent."""
+"""DeMo: decoupled momentum, of which the fast components are sent."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ __all__ = ["DeMo"]
 
 @dataclass(frozen=True, slots=True)
 class DeMo(Transformed):
-    r"""Adds gradients to a momentum, sends the largest of its cosine components, and takes them out of it.
+    r"""Codec that adds gradients to a momentum, sends its largest cosine components and subtracts them.
 
     .. math::
         m \leftarrow \beta m + g, \qquad \text{send } q = \mathrm{DCT}^{-1}(\mathrm{top}_k(\mathrm{DCT}(m))), \qquad
         m \leftarrow m - q
 
-    Each parameter is cut in blocks of up to ``chunk`` times ``chunk`` numbers, as large as divides it evenly, a vector
-    in runs of up to ``chunk``; whatever has more than two dimensions is a matrix of its first and all others. Of each
-    block the ``keep`` largest components of an orthonormal discrete cosine transform are sent, with indices into it.
+    Each matrix is cut into blocks of at most ``chunk`` by ``chunk`` numbers, as large as divides it evenly; a vector
+    into runs of at most ``chunk``. A tensor of more dimensions is a matrix of its first and all others. The ``keep``
+    largest components of each block's orthonormal discrete cosine transform are sent with their indices.
 
-    The momentum is this codec's own, so leave the optimizer's at 0. The paper steps on the sign of what arrives:
-    ``--optimizer sign_sgd`` does, in other loops :class:`farflung.optimizers.SignSGD`, with a learning rate of the size
-    of Adam's.
+    The momentum belongs to this codec, so set the optimizer's to 0. The paper steps on the sign of the decoded
+    gradient: use ``--optimizer sign_sgd``, or :class:`farflung.optimizers.SignSGD` in other loops, with a learning
+    rate as for Adam.
 
-    Not linear: replicas send unlike components, which are gathered. Biased; it keeps what it leaves out by itself. What
-    is not finite spoils its block, shows in what is decoded, and is forgotten. Where the payload would be no smaller
-    than the dense tensor, all components are sent, the others as zeros.
+    Not linear: replicas send different components, which are gathered. Biased, with its own error feedback.
+    Non-finite numbers make their block non-finite in the decoded tensor, and are then cleared. If the payload is no
+    smaller than the dense tensor, all components are sent, with zeros for the dropped ones.
 
     Args:
       decay: :math:`\beta`, at least 0 and below 1.
-      chunk: the side of a block, at most 256.
-      keep: k, components of each block.
+      chunk: Side of a block, at most 256.
+      keep: k, number of components sent of each block.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
-    References: Peng, Quesnelle & Kingma 2024 (DeMo), Alg. 1, with the settings of their code as defaults. There the
-    momentum has the learning rate in it, and a component is averaged over those replicas that send it; here gradients
-    have none, and the mean is over all, so more signs are those of the many.
+    References: Peng, Quesnelle & Kingma 2024 (DeMo), Alg. 1, with the defaults of their code. Their momentum includes
+    the learning rate, and a component is averaged over the replicas that send it. Here gradients do not include it,
+    and the mean is over all replicas, so more signs follow the majority.
     """
 
     decay: float = 0.999
@@ -68,10 +68,10 @@ class DeMo(Transformed):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """A momentum of zero, by components; where blocks are: start, rows and columns of a parameter, of its blocks.
+        """Returns a zero momentum, by components, and the block grid of each parameter.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("demo", spec)
         parts = spec.parts or (Placed((spec.numel,), 0),)
@@ -80,43 +80,43 @@ class DeMo(Transformed):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Components and their indices, of all blocks in order."""
+        """Returns components and their indices, of all blocks in order."""
         momentum = state.local["components"].to(grad.device).mul(self.decay)
-        values, places = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
-        for where in starmap(_Blocks, state.shared["blocks"]):
-            components = where.components(momentum.view(-1)).add_(where.transform(grad.view(-1)))
+        values, packed_indices = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
+        for grid in starmap(_Blocks, state.shared["blocks"]):
+            components = grid.components(momentum.view(-1)).add_(grid.transform(grad.view(-1)))
             largest = components.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-            found = largest.topk(min(self.keep, where.size), dim=1, sorted=False).indices.sort(dim=1).values
-            values.append(components.gather(1, found).view(-1))
-            places.append(found.view(-1))
-            components.scatter_(1, found, 0.0)
-        payload = Payload((torch.cat(values), *pack_indices(torch.cat(places), self.chunk**2)))
+            indices = largest.topk(min(self.keep, grid.size), dim=1, sorted=False).indices.sort(dim=1).values
+            values.append(components.gather(1, indices).view(-1))
+            packed_indices.append(indices.view(-1))
+            components.scatter_(1, indices, 0.0)
+        payload = Payload((torch.cat(values), *pack_indices(torch.cat(packed_indices), self.chunk**2)))
         payload = self.replace_large(state, payload, grad.view(-1))
         return payload, CodecState(state.shared, {"components": momentum.nan_to_num_(0.0, 0.0, 0.0)})
 
     @override
     def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
         values, low, high = sent
-        places = unpack_indices(low, high, self.chunk**2, len(values))
+        all_indices = unpack_indices(low, high, self.chunk**2, len(values))
         start = 0
-        for where in starmap(_Blocks, state.shared["blocks"]):
-            keep = min(self.keep, where.size)
-            stop = start + where.number * keep
-            found = places[start:stop].view(where.number, keep)
-            if found.device.type == "cpu" and int(found.max()) >= where.size:
+        for grid in starmap(_Blocks, state.shared["blocks"]):
+            keep = min(self.keep, grid.size)
+            stop = start + grid.number * keep
+            indices = all_indices[start:stop].view(grid.number, keep)
+            if indices.device.type == "cpu" and int(indices.max()) >= grid.size:
                 raise ProtocolError(
-                    f"component {int(found.max())} of {where.size}: do all ranks run the same model and recipe?"
+                    f"component {int(indices.max())} of {grid.size}: do all ranks run the same model and recipe?"
                 )
-            components = where.components(total.view(-1))
-            share = values[start:stop].view(where.number, keep).to(total.dtype)
-            components.scatter_add_(1, found, share * alpha)
+            components = grid.components(total.view(-1))
+            share = values[start:stop].view(grid.number, keep).to(total.dtype)
+            components.scatter_add_(1, indices, share * alpha)
             start = stop
 
     @override
     def restore(self, state: CodecState, components: Tensor) -> Tensor:
         restored = torch.zeros_like(components)
-        for where in starmap(_Blocks, state.shared["blocks"]):
-            where.restore(components.view(-1), restored.view(-1))
+        for grid in starmap(_Blocks, state.shared["blocks"]):
+            grid.restore(components.view(-1), restored.view(-1))
         return restored
 
     def _blocks(self, part: Placed) -> list[int]:
@@ -126,7 +126,7 @@ class DeMo(Transformed):
 
 
 class _Blocks(NamedTuple):
-    """The blocks of one parameter in a flat tensor."""
+    """Grid of the blocks of one parameter in a flat tensor."""
 
     start: int
     rows: int
@@ -143,16 +143,16 @@ class _Blocks(NamedTuple):
         return self.rows * self.columns // self.size
 
     def components(self, flat: Tensor) -> Tensor:
-        """Returns a view of the components in order of each block, shape ``(count, size)``."""
+        """Returns a view of the components of each block, shape ``(num_blocks, size)``."""
         return self._part(flat).view(self.number, self.size)
 
     def transform(self, flat: Tensor) -> Tensor:
-        """Returns the components of each block, shape ``(count, size)``."""
+        """Returns the components of each block, shape ``(num_blocks, size)``."""
         down, across = self._transforms(flat)
         return (down @ self._blocks(flat) @ across.T).reshape(self.number, self.size)
 
     def restore(self, components: Tensor, flat: Tensor) -> None:
-        """Writes what components stand for."""
+        """Writes the inverse transform of components to ``flat``."""
         down, across = self._transforms(flat)
         blocks = self._blocks(flat)
         blocks.copy_(down.T @ self._part(components).view(blocks.shape) @ across)
@@ -169,13 +169,13 @@ class _Blocks(NamedTuple):
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest one that is not above ``most``."""
-    return next(each for each in range(min(number, most), 0, -1) if number % each == 0)
+    """Finds the largest divisor that is at most ``limit``."""
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
 @cache
 def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The orthonormal discrete cosine transform of second type, a component in each row."""
+    """Builds the orthonormal discrete cosine transform of the second type, one component in each row."""
     numbers = torch.arange(size, dtype=torch.float64)
     waves = torch.cos(math.pi / size * torch.outer(numbers, numbers + 0.5)) * math.sqrt(2 / size)
     waves[0] /= math.sqrt(2)

@@ -1,4 +1,4 @@
-"""Deep gradient compression: very few entries, with momentum that knows about it."""
+"""Deep gradient compression: very sparse gradients with momentum correction."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ STAGES = 5
 
 @dataclass(frozen=True, slots=True)
 class DGC(Sparse):
-    r"""Accumulates momentum on each replica, and sends the largest of what has accumulated.
+    r"""Codec that accumulates momentum on each replica and sends its largest accumulated entries.
 
     .. math::
         u_t = m u_{t-1} + g_t, \quad v_t = v_{t-1} + u_t, \quad
         M_t = \mathrm{top}_\rho(|v_t|), \quad \text{send } v_t \odot M_t,
 
-    and what was sent is forgotten in both: :math:`v_t \odot (1 - M_t)`, :math:`u_t \odot (1 - M_t)` (momentum
+    Entries that are sent are cleared in both: :math:`v_t \odot (1 - M_t)`, :math:`u_t \odot (1 - M_t)` (momentum
     factor masking). With ``nesterov`` :math:`u_t = m (u_{t-1} + g_t)` and :math:`v_t = v_{t-1} + u_t + g_t`.
 
-    **The optimizer's own momentum must be 0**, since the momentum is in here. Weight decay in the optimizer acts at
-    once, without momentum; the authors' code gives it a buffer of its own.
+    **The momentum of the optimizer must be 0**, since this codec includes it. Weight decay in the optimizer acts
+    immediately, without momentum; the authors' code gives it a separate buffer.
 
-    Each matrix or convolution weight has its own threshold; vectors and scalars are sent as :math:`u_t`, which after
-    averaging is ordinary momentum. A tensor without :attr:`farflung.types.TensorSpec.parts` is one part. What is not
-    finite is sent first and forgotten. Gradient clipping is the schedule's.
+    Each matrix or convolution weight has its own threshold. Vectors and scalars are sent as :math:`u_t`, which after
+    averaging is ordinary momentum. A tensor without :attr:`farflung.types.TensorSpec.spans` is one part. Non-finite
+    entries are sent first and cleared. Gradient clipping belongs to the schedule.
 
     Args:
-      density: fraction of entries sent once warmed up, in (0, 1]; the paper's 1 - sparsity.
+      density: Fraction of entries sent after the warm-up, in (0, 1]; 1 - sparsity in the paper.
       momentum: m.
-      nesterov: which form of it.
-      warmup_steps: over how many steps the density falls, as :math:`\rho^{(e + 1) / 6}` in five equal stages
+      nesterov: If True, use Nesterov momentum.
+      warmup_steps: Steps over which the density falls, as :math:`\rho^{(e + 1) / 6}` in five equal stages
         :math:`e = 0 \dots 4`. The authors count five epochs; a codec knows only steps, so 500 is our choice.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: Lin et al. 2018, Alg. 1 and 2, with the warm-up of the authors' code; exact thresholds in place of
     their sampled ones.
@@ -67,10 +67,10 @@ class DGC(Sparse):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """No momentum yet.
+        """Returns a state with zero momentum.
 
         Raises:
-          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
+          Unsupported: The tensor is not floating, or has more entries than int32 indices allow.
         """
         Sparse.init(self, spec, seeds)
         parts = spec.parts or (Placed((spec.numel, 1), 0),)
@@ -84,14 +84,14 @@ class DGC(Sparse):
         )
 
     def density_at(self, step: int) -> float:
-        """The density of one step."""
+        """Returns the density of a step."""
         if step >= self.warmup_steps:
             return self.density
         return float(self.density ** ((step * STAGES // self.warmup_steps + 1) / (STAGES + 1)))
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Values and indices of the sparse parts, and the dense parts as they are."""
+        """Returns values and indices of the sparse parts, and the dense parts unchanged."""
         flat = grad.reshape(-1)
         velocity, accumulated = (state.local[name].to(flat.device) for name in ("velocity", "accumulated"))
         if self.nesterov:

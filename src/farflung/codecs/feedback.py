@@ -1,4 +1,4 @@
-"""What was not sent is added to what comes next."""
+"""Error feedback: the residual of an encoding is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ __all__ = ["ErrorFeedback", "error_feedback"]
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(BaseCodec):
-    r"""Adds to each gradient what the codec left out of the ones before.
+    r"""Codec that adds to each gradient the residual of the ones before.
 
     .. math:: p_t = g_t + \beta e_t, \quad \text{send } C(p_t), \quad e_{t+1} = p_t - C(p_t)
 
-    With a ``decay`` :math:`\beta` of 1 everything is sent in the end: the sum of what was decoded and the residual are
-    the sum of the gradients. Below 1 what waits long is forgotten, as in a momentum. A codec that sends a step as it is
-    leaves no residual behind, by the same equations; for a step that bypasses the codec there is :meth:`flush`.
+    With a ``decay`` :math:`\beta` of 1 everything is sent eventually: decoded tensors and residual sum to the
+    gradients. Below 1 old residuals fade, as in a momentum. A codec that sends a step unchanged leaves no residual,
+    by the same equations; for a step that bypasses the codec use :meth:`flush`.
 
-    The residual is in units of the gradient, not of the update as in the paper, so a change of the learning rate
-    makes no jump. It stays with its replica. What is not finite is sent and forgotten, so that it cannot come back.
+    The residual is in units of the gradient, not of the update as in the paper, so a new learning rate does not
+    rescale it. It stays on its replica. Non-finite entries are sent and cleared, so they do not return.
 
     Args:
-      codec: a contractive one, such as Top-k or sign.
+      codec: Contractive codec, such as Top-k or sign.
       decay: :math:`\beta`, above 0 and at most 1.
 
     Raises:
-      ConfigError: not a codec, or one whose errors would grow; a decay out of its range.
+      ConfigError: Not a codec, a codec whose errors would grow, or a decay out of range.
 
     References: Karimireddy et al. 2019, EF-SGD, Alg. 2; Sarfi et al. 2025 (SparseLoCo) for the decay.
     """
@@ -67,10 +67,10 @@ class ErrorFeedback(BaseCodec):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Returns the codec's state, and a residual of zero.
+        """Returns the state of the codec and a zero residual.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("error_feedback", spec)
         return _state_of(torch.zeros(spec.shape, dtype=spec.dtype), self.codec.init(spec, seeds))
@@ -78,15 +78,15 @@ class ErrorFeedback(BaseCodec):
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Encodes the sum of gradient and residual."""
-        left = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
-        payload, inner = self.codec.encode(nested_state(state, "codec"), left, step=step, count=count)
-        if any(shares_memory(tensor, left) for tensor in payload.tensors()):
-            left = left.clone()
-        accumulate(self.codec, inner, payload, left, step=step, count=count, alpha=-1.0)
-        return payload, _state_of(left.nan_to_num_(0.0, 0.0, 0.0), inner)
+        residual = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
+        payload, inner = self.codec.encode(nested_state(state, "codec"), residual, step=step, count=count)
+        if any(shares_memory(tensor, residual) for tensor in payload.tensors()):
+            residual = residual.clone()
+        accumulate(self.codec, inner, payload, residual, step=step, count=count, alpha=-1.0)
+        return payload, _state_of(residual.nan_to_num_(0.0, 0.0, 0.0), inner)
 
     def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
-        """Returns gradient and residual, for a step that is sent as it is, and a state that keeps nothing of them."""
+        """Returns gradient plus residual, for a step sent unencoded, and a state with a zero residual."""
         residual = state.local["residual"]
         return grad.add(residual.to(grad.device), alpha=self.decay), with_residual(
             state, torch.zeros_like(residual, device=grad.device)
@@ -101,7 +101,6 @@ class ErrorFeedback(BaseCodec):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        """Adds what the codec decodes."""
         inner = nested_state(state, "codec")
         accumulate(self.codec, inner, payload, total, step=step, count=count, alpha=alpha)
 
@@ -111,7 +110,6 @@ class ErrorFeedback(BaseCodec):
         return with_nested_state(state, "codec", inner)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Returns those of the codec inside."""
         return summed_specs(self.codec, spec)
 
     @override
@@ -124,10 +122,10 @@ def _state_of(residual: Tensor, inner: CodecState) -> CodecState:
 
 
 def with_residual(state: CodecState, residual: Tensor) -> CodecState:
-    """Returns the state with another residual."""
+    """Returns ``state`` with a new residual."""
     return CodecState(state.shared, {**state.local, "residual": residual})
 
 
 def error_feedback(codec: Codec | None = None, decay: float = 1.0) -> ErrorFeedback:
-    """:class:`ErrorFeedback` around a codec; around Top-k where none is given."""
+    """Returns :class:`ErrorFeedback` around a codec, by default Top-k."""
     return ErrorFeedback(TopK() if codec is None else codec, decay)

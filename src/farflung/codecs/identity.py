@@ -1,4 +1,4 @@
-"""The codec that changes nothing."""
+"""Identity codec: the gradient is sent unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True, slots=True)
 class Identity(BaseCodec):
-    """Sends the dense tensor.
+    """Codec that sends the dense tensor.
 
     .. math:: C(g) = g
     """
@@ -40,7 +40,6 @@ class Identity(BaseCodec):
         return grad
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The tensor's own."""
         return (spec,)
 
     @override

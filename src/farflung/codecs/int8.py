@@ -1,4 +1,4 @@
-"""Eight bits for each number, scaled by the largest nearby: Pipe-SGD's stronger compression."""
+"""8-bit quantization with one scale for each bucket: Pipe-SGD's stronger compression."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8(BaseCodec):
-    r"""Scales each bucket by its largest magnitude and rounds to 8 bits: a quarter of the bytes.
+    r"""Codec that scales each bucket by its largest magnitude and rounds to 8 bits: a quarter of the bytes.
 
     .. math::
         s = \max_{i \in \text{bucket}} |g_i|, \quad
         q_i = \operatorname{round}(127\, g_i / s), \quad C(g)_i = q_i\, s / 127
 
-    Rounding to the nearest is biased, and contractive: an error is at most half a step, and never more than the
-    number itself. It keeps no state, so it may run on every hop of a collective, as in Pipe-SGD, each segment with
-    scales of its own. Stochastic rounding is unbiased; its seed makes it a codec with state.
+    Rounding to the nearest is biased and contractive: an error is at most half a step, and at most the number
+    itself. It keeps no state, so it can run on every hop of a collective, as in Pipe-SGD, with scales for each
+    segment. Stochastic rounding is unbiased; its seed is a state.
 
-    A bucket that holds an infinity or a NaN decodes to nothing finite, since its scale says nothing about the other
-    numbers; the infinity itself stays what it is.
+    A bucket with an infinity or a NaN decodes to non-finite numbers, since its scale does not describe the others.
+    The infinity itself is preserved.
 
     Args:
       rounding: ``"nearest"`` or ``"stochastic"``.
-      bucket_size: numbers that share a scale. With 4,096 scales add a thousandth to the bytes.
+      bucket_size: Number of elements that share a scale; with 4,096, scales add a thousandth to the bytes.
 
     Raises:
-      ConfigError: another rounding, or a bucket of no numbers.
+      ConfigError: The rounding is unknown, or the bucket size is below 1.
 
     References: Li et al. 2018 (Pipe-SGD), scalar quantization; bit width, rounding and buckets are our reading. One
-    scale for tensors of unlike size leaves nothing of the smaller ones. Bytes hold :math:`q_i + 127`, our choice.
+    scale for tensors of different magnitude loses the smaller ones. Bytes hold :math:`q_i + 127`, our choice.
     """
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -60,28 +60,27 @@ class Int8(BaseCodec):
     @property
     @override
     def stateless(self) -> bool:
-        """With rounding to the nearest."""
+        """Returns True for rounding to the nearest."""
         return self.rounding == "nearest"
 
     @property
     @override
     def per_hop(self) -> bool:
-        """With rounding to the nearest."""
         return self.stateless
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """A seed for stochastic rounding, else nothing.
+        """Returns a state with a seed for stochastic rounding, else an empty one.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("int8", spec)
         return CodecState() if self.stateless else CodecState(local={"seed": seeds.own})
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """A uint8 tensor of as many elements, and the scale of each bucket."""
+        """Returns a uint8 tensor with the same number of elements, and the scale of each bucket."""
         flat = grad.reshape(-1)
         noise = None if self.stateless else generator_on(flat.device, state.local["seed"], step, count)
         scales = bucket_norms(flat, self.bucket_size, "max")
@@ -91,6 +90,5 @@ class Int8(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Multiples of a 127th of each bucket's scale."""
-        found, scales = payload.tensors()
-        return from_levels(found, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)
+        codes, scales = payload.tensors()
+        return from_levels(codes, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)

@@ -20,10 +20,10 @@ __all__ = ["QSGD", "quantization"]
 
 
 def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, int]:
-    """The bits of each number, and the levels on either side of zero that they hold; 4 bits where neither is given.
+    """Returns the bits of each number and the levels on either side of zero; 4 bits if neither is set.
 
     Raises:
-      ConfigError: both are given, or one out of its range.
+      ConfigError: Both are set, or one is out of range.
     """
     if bits is not None and levels is not None:
         raise ConfigError(f"{name}: give bits or levels, not both")
@@ -37,29 +37,29 @@ def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class QSGD(BaseCodec):
-    r"""Rounds each number at random to one of ``2 s + 1`` levels of its bucket's norm, without bias.
+    r"""Unbiased codec that rounds each number at random to one of ``2 s + 1`` levels of its bucket's norm.
 
     .. math::
         C(v)_i = \|v\| \operatorname{sign}(v_i)\, \xi_i, \quad
         \xi_i = \tfrac1s \begin{cases} \ell + 1 & \text{with probability } a_i - \ell \\ \ell & \text{else}
         \end{cases}, \quad a_i = s |v_i| / \|v\|, \; \ell = \lfloor a_i \rfloor
 
-    For a bucket of B numbers :math:`E \|C(v) - v\|_2^2 \le \min(B / s^2, \sqrt B / s) \|v\|_2^2`, and with the
-    maximum norm at most that with :math:`B / 4 s^2`.
+    For a bucket of B numbers :math:`E \|C(v) - v\|_2^2 \le \min(B / s^2, \sqrt B / s) \|v\|_2^2`. With the
+    maximum norm the error is at most that with :math:`B / 4 s^2`.
 
-    Each number takes a fixed number of bits, packed, in place of the paper's Elias codes: with b bits
-    :math:`s = 2^{b-1} - 1`, four bits give 7 levels, and the norms add ``32 / bucket_size`` bits to a number.
-    Not linear: each replica has norms of its own. :class:`farflung.reducers.SharedScaleQSGD` agrees on them first.
-    A bucket that holds an infinity or a NaN, or whose norm overflows, decodes to nothing finite.
+    Each number takes a fixed number of packed bits in place of the paper's Elias codes. With b bits
+    :math:`s = 2^{b-1} - 1`: four bits give 7 levels, and the norms add ``32 / bucket_size`` bits to a number.
+    Not linear, since replicas have different norms; :class:`farflung.reducers.SharedScaleQSGD` agrees on them first.
+    A bucket with an infinity, a NaN, or a norm that overflows decodes to non-finite numbers.
 
     Args:
-      bits: of each number on the wire, 2 to 8; 4 where neither bits nor levels are given.
-      levels: the paper's s, 1 to 127, in place of ``bits``.
-      bucket_size: numbers that share a norm; the paper's B.
-      norm: ``"max"``, as the paper's experiments scale, or ``"l2"``, as its analysis does.
+      bits: Bits of each number on the wire, 2 to 8; 4 if neither bits nor levels are set.
+      levels: s of the paper, 1 to 127, in place of ``bits``.
+      bucket_size: Number of elements that share a norm; B of the paper.
+      norm: ``"max"``, as in the paper's experiments, or ``"l2"``, as in its analysis.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: Alistarh et al. 2017, eq. (1), Lemma 3.1; bucket size 512 for 4 bits as in their section 5.
     """
@@ -79,17 +79,17 @@ class QSGD(BaseCodec):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The seed of this replica's rounding.
+        """Returns a state with the seed of this replica's rounding.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("qsgd", spec)
         return CodecState(local={"seed": seeds.own})
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Packed levels, and one norm for each bucket."""
+        """Returns packed levels, and one norm for each bucket."""
         bits, levels = quantization("qsgd", self.bits, self.levels)
         flat = grad.reshape(-1)
         norms = bucket_norms(flat, self.bucket_size, self.norm)
@@ -100,8 +100,7 @@ class QSGD(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Multiples of each bucket's norm over s."""
         bits, levels = quantization("qsgd", self.bits, self.levels)
         packed, norms = payload.tensors()
-        found = unpack(packed, bits, spec.numel)
-        return from_levels(found, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)
+        codes = unpack(packed, bits, spec.numel)
+        return from_levels(codes, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)

@@ -1,4 +1,4 @@
-"""Entries drawn at random, the same on all replicas."""
+"""Random-k sparsification with indices that all replicas share."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = ["RandomK"]
 
 @dataclass(frozen=True, slots=True)
 class RandomK(Sparse):
-    r"""Sends a random ``density`` fraction of the entries; which ones, a shared seed says.
+    r"""Codec that sends a random ``density`` fraction of the entries, chosen by a shared seed.
 
     .. math:: [C(g)]_i = \frac{n}{k}\, g_i \text{ if } i \in S_t, \text{ else } 0
 
-    :math:`S_t` is the same on all replicas and new at every step, so payloads name no indices and may be summed:
-    linear. Each entry is in it with probability k/n, so with the factor n/k it is unbiased, with
-    :math:`E \|C(g) - g\|_2^2 = (n / k - 1) \|g\|_2^2`; without the factor it is contractive, for
+    :math:`S_t` is equal on all replicas and new at every step, so payloads need no indices and can be summed:
+    the codec is linear. Each entry is in it with probability k/n, so the factor n/k makes it unbiased, with
+    :math:`E \|C(g) - g\|_2^2 = (n / k - 1) \|g\|_2^2`. Without the factor it is contractive, for
     :func:`error_feedback`.
 
-    :math:`S_t` is k steps of a random length around the n entries from a random one on, in place of one of all
-    :math:`\binom nk` sets: our choice, since it takes k operations instead of n and leaves the error above as it is.
-    What is not finite is sent when its turn comes.
+    :math:`S_t` is a walk of k steps of a random stride around the n entries, in place of one of all
+    :math:`\binom nk` sets. This is our choice: it takes k operations instead of n and has the same error.
+    Non-finite entries are sent when they are chosen.
 
     Args:
-      density: k/n, in (0, 1], to the nearest whole k; at least one entry is sent.
-      unbiased: whether to multiply by n/k.
+      density: k/n, in (0, 1]; rounded to the nearest k, at least one entry.
+      unbiased: If True, multiply by n/k.
 
     Raises:
-      ConfigError: a density out of its range.
+      ConfigError: The density is out of range.
 
     References: Wangni et al. 2018; Vogels et al. 2019, section 4.3 (Random K with a shared seed).
     """
@@ -55,15 +55,15 @@ class RandomK(Sparse):
 
     @property
     def expands(self) -> bool:
-        """Whether entries are sent larger than they are, so that with error feedback errors would grow by n/k."""
+        """Returns True if entries are sent enlarged, so that errors would grow by n/k with error feedback."""
         return self.unbiased and self.density < 1
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The shared seed.
+        """Returns a state with the shared seed.
 
         Raises:
-          Unsupported: the tensor is not floating, or has more entries than an int32 can name.
+          Unsupported: The tensor is not floating, or has more entries than int32 indices allow.
         """
         Sparse.init(self, spec, seeds)
         return CodecState(shared={"seed": seeds.shared})
@@ -86,7 +86,6 @@ class RandomK(Sparse):
         total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """That of the values."""
         return (TensorSpec((count_kept(spec.numel, self.density),), spec.dtype),)
 
     @override
@@ -97,7 +96,7 @@ class RandomK(Sparse):
         rng = random.Random(derive(state.shared["seed"], step))
         first = rng.randrange(max(numel, 1))
         stride = 1
-        while numel > 2:  # one that shares no factor with n, so that no entry comes twice
+        while numel > 2:  # a stride coprime to n, so that no entry is drawn twice
             stride = rng.randrange(1, numel)
             if math.gcd(stride, numel) == 1:
                 break

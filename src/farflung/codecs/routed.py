@@ -1,4 +1,4 @@
-"""Codecs that send parts of a bucket by unlike codecs: by size, or by the role of weights."""
+"""Codecs that encode the parts of a bucket with different codecs: by size, or by the role of weights."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["ByRole", "BySize", "Route", "Routed", "by_role", "by_size", "join", 
 
 
 class Route(NamedTuple):
-    """What one codec has to do with a bucket."""
+    """Part of a bucket that one codec encodes."""
 
     name: str
     codec: Codec
     state: CodecState
     runs: Sequence[Sequence[int]]
-    """First element and length of each run of elements that go this way."""
+    """First element and length of each run of elements of this route."""
 
 
 class Routed(BaseCodec):
-    """What :class:`BySize` and :class:`ByRole` share: codecs by name, and a state with the codec of each part.
+    """Base of :class:`BySize` and :class:`ByRole`: codecs by name, and a state with the codec of each part.
 
-    A codec reducer carries each route by itself, so that what is sent dense is summed on its way although the rest
-    is gathered. Inside another codec the payload holds one payload for each route. The state says which elements go
-    which way, and a segment of a collective does not say what it is a part of.
+    A codec reducer reduces each route separately, so dense routes are summed by the collective while others are
+    gathered. Inside another codec the payload holds one payload for each route. The state records the elements of
+    each route; a segment of a collective does not know its position in the bucket.
     """
 
     __slots__ = ()
@@ -50,11 +50,11 @@ class Routed(BaseCodec):
 
     @property
     def codecs(self) -> Mapping[str, Codec]:
-        """The codecs there may be routes to."""
+        """Codecs of all possible routes, by name."""
         raise NotImplementedError
 
     def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
-        """Returns the flat tensor of each route that has something to send, and its runs of elements."""
+        """Returns the flat tensor and the runs of elements of each route that is in use."""
         raise NotImplementedError
 
     @property
@@ -64,16 +64,16 @@ class Routed(BaseCodec):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Returns which elements go which way, and the state of each codec."""
+        """Returns the runs of elements of each route, and the state of its codec."""
         parts = self.split_spec(spec)
         state = CodecState({"runs": {name: runs for name, (_, runs) in parts.items()}})
-        own = {name: Seeds(derive(seeds.shared, name), derive(seeds.own, name)) for name in parts}
-        states = {name: self.codecs[name].init(part, own[name]) for name, (part, _) in parts.items()}
+        route_seeds = {name: Seeds(derive(seeds.shared, name), derive(seeds.own, name)) for name in parts}
+        states = {name: self.codecs[name].init(part, route_seeds[name]) for name, (part, _) in parts.items()}
         return self.with_states(state, states)
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Encodes each route by itself."""
+        """Encodes each route separately."""
         payloads, states = [], {}
         for route in self.routes(state):
             part = take(grad.reshape(-1), route.runs)
@@ -85,7 +85,7 @@ class Routed(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Decodes each route's part into its place."""
+        """Decodes each route into its place."""
         flat = torch.empty(spec.numel, dtype=spec.dtype, device=next(payload.tensors()).device)
         for route, part in zip(self.routes(state), payload.parts, strict=True):
             assert isinstance(part, Payload)
@@ -98,7 +98,6 @@ class Routed(BaseCodec):
 
     @override
     def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        """Has each codec learn from its own part."""
         flat = aggregate.reshape(-1)
         states = {
             route.name: route.codec.observe(route.state, take(flat, route.runs), step=step)
@@ -107,37 +106,36 @@ class Routed(BaseCodec):
         return self.with_states(state, states)
 
     def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Returns those of all routes, if all codecs have some."""
+        """Returns the specs of all routes if every codec has some."""
         parts = [summed_specs(self.codecs[name], part) for name, (part, _) in self.split_spec(spec).items()]
-        return tuple(each for part in parts for each in part) if all(parts) else ()
+        return tuple(summed for part in parts for summed in part) if all(parts) else ()
 
     @override
     def linear(self, state: CodecState) -> bool:
-        """Returns True if those that have something to send are."""
         return all(route.codec.linear(route.state) for route in self.routes(state))
 
     def routes(self, state: CodecState) -> list[Route]:
-        """Returns the codecs that have something to send, in the order of their payloads."""
+        """Lists the routes in use, in the order of their payloads."""
         return [
             Route(name, self.codecs[name], nested_state(state, name), runs)
             for name, runs in sorted(state.shared["runs"].items())
         ]
 
     def with_states(self, state: CodecState, states: Mapping[str, CodecState]) -> CodecState:
-        """Returns the same routes with new states of their codecs."""
+        """Returns ``state`` with new states of its codecs."""
         for name, inner in states.items():
             state = with_nested_state(state, name, inner)
         return state
 
 
 def take(flat: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
-    """The elements of some runs of a flat tensor; a view where they are one run."""
+    """Returns the elements of the runs of a flat tensor; a view if there is one run."""
     pieces = [flat[start : start + length] for start, length in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def join(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
-    """Puts back what :func:`take` took, unless it is still there."""
+    """Writes back the elements that :func:`gather_runs` returned, unless they are a view."""
     if len(runs) == 1 and part.data_ptr() == flat[runs[0][0] :].data_ptr():
         return
     begin = 0
@@ -148,18 +146,18 @@ def join(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BySize(Routed):
-    """Encodes a tensor of at least ``numel`` elements by one codec, and a smaller one by another.
+    """Codec that encodes a tensor of at least ``numel`` elements with one codec and a smaller one with another.
 
-    What a small tensor would save is less than what its rounding costs: Alistarh et al. 2017 leave those below
-    10,000 elements as they are.
+    Rounding a small tensor costs more accuracy than it saves bytes: Alistarh et al. 2017 leave tensors below 10,000
+    elements unchanged.
 
     Args:
-      small: for tensors below ``numel`` elements.
-      large: for the others.
-      numel: where large begins.
+      small: Codec of tensors with fewer than ``numel`` elements.
+      large: Codec of all others.
+      numel: Smallest number of elements of a large tensor.
 
     Raises:
-      ConfigError: not codecs, or a negative number.
+      ConfigError: An argument is not a codec, or the number is negative.
     """
 
     small: Codec = field(default_factory=Identity)
@@ -182,24 +180,24 @@ class BySize(Routed):
 
 
 def by_size(small: Codec | None = None, large: Codec | None = None, numel: int = 10_000) -> BySize:
-    """:class:`BySize`; small tensors dense and large ones in 8 bits where nothing else is said."""
+    """Returns a :class:`BySize`; by default small tensors are dense and large ones have 8 bits."""
     return BySize(Identity() if small is None else small, Int8() if large is None else large, numel)
 
 
 @dataclass(frozen=True, slots=True)
 class ByRole(Routed):
-    """Encodes convolution weights by one codec and matrices by another; vectors and scalars are sent dense.
+    """Codec that encodes convolution weights with one codec and matrices with another, and sends all else dense.
 
-    A role is told by dimensions: three and more are a convolution's weight, two a matrix, fewer a bias or a
-    normalisation's. What a bucket is made of says :attr:`farflung.types.TensorSpec.parts`; a tensor without parts is
-    one part of its own shape. Parts of one role are one tensor to their codec.
+    The role follows from the dimensions: three or more are a convolution weight, two a matrix, fewer a bias or a
+    normalization. :attr:`farflung.types.TensorSpec.spans` lists the parameters of a bucket; a tensor without spans
+    is one part. The parts of one role are one tensor for their codec.
 
     Args:
-      convolution: for convolution weights.
-      other: for matrices.
+      convolution: Codec of convolution weights.
+      other: Codec of matrices.
 
     Raises:
-      ConfigError: not codecs.
+      ConfigError: An argument is not a codec.
 
     References: Yu et al. 2018 (GradiVeQ) compress convolutions alone; Vogels et al. 2019 and Lin et al. 2018 leave
     vectors dense.
@@ -222,15 +220,15 @@ class ByRole(Routed):
         runs: dict[str, list[list[int]]] = {}
         for part in spec.parts or (Placed(spec.shape, 0),):
             role = ("dense", "dense", "other", "convolution")[min(len(part.shape), 3)]
-            if isinstance(self.codecs[role], Identity):  # whatever is sent as it is goes together
+            if isinstance(self.codecs[role], Identity):  # all dense parts form one route
                 role = "dense"
-            own = runs.setdefault(role, [])
-            start = sum(length for _, length in own)
+            role_runs = runs.setdefault(role, [])
+            start = sum(length for _, length in role_runs)
             parts.setdefault(role, []).append(Placed(part.shape, start))
-            if own and sum(own[-1]) == part.start:
-                own[-1][1] += part.numel
+            if role_runs and sum(role_runs[-1]) == part.start:
+                role_runs[-1][1] += part.numel
             else:
-                own.append([part.start, part.numel])
+                role_runs.append([part.start, part.numel])
         return {
             role: (TensorSpec((sum(part.numel for part in placed),), spec.dtype, tuple(placed)), runs[role])
             for role, placed in parts.items()
@@ -238,5 +236,5 @@ class ByRole(Routed):
 
 
 def by_role(convolution: Codec | None = None, other: Codec | None = None) -> ByRole:
-    """:class:`ByRole`; convolution weights in 8 bits and matrices dense where nothing else is said."""
+    """Returns a :class:`ByRole`; by default convolution weights have 8 bits and matrices are dense."""
     return ByRole(Int8() if convolution is None else convolution, Identity() if other is None else other)

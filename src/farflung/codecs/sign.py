@@ -1,4 +1,4 @@
-"""One bit for each number."""
+"""Sign compression: one bit for each number."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["Sign"]
 
 @dataclass(frozen=True, slots=True)
 class Sign(BaseCodec):
-    r"""Sends the sign of each number, and the mean magnitude.
+    r"""Codec that sends the sign of each number and the mean magnitude.
 
     .. math:: C(g) = \frac{\|g\|_1}{n} \operatorname{sign}(g)
 
-    Biased: wrap in :func:`error_feedback`. Contractive:
+    Biased: wrap it in :func:`error_feedback`. Contractive:
     :math:`\|C(g) - g\|_2^2 = (1 - \|g\|_1^2 / n \|g\|_2^2) \|g\|_2^2`. Not linear. Zero counts as positive, which
-    changes nothing in that. An infinity makes all of its bucket infinite, a NaN makes it NaN.
+    does not change the error. An infinity makes its whole bucket infinite, a NaN makes it NaN.
 
     Args:
-      bucket_size: numbers that share a mean magnitude; ``None``: all of the tensor.
+      bucket_size: Number of elements that share a mean magnitude; None for the whole tensor.
 
     Raises:
-      ConfigError: a bucket of no numbers.
+      ConfigError: The bucket size is below 1.
 
     References: Karimireddy et al. 2019, EF-signSGD, Alg. 1, with :math:`\|p\|_1 / d` for each tensor; here for each
-    flat bucket, unless ``bucket_size`` says otherwise.
+    flat bucket, or each ``bucket_size`` elements of it.
     """
 
     bucket_size: int | None = None
@@ -46,7 +46,7 @@ class Sign(BaseCodec):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Eight signs in a byte, and the mean magnitude of each bucket."""
+        """Returns eight signs in a byte, and the mean magnitude of each bucket."""
         flat = grad.reshape(-1)
         size = self.bucket_size or max(flat.numel(), 1)
         means = bucket_norms(flat, size, "mean")
@@ -56,7 +56,6 @@ class Sign(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        """Plus or minus the mean magnitude."""
         packed, means = payload.tensors()
         signs = unpack(packed, 1, spec.numel).mul_(2)
         size = self.bucket_size or max(spec.numel, 1)

@@ -1,4 +1,4 @@
-"""The largest entries alone."""
+"""Top-k sparsification."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["TopK"]
 
 @dataclass(frozen=True, slots=True)
 class TopK(Sparse):
-    r"""Keeps the ``density`` fraction of entries with the largest magnitude.
+    r"""Codec that keeps the ``density`` fraction of entries with the largest magnitude.
 
     .. math:: [C(g)]_i = g_i \text{ if } i \in \mathrm{top}_k(|g|), \text{ else } 0
 
-    Not linear: payloads of different replicas name different entries, so they are gathered and decoded before
-    summing. Biased: wrap in :func:`error_feedback`.
+    Not linear: replicas send different entries, so payloads are gathered and decoded before summing. Biased: wrap
+    it in :func:`error_feedback`.
 
-    Of equal magnitudes the first are kept. A NaN counts as infinite, so whatever is not finite is sent first, as it
-    is. Where values with their indices would be no smaller than the dense tensor, that is sent, with zeros for what
-    is dropped.
+    Among equal magnitudes the first entries are kept. A NaN counts as infinite, so non-finite entries are sent first,
+    unchanged. If values and indices are no smaller than the dense tensor, the dense tensor is sent, with zeros for
+    the dropped entries.
 
     Args:
-      density: fraction of entries sent, in (0, 1], to the nearest whole number; at least one entry is sent.
+      density: Fraction of entries sent, in (0, 1]; rounded to the nearest count, at least one entry.
 
     Raises:
-      ConfigError: a density out of its range.
+      ConfigError: The density is out of range.
 
     References: Aji & Heafield 2017; Alistarh et al. 2018, Alg. 1.
     """
@@ -45,7 +45,7 @@ class TopK(Sparse):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Values, and their int32 indices in ascending order."""
+        """Returns the largest entries and their int32 indices in ascending order."""
         flat = grad.reshape(-1)
         indices = find_largest(flat, count_kept(flat.numel(), self.density))
         payload = Payload((flat[indices], indices.to(torch.int32)))

@@ -1,4 +1,4 @@
-"""Devices: how long each computes, whether it straggles, and what memory training takes there."""
+"""Devices: computing times, stragglers, and memory of training."""
 
 from farflung.devices.memory import OPTIMIZER_COPIES, saved_nbytes, training_nbytes
 from farflung.devices.named import DEVICES, coding_source, device_profile, device_toml, load_device

@@ -1,4 +1,4 @@
-"""How much memory training takes, predicted."""
+"""Predicts the memory that training takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["OPTIMIZER_COPIES", "saved_nbytes", "training_nbytes"]
 
 OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""Tensors as large as the parameters that an optimizer keeps."""
+"""Number of tensors as large as the parameters that an optimizer keeps."""
 
 
 def training_nbytes(
@@ -28,54 +28,54 @@ def training_nbytes(
     fixed_nbytes: float = 0,
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> int:
-    r"""Bytes that one replica needs for a step of training.
+    r"""Estimates the bytes that one replica needs for a step of training.
 
     .. math:: M = M_0 + (2 + k + f)\,P + \min(P, b) + B\,(s + a)
 
     Args:
-      parameters_nbytes: :math:`P`; once for the parameters, once for the buckets of gradients. What autograd has made
-        is there besides until its bucket is full.
+      parameters_nbytes: :math:`P`; counted for the parameters and for the buckets of gradients. A gradient of autograd
+        exists besides until its bucket is full.
       batch_size: :math:`B`.
-      optimizer: a name in :data:`OPTIMIZER_COPIES`, for :math:`k`.
-      sample_nbytes: :math:`s`, of one sample's inputs and targets.
-      activations_nbytes: :math:`a`, what autograd keeps per sample; see :func:`saved_nbytes`.
+      optimizer: Name in :data:`OPTIMIZER_COPIES`, for :math:`k`.
+      sample_nbytes: :math:`s`, bytes of one sample's inputs and targets.
+      activations_nbytes: :math:`a`, bytes that autograd keeps per sample; see :func:`measure_saved_nbytes`.
       in_flight: :math:`f`, copies of the gradient in exchanges that outlive their step.
-      fixed_nbytes: :math:`M_0`, of the process: libraries, the device's context.
-      bucket_nbytes: :math:`b`, of a bucket of gradients.
+      fixed_nbytes: :math:`M_0`, bytes of the process: libraries, the device's context.
+      bucket_nbytes: :math:`b`, bytes of a bucket of gradients.
 
     Raises:
-      UnknownName: no such optimizer.
+      UnknownName: There is no such optimizer.
 
     References: Rajbhandari et al. 2020 (ZeRO), section 3, in float32 throughout.
     """
     if optimizer not in OPTIMIZER_COPIES:
         raise UnknownName("optimizer", optimizer, OPTIMIZER_COPIES)
     copies = 2 + OPTIMIZER_COPIES[optimizer] + in_flight
-    filling = min(parameters_nbytes, bucket_nbytes)
+    bucket_copy_nbytes = min(parameters_nbytes, bucket_nbytes)
     samples = batch_size * (sample_nbytes + activations_nbytes)
-    return round(fixed_nbytes + copies * parameters_nbytes + filling + samples)
+    return round(fixed_nbytes + copies * parameters_nbytes + bucket_copy_nbytes + samples)
 
 
 def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps of a forward pass; storage that several tensors share counts once.
+    """Measures the bytes that autograd keeps of a forward pass; storage shared by several tensors counts once.
 
     Args:
-      forward: computes the loss.
-      besides: tensors that are there anyway: parameters, buffers, the batch.
+      forward: Function that computes the loss.
+      excluded: Tensors that are not counted: parameters, buffers, the batch.
     """
     from torch.autograd.graph import saved_tensors_hooks
 
-    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    kept: dict[int, int] = {}
+    excluded_storages = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    nbytes_by_storage: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in excluded_storages:
+            nbytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = forward()
-    total = sum(kept.values())
-    del loss  # until here it holds what was kept, so that no storage was reused
+    total = sum(nbytes_by_storage.values())
+    del loss  # it keeps the saved tensors alive until here, so that no storage is reused
     return total

@@ -1,4 +1,4 @@
-"""Devices by name and from TOML.
+"""Catalog of devices, and their TOML format.
 
 .. code-block:: toml
 
@@ -6,38 +6,38 @@
     forward_s = 0.004              # per sample; or flops_per_s, together with the model's forward_flops
     backward_s = 0.009             # optional: twice forward_s
     optimizer_s = 0.001            # optional
-    step_s = 0.002                 # optional: of each step besides, loading samples for example
+    step_s = 0.002                 # optional: other seconds of each step, such as loading samples
     slowdown = 1.5                 # optional
     memory_nbytes = 4_000_000_000  # optional
-    cores = 2                      # optional: processors that a replica has for itself; below 2 it computes nothing
+    cores = 2                      # optional: processors that a replica has for itself; below 2 it does not compute
                                    # while it codes
-    message_s = 0.0001             # optional: of each message, for its sender and for its receiver
-    copy_s_per_byte = 4e-10        # optional: the same, of each of its bytes
-    encrypt_s_per_byte = 3e-9      # optional: besides, where messages are encrypted
+    message_s = 0.0001             # optional: per message, for its sender and for its receiver
+    copy_s_per_byte = 4e-10        # optional: per byte of a message, for both
+    encrypt_s_per_byte = 3e-9      # optional: additional time per byte if messages are encrypted
 
-    [[layer]]                      # in forward order, in the place of forward_s and backward_s
+    [[layer]]                      # in forward order, in place of forward_s and backward_s
     numel = 16640
     forward_s = 0.001
     backward_s = 0.002
 
-    [[coding]]                     # what a codec or reducer takes; without any, and without the three above, nothing
-    operation = "encode"           # as farflung calibrate writes it
-    method = "topk(density=0.1)"   # as recipes write it; left out for plain sums
-    numel = [1024, 65536]          # elements of the dense tensor: rising
-    seconds = [0.00002, 0.0009]    # for each; in between they are interpolated, beyond they grow with the size
+    [[coding]]                     # times of a codec or reducer; zero without any of these and of the three above
+    operation = "encode"           # in the notation of farflung calibrate
+    method = "topk(density=0.1)"   # in recipe syntax; absent for plain sums
+    numel = [1024, 65536]          # elements of the dense tensor, ascending
+    seconds = [0.00002, 0.0009]    # for each size; interpolated between sizes, proportional above the last
 
-    [[occasional]]                 # a step takes longer, with some probability
+    [[occasional]]                 # each step is slow with some probability
     probability = 0.05
     factor = 4
 
-    [[varying]]                    # each step takes its own time
+    [[varying]]                    # each step has a random factor
     spread = 0.1
 
-    [[scheduled]]                  # slow for a while
+    [[scheduled]]                  # slow in an interval
     begin_s = 60
     end_s = 120
     factor = 3
-    ranks = [2]                    # optional: all ranks
+    ranks = [2]                    # optional: all ranks otherwise
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ __all__ = ["DEVICES", "Device", "coding_source", "device_profile", "device_toml"
 SUSTAINED = 0.3
 """Share of the peak that training reaches: our choice."""
 REFERENCE = Path(__file__).with_name("reference.toml")
-"""A machine whose coding was measured, and how fast it trains: the figures of named devices are in proportion to it."""
+"""Machine whose coding and training were measured; the figures of named devices are scaled from it."""
 CORES = 1.0
-"""Of a named device: what it can compute is known as one number, so what codes does not compute meanwhile."""
+"""Cores of a named device, known by a single rate: it does not compute while it codes."""
 _MESSAGES = ("message_s", "copy_s_per_byte", "encrypt_s_per_byte")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a data sheet says.
+    """Figures of a data sheet.
 
     Args:
       peak_flops: float32 operations per second.
-      memory_nbytes: what it has.
-      source: where that is from.
+      memory_nbytes: Bytes of memory.
+      source: Source of the figures.
     """
 
     peak_flops: float
@@ -97,20 +97,20 @@ DEVICES: dict[str, Device] = {
     "v100": Device(15.7e12, 16 << 30, "SXM2, as in p3.16xlarge. The device of delayed updates."),
     "cpu-core": Device(48e9, 4 << 30, "Our choice: 3 GHz, 16 operations a cycle."),
 }
-"""Devices by name: peaks of their data sheets; :func:`device_profile` takes a share of them for what is reached."""
+"""Devices by name, with the peaks of their data sheets; :func:`find_device` assumes a fraction of them."""
 
 
 def device_profile(name: str, *, forward_flops: float | None = None) -> DeviceProfile:
-    """A device by its name in :data:`DEVICES`, or from a TOML file where ``name`` ends in ``.toml``.
+    """Finds a device by its name in :data:`DEVICES`, or loads it from a TOML file if ``name`` ends in ``.toml``.
 
     Args:
-      name: of the device or file.
+      name: Name of the device or file.
       forward_flops: float32 operations of the model's forward pass, per sample; a multiplication and an addition
-        are two. Needed for devices known by their operations per second.
+        are two. Required for devices known by their operations per second.
 
     Raises:
-      UnknownName: there is no such name.
-      ConfigError: the file is wrong, or ``forward_flops`` is missing.
+      UnknownName: There is no such name.
+      ConfigError: The file is wrong, or ``forward_flops`` is missing.
     """
     if name.endswith(".toml"):
         return load_device(Path(name), forward_flops=forward_flops)
@@ -130,7 +130,7 @@ def device_profile(name: str, *, forward_flops: float | None = None) -> DevicePr
 
 
 def coding_source(device: Device) -> str:
-    """Where the coding rates of a named device come from, for people."""
+    """Describes the origin of a named device's coding rates."""
     name, times = _reference().name, _times_reference(device)
     return (
         f"Coding takes {times:.3g} times what was measured on {name}, as training does, and nothing else is computed "
@@ -140,23 +140,23 @@ def coding_source(device: Device) -> str:
 
 @cache
 def _reference() -> DeviceProfile:
-    """The reference machine; its forward pass is one operation."""
+    """Loads the reference machine; its forward pass is one operation."""
     return load_device(REFERENCE, forward_flops=1.0)
 
 
 def _times_reference(device: Device) -> float:
-    """How many times as long as on the reference machine arithmetic takes."""
+    """Computes the time of arithmetic over that of the reference machine."""
     return 1 / (SUSTAINED * device.peak_flops * _reference().forward_s)
 
 
 def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProfile:
-    """Reads a device; the format is at the top of this module.
+    """Loads a device from TOML; the format is at the top of this module.
 
     Raises:
-      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+      ConfigError: The file is absent, no TOML, or has a wrong value; one line with file and key.
     """
     top = open_toml(path)
-    layers = tuple(one.build(Layer) for one in top.tables("layer"))
+    layers = tuple(table.build(Layer) for table in top.tables("layer"))
     if "flops_per_s" in top:
         forward_s = _forward_s(str(path), top.number("flops_per_s"), forward_flops)
     else:
@@ -170,19 +170,19 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
         name=top.text("name", path.stem),
         forward_s=forward_s,
         layers=layers,
-        stragglers=tuple(one.build(kind) for key, kind in stragglers.items() for one in top.tables(key)),
+        stragglers=tuple(table.build(kind) for key, kind in stragglers.items() for table in top.tables(key)),
         source=str(path),
         coding=coding,
     )
 
 
 def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """A device as :func:`load_device` reads it, stragglers aside.
+    """Formats a device as TOML for :func:`load_device`, without stragglers.
 
     Args:
-      device: what to write.
-      layers: names of its layers, for people.
-      notes: lines for people, at the top.
+      device: Device to format.
+      layers: Names of its layers, for comments.
+      notes: Lines of comments at the top.
     """
     lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(device.name)}"]
     if not device.layers:
@@ -215,7 +215,7 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
 
 
 def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
-    found: dict[tuple[str, str], Points] = {}
+    operations: dict[tuple[str, str], Points] = {}
     for table in tables:
         key = table.text("operation"), table.text("method", "")
         sizes, seconds = table.wholes("numel"), table.numbers("seconds")
@@ -223,12 +223,14 @@ def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
             raise ConfigError(
                 f"{table.where}: numel has {len(sizes)} entries and seconds {len(seconds)}: give each size one time"
             )
-        if key in found:
+        if key in operations:
             raise ConfigError(
                 f"{table.where}: operation {key[0]!r} of method {key[1]!r} is there already: leave out one"
             )
-        found |= table.make(partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})).operations
-    return found
+        operations |= table.make(
+            partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})
+        ).operations
+    return operations
 
 
 def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:

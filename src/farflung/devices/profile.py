@@ -1,4 +1,4 @@
-"""What computing takes on a device, and the arithmetic of exchanges."""
+"""Computing times of a device, and of the arithmetic of exchanges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CodingRates", "DeviceProfile", "Layer", "Points"]
 
 
 Points: TypeAlias = "tuple[tuple[int, float], ...]"
-"""Elements and seconds, by rising number of elements."""
+"""Pairs of number of elements and seconds, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class CodingRates:
     """Seconds that coding and messages take on a device's processor.
 
     Args:
-      operations: measured points of each operation of each method, by ``(operation, method)``; between two sizes
-        seconds are interpolated, below the first they stay, above the last they grow with the size.
-      message_s: of each message, for the replica that sends it and for each that receives it.
-      copy_s_per_byte: of each message's bytes, at both ends.
-      encrypt_s_per_byte: besides, where messages are encrypted.
+      operations: Measured points of each operation of each method, by ``(operation, method)``. Seconds are
+        interpolated between two sizes, constant below the first, and proportional to the size above the last.
+      message_s: Seconds of a message, for its sender and for each receiver.
+      copy_s_per_byte: Seconds of a byte of a message, at both ends.
+      encrypt_s_per_byte: Additional seconds of a byte if messages are encrypted.
 
     Raises:
-      ConfigError: sizes that do not rise, or seconds out of their range; begins with its name.
+      ConfigError: Sizes do not rise, or seconds are out of range; begins with the name of the value.
     """
 
     operations: Mapping[tuple[str, str], Points] = field(default_factory=dict, hash=False)
@@ -43,20 +43,20 @@ class CodingRates:
 
     def __post_init__(self) -> None:
         for points in self.operations.values():
-            sizes, seconds = [numel for numel, _ in points], [one for _, one in points]
-            rises = bool(sizes) and sizes[0] >= 1 and all(low < high for low, high in pairwise(sizes))
-            require(rises, "numel", sizes, "whole numbers above 0, each above the one before")
-            if not all(0 < one < math.inf for one in seconds):
+            sizes, seconds = [numel for numel, _ in points], [duration_s for _, duration_s in points]
+            is_ascending = bool(sizes) and sizes[0] >= 1 and all(low < high for low, high in pairwise(sizes))
+            require(is_ascending, "numel", sizes, "whole numbers above 0, each above the one before")
+            if not all(0 < duration_s < math.inf for duration_s in seconds):
                 raise ConfigError(f"seconds = {seconds}: each must be above 0")
         for name in ("message_s", "copy_s_per_byte", "encrypt_s_per_byte"):
             check_seconds(name, getattr(self, name))
 
     def scaled(self, coding: float, messages: float) -> CodingRates:
-        """Those of another device.
+        """Scales the rates to another device.
 
         Args:
-          coding: how many times as long its arithmetic takes.
-          messages: how many times as long its messages take.
+          coding_factor: Factor of the time of arithmetic.
+          message_factor: Factor of the time of messages.
         """
         operations = {
             key: tuple((numel, seconds * coding) for numel, seconds in points)
@@ -66,15 +66,15 @@ class CodingRates:
         return CodingRates(operations, *(seconds * messages for seconds in fixed))
 
     def seconds(self, cost: CodingCost) -> float:
-        """What one piece of work takes; nothing where it was not measured."""
+        """Computes the time of one operation; 0 if it was not measured."""
         points = self.operations.get((cost.operation, cost.method))
         if not points:
             return 0.0
-        (smallest, least), (largest, most) = points[0], points[-1]
+        (smallest, smallest_s), (largest, largest_s) = points[0], points[-1]
         if cost.numel <= smallest:
-            return least
+            return smallest_s
         if cost.numel >= largest:
-            return most * cost.numel / largest
+            return largest_s * cost.numel / largest
         for (low, low_s), (high, high_s) in pairwise(points):
             if cost.numel <= high:
                 return low_s + (high_s - low_s) * (cost.numel - low) / (high - low)
@@ -82,7 +82,7 @@ class CodingRates:
 
 
 BACKWARD_OVER_FORWARD = 2.0
-"""A backward pass takes two products of the size of the forward pass's one: by weights and by inputs."""
+"""A backward pass takes two products, by weights and by inputs, each of the size of the forward pass's one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class Layer:
     """One layer of a model, in forward order.
 
     Args:
-      numel: its parameters; 0 where it has none.
-      forward_s: seconds per sample.
-      backward_s: seconds per sample.
+      numel: Number of its parameters; 0 if it has none.
+      forward_s: Seconds of a forward pass per sample.
+      backward_s: Seconds of a backward pass per sample.
     """
 
     numel: int
@@ -107,25 +107,25 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """Seconds that a device takes, and what it can hold.
+    """Computing times and memory of a device.
 
     Args:
-      name: for people.
-      forward_s: per sample of a forward pass; scoring and evaluating a sample take as long.
-      backward_s: per sample of a backward pass; ``None``: twice the forward pass, our choice.
-      optimizer_s: per step of the optimizer.
-      layers: the model layer by layer, in forward order, in the place of ``forward_s`` and ``backward_s``; then
-        buckets are ready when their layers are.
-      slowdown: everything takes this many times as long.
-      stragglers: what makes it slow now and then; factors multiply.
-      memory_nbytes: what it can hold; ``None``: not known.
-      source: where the figures come from.
-      coding: what the arithmetic of exchanges takes; ``None``: nothing.
-      cores: processors that a replica has for itself; with fewer than two, computing stands still while it codes.
-      step_s: of each step besides, charged before its forward pass: drawing samples and making them ready, bookkeeping.
+      name: Name for display.
+      forward_s: Seconds per sample of a forward pass, and of scoring or evaluation.
+      backward_s: Seconds per sample of a backward pass; None for twice the forward pass, our choice.
+      optimizer_s: Seconds of an optimizer step.
+      layers: Layers of the model in forward order, in place of ``forward_s`` and ``backward_s``; buckets are then
+        ready with their layers.
+      slowdown: Factor of all times.
+      stragglers: Causes of temporary slow-downs; their factors multiply.
+      memory_nbytes: Bytes of memory; None if unknown.
+      source: Source of the figures.
+      coding: Times of the arithmetic of exchanges; None for zero.
+      cores: Processors that a replica has for itself; with fewer than two, it does not compute while it codes.
+      step_s: Other seconds of a step, charged before its forward pass: drawing and loading samples, bookkeeping.
 
     Raises:
-      ConfigError: a value out of its range; begins with its name.
+      ConfigError: A value is out of range; begins with its name.
     """
 
     name: str = "device"
@@ -157,15 +157,15 @@ class DeviceProfile:
 
     @property
     def codes_beside(self) -> bool:
-        """Whether computing goes on while it codes."""
+        """Returns True if computation continues while the device codes."""
         return self.cores >= 2
 
     def seconds(self, cost: Cost, moment: Moment) -> float:
-        """What a computation takes that begins at a moment."""
+        """Computes the time of a computation that begins at a moment."""
         return self._undisturbed(cost) * self.slowdown_at(moment)
 
     def slowdown_at(self, moment: Moment) -> float:
-        """How many times as long computations take that begin at a moment."""
+        """Computes the factor of the time of computations that begin at a moment."""
         factor = self.slowdown
         for straggler in self.stragglers:
             factor *= straggler.slowdown(moment)
@@ -177,47 +177,45 @@ class DeviceProfile:
         if cost.kind == "backward":
             return cost.samples * self.backward_per_sample_s
         if cost.kind in ("forward", "evaluate", "score"):
-            besides = self.step_s if cost.kind == "forward" else 0.0
-            return besides + cost.samples * self.forward_per_sample_s
+            step_s = self.step_s if cost.kind == "forward" else 0.0
+            return step_s + cost.samples * self.forward_per_sample_s
         return 0.0
 
     @property
     def forward_per_sample_s(self) -> float:
-        """Seconds of a forward pass, per sample."""
         return math.fsum(layer.forward_s for layer in self.layers) if self.layers else self.forward_s
 
     @property
     def backward_per_sample_s(self) -> float:
-        """Seconds of a backward pass, per sample."""
         if self.layers:
             return math.fsum(layer.backward_s for layer in self.layers)
         return BACKWARD_OVER_FORWARD * self.forward_s if self.backward_s is None else self.backward_s
 
     def ready_at(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
-        """At which share of a backward pass each bucket is ready, in the order in which they filled.
+        """Computes the share of a backward pass at which each bucket is ready, in the order in which they filled.
 
-        Without layers, or without the buckets' sizes, at even steps. With layers, when the layer that holds a
-        bucket's last parameter is through; layers without parameters take their time on the way.
+        Without layers or the buckets' sizes the shares are evenly spaced. With layers, a bucket is ready when the
+        layer of its last parameter is done; layers without parameters take their time too.
 
         Args:
-          order: of the buckets, as they filled.
-          numels: parameters in each bucket, by its index, from the output side; empty: not known.
+          order: Indices of the buckets in the order in which they filled.
+          numels: Number of parameters in each bucket, by its index, from the output side; empty if unknown.
 
         Raises:
-          ConfigError: the layers are those of another model.
+          ConfigError: The layers are those of another model.
         """
         if not self.layers or not numels:
             return [place / len(order) for place in range(1, len(order) + 1)]
-        passed = list(accumulate(layer.numel for layer in reversed(self.layers)))
-        if passed[-1] != sum(numels):
+        cumulative_numel = list(accumulate(layer.numel for layer in reversed(self.layers)))
+        if cumulative_numel[-1] != sum(numels):
             raise ConfigError(
-                f"{self.name}: layers: they have {passed[-1]} parameters, and the model has {sum(numels)}"
+                f"{self.name}: layers: they have {cumulative_numel[-1]} parameters, and the model has {sum(numels)}"
             )
-        spent = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
-        filled = list(accumulate(numels))
-        whole = spent[-1] or 1.0
+        elapsed_s = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
+        bucket_ends = list(accumulate(numels))
+        total_s = elapsed_s[-1] or 1.0
         shares: list[float] = []
         for bucket in order:
-            share = spent[bisect_left(passed, filled[bucket])] / whole
+            share = elapsed_s[bisect_left(cumulative_numel, bucket_ends[bucket])] / total_s
             shares.append(max(share, shares[-1]) if shares else share)
         return shares

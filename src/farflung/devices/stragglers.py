@@ -1,4 +1,4 @@
-"""Devices that are slow for a while."""
+"""Stragglers: devices that are temporarily slow."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Moment", "Occasional", "Scheduled", "Straggler", "Varying"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When and for which rank a slow-down is asked.
+    """Rank, step and time of a computation.
 
     Args:
-      seed: of the world.
-      rank: the device's.
-      step: how many forward passes it has begun.
-      now_s: the time at which the computation begins.
+      seed: Seed of the world.
+      rank: Rank of the device.
+      step: Number of forward passes that it has begun.
+      time_s: Time at which the computation begins.
     """
 
     seed: int
@@ -30,23 +30,23 @@ class Moment:
 
 
 class Straggler(Protocol):
-    """How much longer computations take than they would; equal for equal moments."""
+    """Cause of temporary slow-downs; equal moments give equal factors."""
 
     def slowdown(self, moment: Moment) -> float:
-        """A factor."""
+        """Computes the factor of the time of a computation."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Occasional:
-    """Some steps take longer, each with the same probability.
+    """Straggler whose steps take longer with a fixed probability.
 
     Args:
-      probability: of a slow step.
-      factor: how much longer it takes.
+      probability: Probability of a slow step.
+      factor: Factor of its time.
 
     Raises:
-      ConfigError: a value out of its range; begins with its name.
+      ConfigError: A value is out of range; begins with its name.
     """
 
     probability: float
@@ -63,13 +63,13 @@ class Occasional:
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    r"""Every step takes its own time, :math:`1 + s X` with :math:`X` exponential of mean 1.
+    r"""Straggler whose steps take a factor of :math:`1 + s X` each, with :math:`X` exponential of mean 1.
 
     Args:
       spread: :math:`s`; the mean is ``1 + spread``.
 
     Raises:
-      ConfigError: negative.
+      ConfigError: The spread is negative.
 
     References: Lee et al. 2018, the shifted exponential model of stragglers.
     """
@@ -85,16 +85,16 @@ class Varying:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Slow from one time to another; a computation counts by when it begins.
+    """Straggler that is slow in an interval of time; the start of a computation decides.
 
     Args:
-      begin_s: in seconds on the run's clock.
-      end_s: the same.
-      factor: how much longer computations take.
-      ranks: the ranks; where it is empty, all that have the profile.
+      begin_s: Start of the interval in seconds on the run's clock.
+      end_s: End of the interval in seconds on the run's clock.
+      factor: Factor of the time of computations.
+      ranks: Affected ranks; empty for all that have the profile.
 
     Raises:
-      ConfigError: a value out of its range; begins with its name.
+      ConfigError: A value is out of range; begins with its name.
     """
 
     begin_s: float
@@ -103,10 +103,10 @@ class Scheduled:
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        before = f"0 or more, and before end_s = {self.end_s}"
-        require(0 <= self.begin_s < self.end_s, "begin_s", self.begin_s, before)
+        expected = f"0 or more, and before end_s = {self.end_s}"
+        require(0 <= self.begin_s < self.end_s, "begin_s", self.begin_s, expected)
         check_factor("factor", self.factor)
 
     def slowdown(self, moment: Moment) -> float:
-        concerned = not self.ranks or moment.rank in self.ranks
-        return self.factor if concerned and self.begin_s <= moment.now_s < self.end_s else 1.0
+        is_affected = not self.ranks or moment.rank in self.ranks
+        return self.factor if is_affected and self.begin_s <= moment.now_s < self.end_s else 1.0

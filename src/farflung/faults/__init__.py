@@ -1,4 +1,4 @@
-"""What goes wrong in a run, described once for every world."""
+"""Faults of a run, described once for every world."""
 
 from farflung.faults.injector import Condition, FaultInjector, Stage, Standing
 from farflung.faults.plan import FAULTS, MEMBERSHIP, PASSING, Fault, FaultPlan, load_faults

@@ -1,4 +1,4 @@
-"""Makes a plan of faults come true, and says what the faults that hold make of ways and replicas."""
+"""Injects the faults of a plan, and tracks the active faults of links and replicas."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from farflung.telemetry import Event
 __all__ = ["Condition", "FaultInjector", "Stage", "Standing"]
 
 NAMED = 3
-"""Faults that a warning names; it counts the others."""
+"""Number of faults that a warning names; it counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What has happened to a way; by default nothing.
+    """Effect of faults on a link, in one direction; by default none.
 
     Args:
-      cut: nothing arrives, without notice.
-      loss: share of packets that are lost, besides the network's own.
-      bandwidth_bps: there is no more, in bits per second; on top of the network's own limits.
+      is_cut: If True, nothing arrives, and nobody is notified.
+      loss: Share of packets lost, besides the network's own losses.
+      bandwidth_bps: Limit in bits per second, besides the network's own limits.
     """
 
     cut: bool = False
@@ -32,7 +32,7 @@ class Condition:
     bandwidth_bps: float = math.inf
 
     def after(self, fault: Fault) -> Condition:
-        """What one more fault of ``cut``, ``throttle`` or ``lose`` makes of it."""
+        """Returns the condition after one more fault of ``cut``, ``throttle`` or ``lose``."""
         if fault.kind == "cut":
             return replace(self, cut=True)
         if fault.bandwidth_bps is not None:
@@ -42,14 +42,14 @@ class Condition:
 
 
 Struck: TypeAlias = "tuple[int, int] | int"
-"""A way, from one rank to another, or a replica."""
+"""Link from one rank to another, or a replica."""
 
 
 class Standing:
-    """What has begun and is not undone; of one kind the last counts, and what is undone uncovers the one before.
+    """Faults that have begun and not ended. The last of a kind applies; when it ends, the one before applies again.
 
     Args:
-      size: how many replicas.
+      size: Number of replicas.
     """
 
     def __init__(self, size: int) -> None:
@@ -57,40 +57,40 @@ class Standing:
         self._held: dict[Struck, list[Fault]] = {}
 
     def begin(self, fault: Fault) -> None:
-        """A fault of :data:`farflung.faults.PASSING` or a ``restore`` has happened."""
-        for struck in self._concerned(fault):
-            held = self._held.setdefault(struck, [])
+        """Adds a fault of :data:`farflung.faults.TEMPORARY_KINDS`; a ``restore`` clears its targets."""
+        for target in self._concerned(fault):
+            active = self._held.setdefault(target, [])
             if fault.kind == "restore":
-                held.clear()
+                active.clear()
             else:
-                held.append(fault)
+                active.append(fault)
 
     def end(self, fault: Fault) -> None:
-        """Its time is over; nothing where it was restored before."""
-        for struck in self._concerned(fault):
-            held = self._held.get(struck, [])
-            if fault in held:
-                held.remove(fault)
+        """Removes a fault whose time is over; does nothing if it was restored before."""
+        for target in self._concerned(fault):
+            active = self._held.get(target, [])
+            if fault in active:
+                active.remove(fault)
 
     def condition(self, src: int, dst: int) -> Condition:
-        """Of the way from one rank to another."""
+        """Returns the condition of the link from one rank to another."""
         condition = Condition()
         for fault in self._held.get((src, dst), ()):
             condition = condition.after(fault)
         return condition
 
     def slowdown(self, rank: int) -> float:
-        """How many times as long a replica computes."""
-        held = self._held.get(rank)
-        factors = [fault.factor for fault in held if fault.factor is not None] if held else []
+        """Returns the factor of a replica's computing time."""
+        active = self._held.get(rank)
+        factors = [fault.factor for fault in active if fault.factor is not None] if active else []
         return factors[-1] if factors else 1.0
 
     def hangs(self, rank: int) -> bool:
-        """Whether a replica stands still."""
+        """Returns True if a replica is suspended."""
         return any(fault.kind == "hang" for fault in self._held.get(rank, ()))
 
     def is_hung_for_good(self, rank: int) -> bool:
-        """Returns True while a fault without an end of its own has a replica stand still."""
+        """Returns True if a replica is suspended by a fault without an end."""
         return any(fault.kind == "hang" and fault.for_s is None for fault in self._held.get(rank, ()))
 
     def _concerned(self, fault: Fault) -> Iterator[Struck]:
@@ -101,33 +101,33 @@ class Standing:
 
 
 class Stage:
-    """A world in which things go wrong: its replicas, and the ways between them.
+    """Environment in which faults happen: replicas, and the links between them.
 
     Args:
-      size: how many replicas.
+      size: Number of replicas.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.standing = size, Standing(size)
 
     def now(self) -> float:
-        """Seconds since the first step began."""
+        """Returns the seconds since the first step began."""
         raise NotImplementedError
 
     def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when ``t`` seconds have passed since then."""
+        """Calls ``fn`` at ``time_s`` seconds after the start of the first step."""
         raise NotImplementedError
 
     def is_over(self) -> bool:
-        """Returns True once every replica that was left has come to its end."""
+        """Returns True once every remaining replica has ended."""
         raise NotImplementedError
 
     def crash(self, rank: int) -> None:
-        """Ends a replica at once."""
+        """Terminates a replica immediately."""
         raise NotImplementedError
 
     def leave(self, rank: int) -> None:
-        """Has a replica announce its leave and end."""
+        """Makes a replica announce its leave and end."""
         raise NotImplementedError
 
     def join(self, rank: int) -> None:
@@ -135,50 +135,50 @@ class Stage:
         raise NotImplementedError
 
     def reset(self, rank: int, peer: int) -> None:
-        """Closes the connections of a replica to a peer, at its end."""
+        """Closes the connections of a replica to a peer, at the replica's end."""
         raise NotImplementedError
 
     def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
-        """Changes the way from one rank to another."""
+        """Sets the condition of the link from one rank to another."""
         raise NotImplementedError
 
     def hang(self, rank: int, hangs: bool) -> None:
-        """Has a replica stand still, or go on."""
+        """Suspends or resumes a replica."""
         raise NotImplementedError
 
     def strike(self, fault: Fault) -> None:
-        """Makes a fault happen, now."""
-        of_replicas = {"crash": self.crash, "leave": self.leave, "join": self.join}
-        if fault.kind in of_replicas:
-            of_replicas[fault.kind](fault.rank)
+        """Injects a fault immediately."""
+        replica_actions = {"crash": self.crash, "leave": self.leave, "join": self.join}
+        if fault.kind in replica_actions:
+            replica_actions[fault.kind](fault.rank)
         elif fault.kind == "reset":
-            for way in fault.ways(self.size):
-                self.reset(*way)
+            for link in fault.ways(self.size):
+                self.reset(*link)
         else:
             self._change(fault, self.standing.begin)
 
     def undo(self, fault: Fault) -> None:
-        """Ends a fault whose time is over."""
+        """Reverts a fault whose time is over."""
         self._change(fault, self.standing.end)
 
     def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
-        """Has replica and ways feel what a fault's beginning or end changes."""
-        standing, rank, ways = self.standing, fault.rank, list(fault.ways(self.size))
-        hung, conditions = standing.hangs(rank), [standing.condition(*way) for way in ways]
+        """Applies the effects of a fault's beginning or end to the replica and its links."""
+        standing, rank, links = self.standing, fault.rank, list(fault.ways(self.size))
+        was_hung, conditions = standing.hangs(rank), [standing.condition(*link) for link in links]
         how(fault)
-        for way, before in zip(ways, conditions, strict=True):
-            if (now := standing.condition(*way)) != before:
-                self.change(*way, before, now)
-        if standing.hangs(rank) != hung:
-            self.hang(rank, not hung)
+        for link, previous in zip(links, conditions, strict=True):
+            if (condition := standing.condition(*link)) != previous:
+                self.change(*link, previous, condition)
+        if standing.hangs(rank) != was_hung:
+            self.hang(rank, not was_hung)
 
 
 class FaultInjector:
-    """A sink for the events of all replicas, which strikes when a replica has done its steps.
+    """Event sink that injects faults when a replica has done the given number of steps.
 
     Args:
-      plan: what goes wrong.
-      stage: where.
+      plan: Faults to inject.
+      environment: Environment of the replicas.
     """
 
     def __init__(self, plan: FaultPlan, stage: Stage) -> None:
@@ -187,36 +187,36 @@ class FaultInjector:
         self._waiting: dict[tuple[int, int], list[Fault]] = {}
         for fault in plan.faults:
             if fault.at_step is not None:
-                told = 0 if fault.kind == "join" else fault.rank
-                self._waiting.setdefault((told, fault.at_step), []).append(fault)
+                watched_rank = 0 if fault.kind == "join" else fault.rank
+                self._waiting.setdefault((watched_rank, fault.at_step), []).append(fault)
             elif fault.at_s is not None:
                 stage.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event of one replica."""
+        """Handles one event of one replica."""
         if event["event"] not in ("begin", "step"):
             return
-        done = int(str(event["step"])) + (event["event"] == "step")
-        for fault in self._waiting.pop((int(str(event["rank"])), done), ()):
+        steps_done = int(str(event["step"])) + (event["event"] == "step")
+        for fault in self._waiting.pop((int(str(event["rank"])), steps_done), ()):
             self._strike(fault)
 
     @property
     def missed(self) -> tuple[Fault, ...]:
-        """The faults that have not struck, or only after the end."""
+        """Faults that have not been injected, or only after the end of the run."""
         return tuple(fault for fault in self._plan.faults if fault not in self._struck)
 
     def warn_of_missed(self) -> None:
-        """Warns in one line, at the end of a run, of the faults that it did not live to see."""
+        """Warns at the end of a run of the faults that were never injected."""
         if not self.missed:
             return
-        named = ", ".join(map(str, self.missed[:NAMED]))
-        besides = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
+        names = ", ".join(map(str, self.missed[:NAMED]))
+        suffix = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
         logging.getLogger("farflung").warning(
             "%s of %s faults never struck, for the run or their replica had ended: %s%s",
             len(self.missed),
             len(self._plan.faults),
-            named,
-            besides,
+            names,
+            suffix,
         )
 
     def _strike(self, fault: Fault) -> None:

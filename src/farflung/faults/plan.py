@@ -1,4 +1,4 @@
-"""Faults as data: what strikes which replica or link, and when; and plans of them from TOML."""
+"""Plans of faults, as data and from TOML: kind, target and time of each."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ FAULTS: dict[str, str] = {
     "lose": "of the packets between the replica and its peer, or all others, this share is lost",
     "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
 }
-"""What can happen, by kind."""
+"""Descriptions of the faults by kind."""
 PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
-"""What a kind needs, and no other kind has."""
+"""Parameter that a kind requires; no other kind has it."""
 MEMBERSHIP = ("join", "leave")
-"""The kinds that change the membership."""
+"""Kinds that change the membership."""
 BETWEEN_TWO = ("cut", "reset", "throttle", "lose", "restore")
-"""The kinds that may have a peer."""
+"""Kinds that may have a peer."""
 PASSING = ("cut", "hang", "lose", "slow", "throttle")
-"""The kinds that may last for a time."""
+"""Kinds that may last for a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that happens to one replica.
+    """Fault of one replica or of its links.
 
     Args:
-      kind: a name in :data:`FAULTS`.
-      rank: the replica that it strikes.
-      at_step: once the replica has done this many steps; of a ``join``, once rank 0 has.
-      at_s: at this time instead, in seconds since the first step: since it began on the first replica to begin.
-      factor: of ``slow``: how many times as long computations take.
-      peer: of ``cut``, ``reset``, ``throttle``, ``lose`` and ``restore``: the other end; ``None``: all others.
-      group: of the same: other replicas on the side of this one, as of a partition into two parts.
-      one_way: of the same, but ``reset``: only from this side to the other.
-      bandwidth_bps: of ``throttle``: bits per second.
-      loss: of ``lose``: share of packets, besides what the network itself loses.
-      for_s: of ``cut``, ``hang``, ``lose``, ``slow`` and ``throttle``: after so many seconds it is undone by itself;
-        ``None``: it lasts.
+      kind: Name in :data:`FAULTS`.
+      rank: Affected replica.
+      at_step: Number of steps after which it is injected, counted by the replica; by rank 0 for a ``join``.
+      at_s: Time of the injection instead, in seconds since the first replica began its first step.
+      factor: For ``slow``: factor of the time of computations.
+      peer: For ``cut``, ``reset``, ``throttle``, ``lose`` and ``restore``: the other end; None for all others.
+      group: For the same kinds: other replicas on the side of this one, as in a partition into two parts.
+      one_way: For the same kinds but ``reset``: if True, only from this side to the other.
+      bandwidth_bps: For ``throttle``: bits per second.
+      loss: For ``lose``: share of packets, besides the losses of the network itself.
+      for_s: For ``cut``, ``hang``, ``lose``, ``slow`` and ``throttle``: seconds after which it is reverted; None if it
+        lasts.
 
     Raises:
-      UnknownName: no such kind.
-      ConfigError: a value out of its range, or one that this kind does not have; begins with its name.
+      UnknownName: There is no such kind.
+      ConfigError: A value is out of range, or the kind does not have it; begins with its name.
     """
 
     kind: str
@@ -105,19 +105,19 @@ class Fault:
             self.loss,
             "a fraction of packets, at least 0 and below 1",
         )
-        for name, kinds, what in (
+        for name, kinds, capability in (
             ("peer", BETWEEN_TWO, "have one"),
             ("group", BETWEEN_TWO, "have one"),
             ("one_way", BETWEEN_TWO, "have one"),
             ("for_s", PASSING, "last for a time"),
         ):
             if getattr(self, name) not in (None, (), False) and self.kind not in kinds:
-                raise ConfigError(f"{name} = {getattr(self, name)}: only {', '.join(kinds)} {what}")
+                raise ConfigError(f"{name} = {getattr(self, name)}: only {', '.join(kinds)} {capability}")
         require(self.peer is None or 0 <= self.peer != self.rank, "peer", self.peer, "another rank")
         if self.one_way and self.kind == "reset":
             raise ConfigError("one_way: a connection is closed at both ends")
-        others = all(rank >= 0 and rank not in (self.rank, self.peer) for rank in self.group)
-        require(others, "group", list(self.group), "other ranks than rank and peer")
+        is_disjoint = all(rank >= 0 and rank not in (self.rank, self.peer) for rank in self.group)
+        require(is_disjoint, "group", list(self.group), "other ranks than rank and peer")
         require(
             self.for_s is None or 0 < self.for_s < math.inf,
             "for_s",
@@ -126,7 +126,7 @@ class Fault:
         )
 
     def ways(self, size: int) -> Iterator[tuple[int, int]]:
-        """The ways of messages that it concerns among so many replicas, as pairs of sender and receiver."""
+        """Yields the affected links among ``size`` replicas, as pairs of sender and receiver."""
         side = (self.rank, *self.group)
         for rank in side:
             for peer in range(size) if self.peer is None else (self.peer,):
@@ -135,48 +135,48 @@ class Fault:
 
     @override
     def __str__(self) -> str:
-        """For messages.
+        """Returns a description for messages.
 
         >>> str(Fault("cut", 2, at_step=10, peer=0, for_s=3))
         'cut of rank 2 from rank 0 at step 10 for 3 s'
         """
-        other = f" from rank {self.peer}" if self.peer is not None else ""
-        other = "".join(f" and {rank}" for rank in self.group) + (" one way" if self.one_way else "") + other
-        when = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
-        long = "" if self.for_s is None else f" for {self.for_s:g} s"
-        return f"{self.kind} of rank {self.rank}{other} at {when}{long}"
+        scope = f" from rank {self.peer}" if self.peer is not None else ""
+        scope = "".join(f" and {rank}" for rank in self.group) + (" one way" if self.one_way else "") + scope
+        moment = f"step {self.at_step}" if self.at_s is None else f"{self.at_s:g} s"
+        duration = "" if self.for_s is None else f" for {self.for_s:g} s"
+        return f"{self.kind} of rank {self.rank}{scope} at {moment}{duration}"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All that goes wrong in a run. Methods give a plan with one thing more.
+    """Faults of a run. Each method returns a plan with one more fault.
 
     >>> plan = FaultPlan().slow(1, factor=3, at_s=10).crash(2, at_step=100)
     >>> [str(fault) for fault in plan.faults]
     ['slow of rank 1 at 10 s', 'crash of rank 2 at step 100']
 
     Args:
-      faults: in any order; those of one moment happen in this one.
+      faults: Faults in any order; those of one moment are injected in this order.
     """
 
     faults: tuple[Fault, ...] = ()
 
     def crash(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
-        """The replica ends at once, and its connections close."""
+        """Adds a fault: the replica ends immediately, and its connections close."""
         return self._with(Fault("crash", rank, at_step, at_s))
 
     def hang(
         self, rank: int, *, at_step: int | None = None, at_s: float | None = None, for_s: float | None = None
     ) -> FaultPlan:
-        """The replica stands still with its connections open."""
+        """Adds a fault: the replica is suspended with its connections open."""
         return self._with(Fault("hang", rank, at_step, at_s, for_s=for_s))
 
     def leave(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
-        """The replica announces its leave to the others and ends."""
+        """Adds a fault: the replica announces its leave to the others and ends."""
         return self._with(Fault("leave", rank, at_step, at_s))
 
     def join(self, rank: int, *, at_step: int | None = None, at_s: float | None = None) -> FaultPlan:
-        """A replica of this rank comes in."""
+        """Adds a fault: a replica of this rank joins."""
         return self._with(Fault("join", rank, at_step, at_s))
 
     def slow(
@@ -188,7 +188,7 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """All that the replica computes takes ``factor`` times as long."""
+        """Adds a fault: computations of the replica take ``factor`` times as long."""
         return self._with(Fault("slow", rank, at_step, at_s, factor, for_s=for_s))
 
     def cut(
@@ -202,7 +202,7 @@ class FaultPlan:
         group: tuple[int, ...] = (),
         one_way: bool = False,
     ) -> FaultPlan:
-        """Nothing passes between the replica and its peer, or all others; a partition where it has a group."""
+        """Adds a fault: no message passes between the replica or its group and its peer, or all others."""
         return self._with(
             Fault("cut", rank, at_step, at_s, peer=peer, for_s=for_s, group=group, one_way=one_way)
         )
@@ -216,7 +216,7 @@ class FaultPlan:
         at_s: float | None = None,
         group: tuple[int, ...] = (),
     ) -> FaultPlan:
-        """The connections between the replica and its peer, or all others, are closed."""
+        """Adds a fault: the connections between the replica and its peer, or all others, close."""
         return self._with(Fault("reset", rank, at_step, at_s, peer=peer, group=group))
 
     def throttle(
@@ -229,7 +229,7 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """Between the replica and its peer, or each other replica, no more bandwidth each way."""
+        """Adds a fault: bandwidth is limited in both directions to its peer, or to each other replica."""
         return self._with(
             Fault("throttle", rank, at_step, at_s, peer=peer, bandwidth_bps=bandwidth_bps, for_s=for_s)
         )
@@ -244,26 +244,26 @@ class FaultPlan:
         at_s: float | None = None,
         for_s: float | None = None,
     ) -> FaultPlan:
-        """Of the packets between the replica and its peer, or all others, this share is lost."""
+        """Adds a fault: a share of the packets between the replica and its peer, or all others, is lost."""
         return self._with(Fault("lose", rank, at_step, at_s, peer=peer, loss=loss, for_s=for_s))
 
     def restore(
         self, rank: int, peer: int | None = None, *, at_step: int | None = None, at_s: float | None = None
     ) -> FaultPlan:
-        """Undoes what was done to the replica; with a peer, to the connection of the two alone."""
+        """Adds a fault: all faults of the replica are reverted, or of its connection to a peer."""
         return self._with(Fault("restore", rank, at_step, at_s, peer=peer))
 
     def check(self, size: int, carried: Collection[str], world: str) -> None:
-        """Whether a world of ``size`` replicas can carry it.
+        """Checks that a world of ``size`` replicas supports the plan.
 
         Args:
-          size: number of replicas.
-          carried: the kinds that the world can carry.
-          world: what it is called, for messages.
+          size: Number of replicas.
+          supported_kinds: Kinds that the world supports.
+          world: Name of the world for messages.
 
         Raises:
-          Unsupported: a kind that it cannot carry.
-          ConfigError: a rank that there is not.
+          Unsupported: The world does not support a kind.
+          ConfigError: A rank does not exist.
         """
         for fault in self.faults:
             if fault.kind not in carried:
@@ -274,26 +274,26 @@ class FaultPlan:
 
     @property
     def absent(self) -> frozenset[int]:
-        """The ranks that are not there at the start: what happens to them first is that they come in.
+        """Ranks that are absent at the start, since their first fault is a join.
 
         >>> sorted(FaultPlan().join(2, at_s=1.0).leave(3, at_s=1.0).join(3, at_s=2.0).absent)
         [2]
 
         Raises:
-          ConfigError: a rank comes at a step and goes at a time, or the other way round.
+          ConfigError: A rank joins at a step and leaves at a time, or the other way round.
         """
         moves: dict[int, list[Fault]] = {}
         for fault in self.faults:
             if fault.kind in (*MEMBERSHIP, "crash"):
                 moves.setdefault(fault.rank, []).append(fault)
         absent = set[int]()
-        for rank, own in moves.items():
-            if any(fault.kind == "join" for fault in own):
-                if len({fault.at_s is None for fault in own}) > 1:
+        for rank, rank_faults in moves.items():
+            if any(fault.kind == "join" for fault in rank_faults):
+                if len({fault.at_s is None for fault in rank_faults}) > 1:
                     raise ConfigError(
                         f"rank {rank} comes and goes at steps and at times: give at_s for all of it, or at_step"
                     )
-                first = min(own, key=lambda fault: (fault.at_step or 0, fault.at_s or 0.0))
+                first = min(rank_faults, key=lambda fault: (fault.at_step or 0, fault.at_s or 0.0))
                 if first.kind == "join":
                     absent.add(rank)
         return frozenset(absent)
@@ -303,10 +303,10 @@ class FaultPlan:
 
 
 def load_faults(path: Path) -> FaultPlan:
-    """Reads a plan; the format is at the top of this module.
+    """Loads a plan from TOML.
 
     Raises:
-      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+      ConfigError: The file is absent, no TOML, or has a wrong value; one line with file and key.
     """
     top = open_toml(path)
     faults = tuple(table.build(Fault) for table in top.tables("fault"))

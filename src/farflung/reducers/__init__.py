@@ -46,4 +46,4 @@ REDUCERS: Registry[Reducer] = Registry(
         "shared_scale_qsgd": "SharedScaleQSGD",
     },
 )
-"""All of them by name; each can be made without arguments, and takes ``collective``."""
+"""Registry of reducers by name; each can be built without arguments and takes ``collective``."""

@@ -1,4 +1,4 @@
-"""Top-k where it keeps enough of the gradient, and the whole gradient elsewhere."""
+"""Top-k if it keeps enough of the gradient, else the dense gradient."""
 
 from __future__ import annotations
 
@@ -47,47 +47,46 @@ __all__ = ["AdaptiveTopK"]
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveTopK(Reducer):
-    r"""Sends the largest entries of a gradient if little is left out, else all of them.
+    r"""Reducer that sends the largest entries of a gradient if they leave out little, else all entries.
 
     With the residual added, the replicas' gradients p leave out the share
 
     .. math:: \rho = 1 - \sum_i \|\mathrm{top}_k(p_i)\|^2 \Big/ \sum_i \|p_i\|^2
 
-    of their squares. Where its exponential average is at most ``threshold``, each replica sends its largest entries to
-    all others and keeps the rest as residual; otherwise the collective sums gradients and residuals as they are, and
-    nothing is kept.
+    of their squares. If its exponential average is at most ``threshold``, each replica sends its largest entries to
+    all others and keeps the remainder as residual. Otherwise the collective sums gradients plus residuals in full.
 
-    All replicas decide alike, from numbers that ride on the exchanges. By default they are those of the step before,
-    of the whole gradient, so that no exchange waits for them; the first step is dense.
+    All replicas decide equally, from numbers in the exchanges' metadata. By default these are the numbers of the
+    previous step for the whole gradient, so that no exchange waits for them; the first step is dense.
 
-    The rule ``released`` is that of the code released with the paper, for comparison. It keeps k entries of each
-    parameter, not of the whole. The share left out is measured by norms, of the gradient g alone and of the largest
-    entries of gradient and residual c, summed over the parameters,
+    The rule ``released`` follows the code released with the paper, for comparison. It keeps k entries of each
+    parameter. The share left out is measured by norms, of the gradient g without residual and of the largest
+    entries of gradient plus residual c, summed over the parameters,
 
     .. math:: \rho_i = \Big|\sum_t \|g_{i,t}\| - \sum_t \|\mathrm{top}_k(c_{i,t})\|\Big| \Big/ \sum_t \|g_{i,t}\|
 
-    and averaged over all steps of an epoch so far. Each replica votes by its own average, in a round of its own before
-    the gradient's; half of the replicas, rounded down, are enough. The residual is the rest beside the largest entries
-    in dense steps too, although these have sent all of the gradient: part of it is sent twice.
+    and averaged over the steps of the epoch so far. Each replica votes by its own average, in an extra round before
+    the gradient's; half of the replicas, rounded down, suffice. Dense steps keep a residual too, although they have
+    sent the whole gradient, so part of it is sent twice.
 
     Args:
-      density: fraction of the entries of a bucket that are sent; with the rule ``released`` of each parameter's.
-      threshold: :math:`\delta`, the most that may be left out.
-      smoothing: weight of the newest share in the average, in (0, 1]; 1: it alone. Not of the rule ``released``.
-      decide: ``"last"`` by the whole gradient of the step before, ``"bucket"`` by each bucket's own of then,
-        ``"exact"`` by this step's: two numbers travel first, one delay more, and the run must have one bucket. Not of
-        the rule ``released``, which must have one bucket too.
-      collective: of dense steps and votes, a name in :data:`farflung.comm.COLLECTIVES`.
+      density: Fraction of the entries of a bucket that is sent; of each parameter with the rule ``released``.
+      threshold: :math:`\delta`, the largest share that may be left out.
+      smoothing: Weight of the newest share in the average, in (0, 1]. Not for the rule ``released``.
+      decide: ``"last"`` by the whole gradient of the previous step, ``"bucket"`` by each bucket's previous step,
+        ``"exact"`` by this step: two numbers are sent first, which takes one more delay and needs a single bucket.
+        Not for the rule ``released``, which needs a single bucket too.
+      collective: Collective of dense steps and votes, a name in :data:`farflung.comm.COLLECTIVES`.
       rule: ``"paper"`` or ``"released"``.
-      epoch_steps: with the rule ``released``, steps after which the average begins afresh; ``None``: never.
+      epoch_steps: Steps after which the average of the rule ``released`` restarts; None for never.
 
     Raises:
-      ConfigError: an option out of its range, or of the other rule.
-      UnknownName: no such collective.
-      Unsupported: collective ``native``, which cannot carry Top-k.
+      ConfigError: An option is out of range, or belongs to the other rule.
+      UnknownName: There is no such collective.
+      Unsupported: Collective ``native``, which cannot carry Top-k.
 
     References: Tyagi & Swany 2022 (ScaDLES), section IV-D, whose window and factor of the average are not stated.
-    That a dense step sends the residual, and decisions by the step before, are our choice.
+    Sending the residual in a dense step, and deciding by the previous step, are our choice.
     """
 
     density: float = 0.1
@@ -115,7 +114,7 @@ class AdaptiveTopK(Reducer):
 
     @property
     def method(self) -> str:
-        """Names the costs of the arithmetic."""
+        """Name of the arithmetic for coding costs."""
         return method_of(self._codec) if self.rule == "paper" else method_of_rounds(self)
 
     @property
@@ -124,29 +123,29 @@ class AdaptiveTopK(Reducer):
 
     @property
     def _votes_first(self) -> bool:
-        """Whether numbers of the whole gradient travel before it."""
+        """Returns True if numbers of the whole gradient are exchanged before it."""
         return self.rule == "released" or self.decide == "exact"
 
     @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
-        """Refuses several buckets where the decision is on the whole gradient.
+        """Checks that there is one bucket if the decision is on the whole gradient.
 
         Raises:
-          ConfigError: there are several.
+          ConfigError: There are several buckets.
         """
         if len(specs) > 1 and self._votes_first:
-            what = "rule='released'" if self.rule == "released" else "decide='exact'"
+            option = "rule='released'" if self.rule == "released" else "decide='exact'"
             raise ConfigError(
-                f"adaptive_topk: {what} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
+                f"adaptive_topk: {option} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
                 "bucket_nbytes, or use decide='last' where buckets are DistributedDataParallel's"
             )
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Dense at first, with a residual of zero.
+        """Returns a state with a zero residual, whose first step is dense.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         spec = carried_spec(spec)
         check_floating("adaptive_topk", spec)
@@ -154,23 +153,22 @@ class AdaptiveTopK(Reducer):
             runs = [[part.start, part.numel] for part in spec.parts] or [[0, spec.numel]]
             local = {"residual": torch.zeros(spec.numel, dtype=spec.dtype), "left_out": 0.0, "averaged": 0}
             return CodecState({"runs": runs, "steps": 0, "compressed": 0}, local)
-        known = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
-        return with_nested_state(CodecState(known), "codec", self._codec.init(spec, seeds))
+        shared = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
+        return with_nested_state(CodecState(shared), "codec", self._codec.init(spec, seeds))
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """Those of a dense step; numbers that travel before it are summed beside an empty tensor."""
+        """Returns the bytes of a dense step; numbers of an extra round are metadata of an empty tensor."""
         return (0, spec.nbytes) if self._votes_first else (spec.nbytes,)
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One exchange; with the rule ``released`` a round of votes before it."""
         rule = self._released if self.rule == "released" else self._paper
         return await rule(channel, slot, own, step)
 
     @override
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
-        """``cnc`` of Tyagi & Swany 2022: exchanges that were compressed over all of them, of all buckets."""
+        """Returns ``cnc`` of Tyagi & Swany 2022: the share of exchanges that were compressed, over all buckets."""
         steps = sum(state["steps"] for state in states)
         return {"cnc": sum(state["compressed"] for state in states) / steps if steps else 0.0}
 
@@ -182,8 +180,8 @@ class AdaptiveTopK(Reducer):
         if self.decide == "exact":
             _, sums = await Exchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
             shared = self._with_share(shared, sums.tolist())
-        side, inner = torch.cat((side_of(own), norms)), nested_state(slot.state, "codec")
-        exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
+        packed_metadata, inner = torch.cat((side_of(own), norms)), nested_state(slot.state, "codec")
+        exchange = Exchange(channel, self.collective, packed_metadata, step, own.tensor.dtype)
         if shared["compress"]:
             path = start_gathered(exchange, self._codec, method, inner, tensor)
             summed, inner = path.finish(), path.state
@@ -202,33 +200,33 @@ class AdaptiveTopK(Reducer):
         )
 
     def _norms(self, state: CodecState, tensor: Tensor) -> Tensor:
-        """Returns the squared norms of the tensor with its residual, and of the largest entries of that; float64."""
-        whole = tensor + state.local["codec"]["residual"].to(tensor.device)
-        entries = whole[find_largest(whole, count_kept(whole.numel(), self.density))]
-        return torch.stack([whole.double().square().sum(), entries.double().square().sum()]).cpu()
+        """Computes the squared norms of tensor plus residual, and of its largest entries, in float64."""
+        accumulated = tensor + state.local["codec"]["residual"].to(tensor.device)
+        largest = accumulated[find_largest(accumulated, count_kept(accumulated.numel(), self.density))]
+        return torch.stack([accumulated.double().square().sum(), largest.double().square().sum()]).cpu()
 
     def _learn(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
         shared = {**_counted(now, compressed).shared, "seen": sums}
         return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), now.local)
 
     def _decide_together(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
-        """Decides for all buckets, by the sums of all."""
+        """Decides for all buckets, by the sums over all of them."""
         sums = [
             math.fsum(numbers)
-            for numbers in zip(*(each.shared["seen"] for each in states.values()), strict=True)
+            for numbers in zip(*(state.shared["seen"] for state in states.values()), strict=True)
         ]
         return {
-            number: CodecState(self._with_share(each.shared, sums), each.local)
-            for number, each in states.items()
+            number: CodecState(self._with_share(state.shared, sums), state.local)
+            for number, state in states.items()
         }
 
     def _with_share(self, shared: State, sums: Sequence[float]) -> State:
-        """Returns a state with one more share in the average; what is not finite, or zero, teaches nothing."""
-        whole, of_largest = sums
-        if not (math.isfinite(whole) and whole > 0):
+        """Returns a state with one more share in the average; a non-finite or zero sum is skipped."""
+        total, largest = sums
+        if not (math.isfinite(total) and total > 0):
             return shared
-        share, before = 1.0 - of_largest / whole, shared["left_out"]
-        left_out = share if before is None else before + self.smoothing * (share - before)
+        share, average = 1.0 - largest / total, shared["left_out"]
+        left_out = share if average is None else average + self.smoothing * (share - average)
         return {**shared, "left_out": left_out, "compress": left_out <= self.threshold}
 
     async def _released(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
@@ -239,46 +237,46 @@ class AdaptiveTopK(Reducer):
             self.method,
         )
         cost = partial(CodingCost, method=method, numel=tensor.numel())
-        fed, chosen, left_out = channel.compute(
+        accumulated, chosen, left_out = channel.compute(
             cost("select"), partial(self._select, shared["runs"], tensor, local["residual"])
         )
-        averaged = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
-        mean = (averaged * local["left_out"] + left_out) / (averaged + 1) if averaged else left_out
+        num_steps = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
+        mean = (num_steps * local["left_out"] + left_out) / (num_steps + 1) if num_steps else left_out
 
         def leave_out() -> Tensor:
-            return fed.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+            return accumulated.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
 
         residual = channel.compute(cost("residual"), leave_out)
-        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": averaged + 1})
+        slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": num_steps + 1})
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
-        _, in_favour = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
-        compress = float(in_favour) >= channel.size // 2
+        _, num_votes = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
+        should_compress = float(num_votes) >= channel.size // 2
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
-        if compress:
-            summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), fed).finish()
+        if should_compress:
+            summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), accumulated).finish()
         else:
             summed = exchange.sum_dense(tensor)
         result = reduced(channel, *await summed, own.tensor.dtype)
-        return replace(result, learn=partial(_counted, compressed=compress))
+        return replace(result, learn=partial(_counted, compressed=should_compress))
 
     def _select(
         self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor, float]:
-        """Returns gradient and residual, which of their entries are the largest, and the share that these leave out."""
-        fed = tensor + residual.to(tensor.device)
-        chosen, whole, of_largest = [], 0.0, 0.0
+        """Returns gradient plus residual, the indices of its largest entries, and the share they leave out."""
+        accumulated = tensor + residual.to(tensor.device)
+        chosen, total_norm, largest_norm = [], 0.0, 0.0
         for start, length in runs:
-            piece = fed[start : start + length]
-            places = find_largest(piece, min(length, max(1, int(self.density * length))))
-            whole += float(tensor[start : start + length].norm())
-            of_largest += float(piece[places].norm())
-            chosen.append(places + start)
-        left_out = abs(whole - of_largest) / whole if whole else 0.0
-        return fed, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
+            piece = accumulated[start : start + length]
+            indices = find_largest(piece, min(length, max(1, int(self.density * length))))
+            total_norm += float(tensor[start : start + length].norm())
+            largest_norm += float(piece[indices].norm())
+            chosen.append(indices + start)
+        left_out = abs(total_norm - largest_norm) / total_norm if total_norm else 0.0
+        return accumulated, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
 
 
 def _counted(now: CodecState, compressed: bool) -> CodecState:
-    """Returns the state with one exchange more in the CNC ratio."""
+    """Counts one exchange in the CNC ratio."""
     shared = now.shared
     counts = {"steps": shared["steps"] + 1, "compressed": shared["compressed"] + compressed}
     return CodecState({**shared, **counts}, now.local)
@@ -286,10 +284,10 @@ def _counted(now: CodecState, compressed: bool) -> CodecState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entries(Sparse):
-    """Sends these entries.
+    """Codec that sends given entries.
 
     Args:
-      places: where they are, ascending.
+      indices: Ascending indices of the entries.
     """
 
     places: Tensor

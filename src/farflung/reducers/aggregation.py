@@ -1,4 +1,4 @@
-"""The way of one encoded tensor over the replicas: summed dense, gathered, encoded on hops, or in two phases."""
+"""Exchange of one encoded tensor: summed dense, gathered, encoded again on hops, or in two phases."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ __all__ = [
 ]
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
-"""The sums of a flat tensor and of the side, over all ranks."""
+"""Sums of a flat tensor and of the metadata, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What all paths of one exchange have in common.
+    """Parameters that all paths of one exchange share.
 
     Args:
-      channel: the exchange's.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
-      side: float64 numbers, summed in rank order beside the tensor; the first is the weight.
-      step: for the codecs.
-      dtype: of the gradient; ``None``: that of the tensors that are summed.
+      channel: Channel of the exchange.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
+      metadata: float64 numbers, summed in rank order beside the tensor; the first is the weight.
+      step: Step passed to the codecs.
+      dtype: Dtype of the gradient; None if it equals that of the summed tensors.
     """
 
     channel: Channel
@@ -57,16 +57,16 @@ class Exchange:
     dtype: torch.dtype | None = None
 
     def sum(self, tensor: Tensor, coding: Coding | None = None) -> Awaitable[Sums]:
-        """Returns the sums of a flat tensor, given away, and of the side."""
+        """Returns the sums of a flat tensor, which may be overwritten, and of the metadata."""
         all_reduce = self.channel.collective(self.collective)
         return all_reduce(self.channel, tensor, self.side, coding=coding)
 
     async def sum_dense(self, tensor: Tensor) -> Sums:
-        """Returns the sums of a flat tensor, given away, which travels in the type of the gradient, and of the side.
+        """Sums a flat tensor, which may be overwritten, in the dtype of the gradient, and the metadata.
 
-        In float16 it is divided by the number of replicas before the sum and multiplied after it, so that sums of
-        numbers of which the mean is in range do not overflow. Where all weights are 1, the mean has the bits of
-        DistributedDataParallel's, which divides so too. A residual in it is cut to what a gradient could be.
+        In float16 the tensor is divided by the number of replicas before the sum and multiplied after it, so that
+        sums do not overflow if the mean is in range. If all weights are 1, the mean equals that of
+        DistributedDataParallel bit for bit. A residual in the tensor is clamped to the range of a gradient.
         """
         if self.dtype is None or self.dtype == tensor.dtype:
             return await self.sum(tensor)
@@ -75,40 +75,40 @@ class Exchange:
         # Each number, and each sum but the first, may be rounded up.
         limit = max(float(self.side[0]), 1.0) * info.max / size * (1.0 - (size - 1) * info.eps)
         narrow = self.channel.compute(cost, lambda: limited(tensor.mul(1 / size), limit).to(self.dtype))
-        total, side = await self.sum(narrow)
-        return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), side
+        total, metadata = await self.sum(narrow)
+        return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), metadata
 
     def encode(self, codec: Codec, method: str, state: CodecState, own: Tensor) -> tuple[Payload, CodecState]:
-        """Encodes the rank's own tensor, whole."""
+        """Encodes the whole tensor of this rank."""
         encode = partial(codec.encode, state, own, step=self.step, count=1)
         return self.channel.compute(CodingCost("encode", method, own.numel()), encode)
 
     def send(self, payloads: Sequence[Payload], hops: int) -> int:
-        """Sends each other rank its payload and the side; returns the first of some hops."""
+        """Sends each other rank its payload and the metadata; returns the first of the reserved hops."""
         hop = self.channel.hops(hops)
         for peer in others(self.channel):
             self.channel.send(Payload((payloads[peer], self.side)), peer, hop)
         return hop
 
     async def recv(self, src: int, hop: int, own: Payload, device: torch.device) -> tuple[Payload, Tensor]:
-        """Returns a rank's payload, on ``device``, and its side; ``own`` is this rank's, of the same specs."""
+        """Receives the payload of a rank, on ``device``, and its metadata; ``local_payload`` gives the specs."""
         if src == self.channel.rank:
             return own, self.side
         expect = (*map(TensorSpec.of, own.tensors()), TensorSpec.of(self.side))
-        encoded, side = (await self.channel.recv(src, hop, expect)).parts
+        encoded, metadata = (await self.channel.recv(src, hop, expect)).parts
         assert isinstance(encoded, Payload)
-        assert isinstance(side, Tensor)
-        return on_device(encoded, device), side
+        assert isinstance(metadata, Tensor)
+        return on_device(encoded, device), metadata
 
 
 class AggregationPath(NamedTuple):
-    """One tensor on its way.
+    """Started exchange of one tensor.
 
     Args:
-      state: what encoding has left behind.
-      finish: brings the sums of tensor and side, bit-identical on all ranks.
-      learn: returns what a state becomes when the result is merged, from the sum over the number of ranks.
-      is_posted: whether it has been sent already, so that others should not wait for its end to begin.
+      state: State after encoding.
+      finish: Waits for the sums of tensor and metadata, bit-identical on all ranks.
+      update_state: Returns the state at the merge of the result, from the sum over the number of ranks.
+      is_sent: True if the payload has been sent, so that other parts should finish first.
     """
 
     state: CodecState
@@ -121,7 +121,7 @@ def check_cut(codec: Codec, state: CodecState) -> None:
     """Checks that a codec can encode segments of a tensor, in two phases or on every hop.
 
     Raises:
-      Unsupported: it keeps something of a whole tensor that a segment's codec would not have.
+      Unsupported: The codec keeps state of a whole tensor, which a segment does not have.
     """
     if isinstance(codec, ErrorFeedback):
         state = nested_state(state, "codec")
@@ -133,32 +133,32 @@ def check_cut(codec: Codec, state: CodecState) -> None:
 
 
 def without_feedback(codec: Codec) -> Codec:
-    """Returns what encodes segments; error feedback is left to the path."""
+    """Returns the codec of segments; the path itself applies error feedback."""
     return codec.codec if isinstance(codec, ErrorFeedback) else codec
 
 
 def start_linear(
     exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
 ) -> AggregationPath:
-    """Encodes once; the collective sums the payload's tensors, and the sums are decoded."""
+    """Encodes once; the collective sums the tensors of the payload, and the sums are decoded."""
     spec = TensorSpec.of(tensor)
-    own, state = exchange.encode(codec, method, state, tensor)
+    encoded, state = exchange.encode(codec, method, state, tensor)
 
     async def finish() -> Sums:
-        """One all-reduce for each dtype in the payload; there is rarely more than one."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for part in own.tensors():
-            by_dtype.setdefault(part.dtype, []).append(part)
+        """Runs one all-reduce for each dtype in the payload, of which there is rarely more than one."""
+        parts_by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for part in encoded.tensors():
+            parts_by_dtype.setdefault(part.dtype, []).append(part)
         totals: dict[torch.dtype, Iterator[Tensor]] = {}
-        side = exchange.side
-        for dtype, parts in by_dtype.items():
+        metadata = exchange.side
+        for dtype, parts in parts_by_dtype.items():
             flat = [part.reshape(-1) for part in parts]
-            total, side = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
+            total, metadata = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
             totals[dtype] = iter(total.split([len(part) for part in flat]))
-        payload = rebuilt(own, lambda part: next(totals[part.dtype]).view(part.shape))
+        payload = rebuilt(encoded, lambda part: next(totals[part.dtype]).view(part.shape))
         channel, cost = exchange.channel, CodingCost("decode", method, spec.numel)
         decode = partial(codec.decode, state, payload, spec, step=exchange.step, count=channel.size)
-        return channel.compute(cost, decode), side
+        return channel.compute(cost, decode), metadata
 
     return AggregationPath(state, finish, partial(codec.observe, step=exchange.step))
 
@@ -166,18 +166,18 @@ def start_linear(
 def start_gathered(
     exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
 ) -> AggregationPath:
-    """Encodes once; every rank sends its payload to all, and decodes and adds them in rank order.
+    """Encodes once; each rank sends its payload to all, and decodes and sums all payloads in rank order.
 
-    One way and one delay, but traffic that grows with the number of ranks.
+    Takes one delay, but traffic grows with the number of ranks.
     """
     channel = exchange.channel
     payload, state = exchange.encode(codec, method, state, tensor)
-    # No rank says when all have read it, and the sum is written where the tensor was.
-    own = unshared(payload, tensor)
-    hop = exchange.send([own] * channel.size, 1)
+    # Peers may still read the payload when the sum overwrites the tensor.
+    local_payload = unshared(payload, tensor)
+    hop = exchange.send([local_payload] * channel.size, 1)
 
     async def finish() -> Sums:
-        """The sums, in rank order whatever came first."""
+        """Returns the sums, in rank order whatever the order of arrival."""
         cost = CodingCost("accumulate", method, tensor.numel())
         add: Callable[[Payload, Tensor], None] = partial(
             accumulate, codec, state, step=exchange.step, count=1
@@ -185,15 +185,15 @@ def start_gathered(
         if isinstance(codec, Transformed):
             add = partial(codec.add_sent, state)
         tensor.zero_()
-        side = torch.zeros_like(exchange.side)
+        metadata = torch.zeros_like(exchange.side)
         for rank in range(channel.size):
-            payload, riding = await exchange.recv(rank, hop, own, tensor.device)
+            payload, peer_metadata = await exchange.recv(rank, hop, local_payload, tensor.device)
             channel.compute(cost, partial(add, payload, tensor))
-            side += riding
+            metadata += peer_metadata
         if not isinstance(codec, Transformed):
-            return tensor, side
+            return tensor, metadata
         cost = CodingCost("decode", method, tensor.numel())
-        return channel.compute(cost, partial(codec.restore, state, tensor)), side
+        return channel.compute(cost, partial(codec.restore, state, tensor)), metadata
 
     return AggregationPath(state, finish, partial(codec.observe, step=exchange.step), is_posted=True)
 
@@ -201,23 +201,26 @@ def start_gathered(
 def start_hops(
     exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor, seeds: Seeds
 ) -> AggregationPath:
-    """Encodes partial sums anew on every hop of the collective.
+    """Encodes partial sums again on every hop of the collective.
 
-    With error feedback the residual is taken out of the state when the exchange begins, and what this rank's own
-    encodings left out is added when the result is merged. So nothing is lost, and nothing is sent twice.
+    With error feedback the residual is taken out of the state when the exchange starts, and the errors of this
+    rank's encodings are added when the result is merged. Nothing is lost or sent twice.
 
     References: Li et al. 2018 (Pipe-SGD), compression inside AllReduce; error feedback on hops is our choice.
     """
-    inner, left = without_feedback(codec), None
+    inner, unsent = without_feedback(codec), None
     if inner is not codec:
         residual, cost = state.local["residual"], CodingCost("add", "", tensor.numel())
         exchange.channel.compute(cost, partial(tensor.add_, residual.to(tensor.device)))
-        left, state = torch.zeros_like(tensor), with_residual(state, torch.zeros_like(residual))
-    coding = Coding(inner, seeds, exchange.step, left, method)
+        unsent, state = torch.zeros_like(tensor), with_residual(state, torch.zeros_like(residual))
+    coding = Coding(inner, seeds, exchange.step, unsent, method)
 
-    def learn(now: CodecState, average: Tensor) -> CodecState:
-        """With error feedback, what was left out."""
-        return now if left is None else with_residual(now, now.local["residual"].to(left.device) + left)
+    def learn(state: CodecState, average: Tensor) -> CodecState:
+        return (
+            state
+            if unsent is None
+            else with_residual(state, state.local["residual"].to(unsent.device) + unsent)
+        )
 
     return AggregationPath(state, partial(exchange.sum, tensor, coding), learn)
 
@@ -227,41 +230,40 @@ def start_two_phases(
 ) -> AggregationPath:
     """Starts a reduce-scatter of payloads to the shards' owners, and an all-gather of payloads of the sums.
 
-    Two delays, and traffic that does not grow with the number of ranks; each number is encoded twice. With error
-    feedback the owner adds what the second encoding left out to its own residual, so that nothing is lost. The
-    residual is of the whole tensor, so the number of ranks may change.
+    Takes two delays, and traffic does not grow with the number of ranks; each number is encoded twice. With error
+    feedback the owner adds the error of the second encoding to its own residual. The residual covers the whole
+    tensor, so the number of ranks may change.
 
-    References: Tang et al. 2019, DoubleSqueeze, which keeps a second residual at the server; one at its owner's
-    other residual is our choice.
+    References: Tang et al. 2019, DoubleSqueeze, which keeps a second residual at the server; adding it to the
+    owner's residual is our choice.
     """
     channel, inner = exchange.channel, without_feedback(codec)
-    rank, size, keeps = channel.rank, channel.size, inner is not codec
+    rank, size, has_feedback = channel.rank, channel.size, inner is not codec
     coding = Charged(channel, Coding(inner, seeds, exchange.step, method=method))
-    segments, wanted = cut(tensor.numel(), size), tensor
-    if keeps:
-        wanted = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
-    payloads = [unshared(coding.encode(each.of(wanted), each, 1), wanted) for each in segments]
-    hop, left_of_sum = exchange.send(payloads, 2), tensor[:0]
+    segments, inputs = cut(tensor.numel(), size), tensor
+    if has_feedback:
+        inputs = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
+    payloads = [unshared(coding.encode(segment.of(inputs), segment, 1), inputs) for segment in segments]
+    hop, sum_error = exchange.send(payloads, 2), tensor[:0]
 
     def decode(payload: Payload, segment: Segment, count: int) -> Tensor:
         return coding.decode(payload, TensorSpec((segment.length,), tensor.dtype), segment, count)
 
-    if keeps:
-        sent = [decode(payload, each, 1) for payload, each in zip(payloads, segments, strict=True)]
+    if has_feedback:
+        decoded = [decode(payload, segment, 1) for payload, segment in zip(payloads, segments, strict=True)]
         cost = CodingCost("subtract", "", tensor.numel())
-        left = channel.compute(cost, lambda: wanted.sub_(torch.cat(sent)).nan_to_num_(0.0, 0.0, 0.0))
-        state = with_residual(state, left)
+        residual = channel.compute(cost, lambda: inputs.sub_(torch.cat(decoded)).nan_to_num_(0.0, 0.0, 0.0))
+        state = with_residual(state, residual)
 
     async def finish() -> Sums:
-        """The sums, the own shard's made here."""
-        nonlocal left_of_sum
-        own, parts, sides = segments[rank], [], []
+        nonlocal sum_error
+        shard, parts, metadata_by_rank = segments[rank], [], []
         for peer in range(size):
-            payload, side = await exchange.recv(peer, hop, payloads[rank], tensor.device)
-            parts.append(decode(payload, own, 1))
-            sides.append(side)
+            payload, metadata = await exchange.recv(peer, hop, payloads[rank], tensor.device)
+            parts.append(decode(payload, shard, 1))
+            metadata_by_rank.append(metadata)
         total = summed(channel, parts)
-        packed = unshared(coding.encode(total, own, size), total)
+        packed = unshared(coding.encode(total, shard, size), total)
         for peer in others(channel):
             channel.send(packed, peer, hop + 1)
         for owner, segment in enumerate(segments):
@@ -269,17 +271,16 @@ def start_two_phases(
             if owner != rank:
                 payload = on_device(await channel.recv(owner, hop + 1), tensor.device)
             copied(channel, decode(payload, segment, size), segment.of(tensor))
-        if keeps:
-            cost = CodingCost("subtract", "", own.length)
-            left_of_sum = channel.compute(cost, lambda: total.sub_(own.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
-        return tensor, sum_in_order(sides)
+        if has_feedback:
+            cost = CodingCost("subtract", "", shard.length)
+            sum_error = channel.compute(cost, lambda: total.sub_(shard.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
+        return tensor, sum_in_order(metadata_by_rank)
 
-    def learn(now: CodecState, average: Tensor) -> CodecState:
-        """The owner keeps what the second encoding left out."""
-        if not keeps:
-            return now
-        residual = now.local["residual"].clone()
-        segments[rank].of(residual).add_(left_of_sum)
-        return with_residual(now, residual)
+    def learn(state: CodecState, average: Tensor) -> CodecState:
+        if not has_feedback:
+            return state
+        residual = state.local["residual"].clone()
+        segments[rank].of(residual).add_(sum_error)
+        return with_residual(state, residual)
 
     return AggregationPath(state, finish, learn, is_posted=True)

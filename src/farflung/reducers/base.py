@@ -1,4 +1,4 @@
-"""What reducers have alike: weighted means, rounds over a collective, names of costs."""
+"""Shared parts of reducers: weighted means, checks of collectives, names of costs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = [
 
 
 def carried_spec(spec: TensorSpec) -> TensorSpec:
-    """Returns the spec of the numerator of a tensor: float32 for float16."""
+    """Returns the spec of a tensor's numerator: float32 for float16."""
     return replace(spec, dtype=torch.float32) if spec.dtype == torch.float16 else spec
 
 
 def numerator(channel: Channel, own: Contribution) -> Tensor:
-    """Returns weight times tensor, in the tensor's own memory; of float16 in float32.
+    """Computes weight times tensor, in the memory of the tensor; float16 becomes float32.
 
-    Sums and residuals of numbers that float16 holds may be larger than it holds. bfloat16 has the range of float32.
+    Sums and residuals may exceed the range of float16. bfloat16 has the range of float32.
     """
     tensor = own.tensor
     if tensor.dtype == torch.float16:
@@ -51,25 +51,25 @@ def numerator(channel: Channel, own: Contribution) -> Tensor:
 
 
 def side_of(own: Contribution) -> Tensor:
-    """What is summed beside the tensor: the weight, then the metadata."""
+    """Packs the numbers that are summed beside the tensor: the weight, then the metadata."""
     return torch.cat((torch.tensor([own.weight], dtype=torch.float64), own.metadata))
 
 
 def divisor(side: Tensor) -> float:
-    """What to divide the summed numerators by: the sum of weights, or 1 where all weights are 0."""
+    """Returns the divisor of the summed numerators: the sum of weights, or 1 if all weights are 0."""
     return float(side[0]) or 1.0
 
 
 def mean_of(channel: Channel, total: Tensor, side: Tensor) -> Tensor:
-    """The mean, in the memory of the summed numerators."""
-    by = divisor(side)
-    return total if by == 1.0 else _scaled(channel, total.div_, total, by)
+    """Computes the mean, in the memory of the summed numerators."""
+    weight_sum = divisor(side)
+    return total if weight_sum == 1.0 else _scaled(channel, total.div_, total, weight_sum)
 
 
 def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mean in the type of what was contributed.
+    """Casts a mean to the dtype of the contribution.
 
-    What is finite stays so: codecs with residuals send more at times than float16 holds, which is cut to its largest.
+    Finite numbers stay finite: those beyond the range of float16, which residuals may cause, are clamped.
     """
     if mean.dtype == dtype:
         return mean
@@ -79,18 +79,18 @@ def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def limited(tensor: Tensor, limit: float) -> Tensor:
-    """Returns a tensor of which what is finite is cut to a range; infinities and NaN stay."""
+    """Clamps finite numbers to a range; infinities and NaN are preserved."""
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
 
 
 def reduced(channel: Channel, total: Tensor, side: Tensor, dtype: torch.dtype | None = None) -> Reduced:
-    """Returns the mean, and what was summed beside the numerators.
+    """Builds the result of an exchange from the sums.
 
     Args:
-      channel: of the exchange.
-      total: the summed numerators, in whose memory the mean is.
-      side: what was summed beside them.
-      dtype: of what was contributed, where that is not the type of the numerators.
+      channel: Channel of the exchange.
+      total: Summed numerators, overwritten by the mean.
+      metadata: Sum of the packed metadata.
+      dtype: Dtype of the contribution if it differs from that of the numerators.
     """
     mean = mean_of(channel, total, side)
     return Reduced(mean if dtype is None else rounded(channel, mean, dtype), float(side[0]), side[1:])
@@ -101,22 +101,22 @@ def _scaled(channel: Channel, scale: Callable[[float], Tensor], tensor: Tensor, 
 
 
 def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:
-    """Returns the bytes of each tensor that a reducer sums in a step; see :meth:`farflung.types.Reducer.summed_nbytes`.
+    """Lists the bytes of each tensor summed in a step; see :meth:`farflung.types.Reducer.list_summed_nbytes`.
 
     Args:
-      reducer: of the run.
-      specs: of a step's buckets.
-      size: number of replicas.
+      reducer: Reducer of the run.
+      specs: Specs of the buckets of a step.
+      size: Number of replicas.
     """
     return [nbytes for spec in specs for nbytes in reducer.summed_nbytes(spec, size)]
 
 
 def check_rounds(name: str, collective: str) -> None:
-    """Whether ``collective`` can carry one round of a bucket while another bucket is in another round.
+    """Checks that ``collective`` can carry a round of one bucket during another round of a second bucket.
 
     Raises:
-      UnknownName: no such collective.
-      Unsupported: it matches sums by their order, which the rounds of several buckets do not share between ranks.
+      UnknownName: There is no such collective.
+      Unsupported: It matches sums by their order, which rounds of several buckets do not share between ranks.
     """
     if collective_named(collective).by_backend:
         raise Unsupported(
@@ -126,21 +126,21 @@ def check_rounds(name: str, collective: str) -> None:
 
 
 def method_of(codec: Codec) -> str:
-    """Returns a codec as recipes write it; takes some microseconds.
+    """Returns a codec in recipe syntax; takes some microseconds.
 
     >>> from farflung.codecs import QSGD, error_feedback
-    >>> method_of(error_feedback(QSGD(bits=4)))
+    >>> get_codec_method(error_feedback(QSGD(bits=4)))
     'error_feedback(codec=qsgd(bits=4))'
     """
     return text_of(codec, CODECS | _MADE)
 
 
 def method_of_rounds(reducer: Any, **settled: object) -> str:
-    """Returns a reducer of several rounds as recipes write it, but for its collective.
+    """Returns a reducer of several rounds in recipe syntax, without its collective.
 
     Args:
-      reducer: in :data:`farflung.reducers.REDUCERS`, a frozen dataclass with a field ``collective``.
-      settled: values of other fields, whatever they are.
+      reducer: Frozen dataclass in :data:`farflung.reducers.REDUCERS` with a field ``collective``.
+      overrides: Values of other fields that replace the reducer's.
     """
     from farflung.reducers import REDUCERS
 
@@ -151,4 +151,4 @@ _MADE: Registry[Codec] = Registry(
     "farflung.codecs",
     {"by_role": "ByRole", "by_size": "BySize", "chain": "Chain", "error_feedback": "ErrorFeedback"},
 )
-"""What the members of ``CODECS`` make that are functions."""
+"""Classes of the codecs whose entries in ``CODECS`` are functions."""

@@ -1,4 +1,4 @@
-"""The reducer around a codec: summed on its way, gathered, or in two phases, as the codec allows."""
+"""Reducer around a codec: payloads are summed by the collective, gathered, or sent in two phases."""
 
 from __future__ import annotations
 
@@ -57,40 +57,40 @@ __all__ = ["CodecReducer"]
 
 @dataclass(frozen=True, slots=True)
 class CodecReducer(Reducer):
-    r"""Weighted mean of gradients that travel encoded.
+    r"""Reducer of the weighted mean of encoded gradients.
 
     .. math:: \bar g = \sum_i D(C(w_i g_i)) \,/\, \sum_i w_i
 
-    Numerator and weight sum travel in one exchange; the division comes after the sum. What is encoded is the
-    numerator, so a residual is one of numerators too, and nothing of it depends on the others' weights.
+    Numerator and sum of weights travel in one exchange; the division follows the sum. The numerator is encoded, so
+    residuals are in its units, and do not depend on the weights of other replicas.
 
-    How a tensor travels depends on its codec:
+    The codec decides how a tensor travels:
 
     * identity: the collective sums it;
     * linear: encoded once, payloads summed by the collective, the sum decoded;
-    * any other: as ``phases`` says.
+    * any other: according to ``phases``.
 
-    What goes different ways by :func:`farflung.codecs.by_size` or :func:`farflung.codecs.by_role` travels side by
-    side, each part in the way of its own codec.
+    The parts of :func:`farflung.codecs.by_size` and :func:`farflung.codecs.by_role` travel in parallel, each
+    according to its own codec.
 
     Args:
-      codec: how gradients are encoded.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
-      phases: how a codec travels that is not linear.
+      codec: Codec of the gradients.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
+      phases: Exchange pattern of a codec that is not linear.
 
-        * ``"gather"``: encoded once, and sent to all, in one delay, with traffic that grows with the number of ranks.
-        * ``"two"``: shards go to owners, which sum and encode again, in two delays, with traffic that does not grow.
-        * ``"hops"``: inside the collective, partial sums encoded anew on every hop. A single replica sends nothing,
+        * ``"gather"``: encoded once and sent to all, in one delay; traffic grows with the number of ranks.
+        * ``"two"``: shards go to owners, which sum and encode again; two delays, and traffic does not grow.
+        * ``"hops"``: partial sums are encoded again on every hop of the collective. A single replica sends nothing,
           and so encodes nothing.
-        * ``"auto"``: on hops where the codec is made for that (:attr:`farflung.types.Codec.per_hop`), else gathered.
+        * ``"auto"``: hops if :attr:`farflung.types.Codec.can_requantize`, else gather.
 
-        The collective has a part in hops alone. What is cut into segments, by owners or by hops, needs a codec that
-        keeps nothing but seeds between steps, with error feedback or without.
+        The collective matters for hops alone. Segments, of owners or of hops, need a codec that keeps no state but
+        seeds, with or without error feedback.
 
     Raises:
-      UnknownName: no such collective.
-      ConfigError: no such phases.
-      Unsupported: the collective cannot carry the codec.
+      UnknownName: There is no such collective.
+      ConfigError: There are no such phases.
+      Unsupported: The collective cannot carry the codec.
     """
 
     repeatable: ClassVar[bool] = True
@@ -106,10 +106,10 @@ class CodecReducer(Reducer):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The codec's; in two phases and on hops with seeds for the segments.
+        """Returns the state of the codec, with seeds if the tensor is cut into segments.
 
         Raises:
-          Unsupported: the codec cannot be carried like this.
+          Unsupported: The codec cannot be carried in this way.
         """
         state = self.codec.init(carried_spec(spec), seeds)
         self._check(self.codec, state)
@@ -119,7 +119,7 @@ class CodecReducer(Reducer):
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """Those of what is sent as it is, and of payloads of linear codecs that tell their sizes."""
+        """Lists the bytes of dense tensors and of payloads of linear codecs with a known size."""
         return tuple(_summed_nbytes(self.codec, spec))
 
     @override
@@ -128,19 +128,19 @@ class CodecReducer(Reducer):
         state, seeds = self._opened(slot.state)
         path = self._start(exchange, self.codec, state, numerator(channel, own), seeds)
         slot.state = self._closed(slot.state, path.state)
-        total, side = await path.finish()
-        mean = mean_of(channel, total, side)
-        result = Reduced(rounded(channel, mean, own.tensor.dtype), float(side[0]), side[1:])
+        total, metadata = await path.finish()
+        mean = mean_of(channel, total, metadata)
+        result = Reduced(rounded(channel, mean, own.tensor.dtype), float(metadata[0]), metadata[1:])
         if self.codec.stateless and not self._cuts:
             return result
-        of_mean = divisor(side) / channel.size
+        average_factor = divisor(metadata) / channel.size
 
-        def learn(now: CodecState) -> CodecState:
-            average = mean if of_mean == 1.0 else mean * of_mean
-            return self._closed(now, path.learn(self._opened(now)[0], average))
+        def learn(state: CodecState) -> CodecState:
+            average = mean if average_factor == 1.0 else mean * average_factor
+            return self._closed(state, path.learn(self._opened(state)[0], average))
 
         cost = CodingCost("learn", method_of(self.codec), total.numel())
-        return replace(result, learn=lambda now: channel.compute(cost, partial(learn, now)))
+        return replace(result, learn=lambda current: channel.compute(cost, partial(learn, current)))
 
     def _start(
         self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
@@ -149,42 +149,40 @@ class CodecReducer(Reducer):
             return self._start_routes(exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):
             return AggregationPath(state, partial(exchange.sum_dense, tensor))
-        way = self._way(codec, state)
-        if way == "two" and exchange.channel.size > 1:
+        path = self._way(codec, state)
+        if path == "two" and exchange.channel.size > 1:
             method = method_of(without_feedback(codec))
             return start_two_phases(exchange, codec, method, state, tensor, seeds)
         method = method_of(codec)
-        if way == "hops":
+        if path == "hops":
             return start_hops(exchange, codec, method, state, tensor, seeds)
-        start = start_linear if way == "linear" else start_gathered
+        start = start_linear if path == "linear" else start_gathered
         return start(exchange, codec, method, state, tensor)
 
     def _start_routes(
         self, exchange: Exchange, codec: Routed, state: CodecState, tensor: Tensor, seeds: Seeds
     ) -> AggregationPath:
-        """Starts the paths of a bucket's parts."""
         paths: list[tuple[Route, AggregationPath]] = []
         for route in codec.routes(state):
-            own = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
+            route_seeds = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
             part = take(tensor, route.runs)
-            paths.append((route, self._start(exchange, route.codec, route.state, part, own)))
+            paths.append((route, self._start(exchange, route.codec, route.state, part, route_seeds)))
 
         async def finish() -> Sums:
-            """All parts; what is on its way already comes last."""
-            sides = []
+            """Waits for all parts; those already sent come last."""
+            metadata_by_route = []
             for route, path in sorted(paths, key=lambda pair: pair[1].is_posted):
-                total, side = await path.finish()
+                total, metadata = await path.finish()
                 join(tensor, route.runs, total)
-                sides.append(side)
-            return tensor, sides[0]
+                metadata_by_route.append(metadata)
+            return tensor, metadata_by_route[0]
 
-        def learn(now: CodecState, average: Tensor) -> CodecState:
-            """What each codec learns of its own part."""
+        def learn(state: CodecState, average: Tensor) -> CodecState:
             states = {
                 route.name: path.learn(route.state, take(average, route.runs))
-                for route, (_, path) in zip(codec.routes(now), paths, strict=True)
+                for route, (_, path) in zip(codec.routes(state), paths, strict=True)
             }
-            return codec.with_states(now, states)
+            return codec.with_states(state, states)
 
         states = {route.name: path.state for route, path in paths}
         return AggregationPath(codec.with_states(state, states), finish, learn)
@@ -197,10 +195,10 @@ class CodecReducer(Reducer):
         return self.phases
 
     def _check(self, codec: Codec, state: CodecState) -> None:
-        by_backend = collective_named(self.collective).by_backend
+        is_by_backend = collective_named(self.collective).by_backend
         if isinstance(codec, Routed):
             routes = codec.routes(state)
-            if by_backend and len(routes) > 1:
+            if is_by_backend and len(routes) > 1:
                 raise Unsupported(
                     f"collective {self.collective!r} matches sums by their order, which the parts of codec {codec!r} "
                     "do not have: use ring or direct"
@@ -208,23 +206,23 @@ class CodecReducer(Reducer):
             for route in routes:
                 self._check(route.codec, route.state)
             return
-        way = self._way(codec, state)
-        if way == "linear":
+        path = self._way(codec, state)
+        if path == "linear":
             return
-        if by_backend:
+        if is_by_backend:
             raise Unsupported(
                 f"collective {self.collective!r} cannot carry a codec such as {codec!r}: use ring or direct"
             )
-        if way != "gather":
+        if path != "gather":
             check_cut(codec, state)
 
     @property
     def _cuts(self) -> bool:
-        """Whether segments need seeds; where ``auto`` goes by hops, a codec is stateless."""
+        """Returns True if segments need seeds; codecs that ``auto`` sends by hops are stateless."""
         return self.phases in ("two", "hops")
 
     def _opened(self, state: CodecState) -> tuple[CodecState, Seeds]:
-        """Returns the codec's own state, and the seeds for segments."""
+        """Returns the state of the codec, and the seeds for segments."""
         if not self._cuts:
             return state, Seeds(0, 0)
         return nested_state(state, "codec"), Seeds(state.shared["seed"], state.local["seed"])
@@ -239,7 +237,7 @@ def _summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
         for name, (part, _) in codec.split_spec(spec).items():
             yield from _summed_nbytes(codec.codecs[name], part)
     else:
-        by_dtype: Counter[torch.dtype] = Counter()
-        for each in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
-            by_dtype[each.dtype] += each.nbytes
-        yield from by_dtype.values()
+        nbytes_by_dtype: Counter[torch.dtype] = Counter()
+        for summed in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
+            nbytes_by_dtype[summed.dtype] += summed.nbytes
+        yield from nbytes_by_dtype.values()

@@ -1,4 +1,4 @@
-"""Low-rank gradients by one step of power iteration."""
+"""Low-rank compression of gradients by one step of power iteration."""
 
 from __future__ import annotations
 
@@ -45,43 +45,42 @@ __all__ = ["PowerSGD"]
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD(Reducer):
-    r"""Sends each gradient matrix as a product of two thin ones.
+    r"""Reducer that sends each gradient matrix as a product of two thin matrices.
 
-    With M a replica's gradient (its first dimension the rows), times its weight, plus its residual:
+    With M the gradient of a replica (its first dimension the rows), times its weight, plus its residual:
 
     .. math::
         P \leftarrow \mathrm{orthonormal}\Big(\sum_i M_i Q\Big), \quad
         Q \leftarrow \sum_i M_i^\top P \Big/ \sum_i w_i, \quad
         \hat M = P Q^\top, \quad e_i \leftarrow M_i - w_i \hat M
 
-    Two all-reduces, of ``rank * (n + m)`` numbers in all for a matrix of n by m. Q is kept for the next step (warm
-    start). Vectors and scalars, and matrices too small to gain by it, are summed dense beside P. The momentum is the
-    optimizer's, after the aggregation.
+    There are two all-reduces, of ``rank * (n + m)`` numbers in all for a matrix of n by m. Q is kept for the next
+    step (warm start). Vectors, scalars, and matrices too small to gain are summed dense with P. The momentum is the
+    optimizer's, applied after the aggregation.
 
-    The residual is known only when the result is. It is taken out of the state when an exchange begins and what
-    becomes of it is added when the result is merged, so exchanges that overlap never send the same residual twice.
+    The residual is known only with the result. It is taken out of the state when an exchange starts, and the new one
+    is added when the result is merged, so overlapping exchanges never send the same residual twice.
 
-    Matrices of one shape are worked on together. A column of P that is nothing but rounding is dropped, and where Q
-    has no direction, or none that is finite, it gets a random one; with the authors' code such a column stays zero.
-    What is not finite in a residual is forgotten. All ranks orthonormalise by themselves, which gives the same bits
-    on the same build of torch and the same kind of processor.
+    Matrices of equal shape are batched. A column of P that is only rounding error is dropped. If Q has a zero or
+    non-finite column, a random one replaces it; in the authors' code such a column stays zero. Non-finite residuals
+    are cleared. Each rank orthonormalizes by itself, with equal bits on the same torch build and kind of processor.
 
     Args:
-      rank: r, columns of P and Q; ``None``: the root of half a matrix's smaller side, at least 2.
-      min_ratio: a matrix is compressed if that makes it at least this many times smaller.
-      warm_start: whether to keep Q; otherwise it is random at every step.
-      error_feedback: whether to keep residuals.
-      dense_steps: so many steps at the start are summed dense; ``None``: a tenth of the run, at least the warm-up of
-        its learning rate, and none where the length is not known.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+      rank: r, number of columns of P and Q; None for the root of half a matrix's smaller side, at least 2.
+      min_ratio: Smallest compression ratio at which a matrix is compressed.
+      warm_start: If True, keep Q; otherwise it is random at every step.
+      error_feedback: If True, keep residuals.
+      dense_steps: Number of steps at the start that are summed dense; None for a tenth of the run, at least its
+        learning rate warm-up, and zero if the length is unknown.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
 
     Raises:
-      ConfigError: an option out of its range.
-      UnknownName: no such collective.
-      Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
+      ConfigError: An option is out of range.
+      UnknownName: There is no such collective.
+      Unsupported: Collective ``native``, which cannot tell the rounds of several buckets apart.
 
-    References: Vogels et al. 2019, Alg. 1 and 2, with the residual of the authors' code; ``min_ratio`` is theirs too.
-    Rank and dense steps of ``None`` are our choice: a small transformer needs both to come near dense gradients.
+    References: Vogels et al. 2019, Alg. 1 and 2, with the residual and ``min_ratio`` of the authors' code. Rank and
+    dense steps of None are our choice: a small transformer needs both to come near dense gradients.
     """
 
     repeatable: ClassVar[bool] = True
@@ -104,7 +103,7 @@ class PowerSGD(Reducer):
 
     @property
     def method(self) -> str:
-        """Names the costs of the arithmetic."""
+        """Name of the arithmetic for coding costs."""
         return method_of_rounds(self, dense_steps=None)
 
     @override
@@ -113,10 +112,10 @@ class PowerSGD(Reducer):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Random directions, equal on all replicas, and no residual.
+        """Returns a state with random directions, equal on all replicas, and no residual.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("powersgd", spec)
         dense, groups = self._layout(spec)
@@ -130,7 +129,7 @@ class PowerSGD(Reducer):
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """P with what is dense, and Q, after the dense steps."""
+        """Returns the bytes of P with the dense parts, and of Q, after the dense steps."""
         dense, groups = self._layout(spec)
         first, second = sum(numel for _, numel in dense), 0
         for shape, starts in groups.items():
@@ -142,7 +141,6 @@ class PowerSGD(Reducer):
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """P with what is dense, then Q."""
         exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
         tensor = numerator(channel, own)
         if step < (self.dense_steps or 0):
@@ -151,7 +149,7 @@ class PowerSGD(Reducer):
         state, groups = slot.state, slot.state.shared["layout"]["groups"]
 
         def project() -> tuple[dict[str, Tensor], list[Tensor]]:
-            """The matrices, and what is dense with P of each shape."""
+            """Returns the matrices, and the dense parts followed by P of each shape."""
             matrices = self._matrices(state, tensor)
             q = {
                 shape: self._usable(state, shape, q, tensor.device, step)
@@ -160,56 +158,59 @@ class PowerSGD(Reducer):
             dense = [tensor[start : start + numel] for start, numel in state.shared["layout"]["dense"]]
             return matrices, [*dense, *(matrices[shape] @ q[shape] for shape in matrices)]
 
-        matrices, sent = channel.compute(cost("encode"), project)
+        matrices, tensors = channel.compute(cost("encode"), project)
         slot.state = CodecState(state.shared, {"residual": {}})
-        first, side = await exchange.sum(_flat(sent, tensor))
-        by = divisor(side)
+        first, metadata = await exchange.sum(_flat(tensors, tensor))
+        weight_sum = divisor(metadata)
 
         def orthonormalize() -> tuple[list[Tensor], list[Tensor]]:
-            """P and the own Q of each shape; what is dense is there then."""
-            sums = _split_like(sent, first)
-            for part, total in zip(sent[: len(sent) - len(matrices)], sums, strict=False):
-                part.copy_(total).div_(by)
-            p = [_orthonormal(total) for total in sums[len(sent) - len(matrices) :]]
-            return p, [m.mT @ left for m, left in zip(matrices.values(), p, strict=True)]
+            """Writes the means of the dense parts; returns P and this rank's Q of each shape."""
+            sums = _split_like(tensors, first)
+            for part, total in zip(tensors[: len(tensors) - len(matrices)], sums, strict=False):
+                part.copy_(total).div_(weight_sum)
+            p = [_orthonormal(total) for total in sums[len(tensors) - len(matrices) :]]
+            return p, [m.mT @ left_factor for m, left_factor in zip(matrices.values(), p, strict=True)]
 
         p, q = channel.compute(cost("orthonormalize"), orthonormalize)
         second, _ = await exchange.sum(_flat(q, tensor))
 
         def restore() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            """Writes the means of the matrices in their places: the mean Q of each shape, and what was left out."""
-            means = {shape: total / by for shape, total in zip(matrices, _split_like(q, second), strict=True)}
-            left_out = {}
-            for (shape, right), left in zip(means.items(), p, strict=True):
-                mean = left @ right.mT
+            """Writes the means of the matrices; returns the mean Q and the residual of each shape."""
+            means = {
+                shape: total / weight_sum
+                for shape, total in zip(matrices, _split_like(q, second), strict=True)
+            }
+            residuals = {}
+            for (shape, right_factor), left_factor in zip(means.items(), p, strict=True):
+                mean = left_factor @ right_factor.mT
                 for row, start in zip(mean, groups[shape], strict=True):
                     tensor[start : start + row.numel()] = row.view(-1)
-                left_out[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
-            return means, left_out
+                residuals[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
+            return means, residuals
 
-        new_q, left_out = channel.compute(cost("decode"), restore)
-        taught: State = {"q": new_q} if self.warm_start else {}
+        new_q, residuals = channel.compute(cost("decode"), restore)
+        shared_delta: State = {"q": new_q} if self.warm_start else {}
 
-        def learn(now: CodecState) -> CodecState:
-            residual = now.local["residual"]
+        def learn(state: CodecState) -> CodecState:
+            residual = state.local["residual"]
             if self.error_feedback:
                 residual = {
-                    shape: residual[shape] + kept if shape in residual else kept
-                    for shape, kept in left_out.items()
+                    shape: residual[shape] + error if shape in residual else error
+                    for shape, error in residuals.items()
                 }
-            return CodecState({**now.shared, **taught}, {"residual": residual})
+            return CodecState({**state.shared, **shared_delta}, {"residual": residual})
 
         mean = rounded(channel, tensor, own.tensor.dtype)
         return Reduced(
             mean,
-            float(side[0]),
-            side[1:],
-            lambda now: channel.compute(cost("learn"), partial(learn, now)),
-            taught=taught,
+            float(metadata[0]),
+            metadata[1:],
+            lambda current: channel.compute(cost("learn"), partial(learn, current)),
+            taught=shared_delta,
         )
 
     def _layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
-        """Returns start and length of what stays dense, and starts of the matrices of each shape."""
+        """Returns start and length of the dense parts, and the starts of the matrices of each shape."""
         dense: list[list[int]] = []
         groups: dict[str, list[int]] = {}
         for part in spec.parts or (Placed(spec.shape, 0),):
@@ -235,19 +236,21 @@ class PowerSGD(Reducer):
         return torch.randn((count, columns, rank), generator=noise, dtype=dtype, device=noise.device)
 
     def _matrices(self, state: CodecState, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns gradients and residuals, shape ``(matrices, rows, columns)`` for each shape there is."""
+        """Returns gradients plus residuals of each shape, as tensors of ``(matrices, rows, columns)``."""
         residual: State = state.local["residual"]
         matrices = {}
         for shape, starts in sorted(state.shared["layout"]["groups"].items()):
             rows, columns, _ = self._sides(shape)
-            stacked = torch.stack([tensor[at : at + rows * columns].view(rows, columns) for at in starts])
+            stacked = torch.stack(
+                [tensor[start : start + rows * columns].view(rows, columns) for start in starts]
+            )
             matrices[shape] = stacked.to(working_dtype(tensor.dtype))
             if shape in residual:
                 matrices[shape] += residual[shape].to(tensor.device)
         return matrices
 
     def _usable(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
-        """Returns Q on the device, with random columns where it has none."""
+        """Returns Q on the device, with random columns in place of zero or non-finite ones."""
         noise = generator_on(device, state.shared["seed"], shape, step)
         fresh = self._random(shape, len(q), q.dtype, noise)
         if not self.warm_start:
@@ -261,26 +264,26 @@ _CPU = torch.device("cpu")
 
 
 def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Returns one flat tensor of all, in the dtype to compute in."""
+    """Concatenates tensors into a flat one, in the dtype of computations."""
     dtype = working_dtype(like.dtype)
     return torch.cat([like.new_empty(0, dtype=dtype), *(tensor.reshape(-1).to(dtype) for tensor in tensors)])
 
 
 def _split_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Returns ``flat`` cut into tensors of these shapes."""
+    """Splits ``flat`` into tensors of the given shapes."""
     pieces = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _orthonormal(matrices: Tensor) -> Tensor:
-    """Gram-Schmidt on the columns of each matrix, each projection done twice; columns that depend become zero."""
+    """Orthonormalizes the columns of each matrix by Gram-Schmidt, twice each; dependent columns become zero."""
     columns: list[Tensor] = []
     for column in matrices.unbind(dim=2):
-        before = column.norm(dim=1, keepdim=True)
+        norm_before = column.norm(dim=1, keepdim=True)
         for _ in range(2):
-            for other in columns:
-                column = column - (other * column).sum(dim=1, keepdim=True) * other  # noqa: PLW2901
+            for previous in columns:
+                column = column - (previous * column).sum(dim=1, keepdim=True) * previous  # noqa: PLW2901
         size = column.norm(dim=1, keepdim=True)
-        depends = size <= 1e-6 * before
-        columns.append(torch.where(depends, 0.0, column / size))
+        is_dependent = size <= 1e-6 * norm_before
+        columns.append(torch.where(is_dependent, 0.0, column / size))
     return torch.stack(columns, dim=2)

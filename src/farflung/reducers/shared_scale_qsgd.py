@@ -1,4 +1,4 @@
-"""QSGD with scales that all replicas agree on, so that its integers may be summed."""
+"""QSGD with scales shared by all replicas, so that its integers can be summed."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ __all__ = ["SharedScaleQSGD"]
 
 @dataclass(frozen=True, slots=True)
 class SharedScaleQSGD(Reducer):
-    r"""Agrees on each bucket's largest magnitude, rounds at random to levels of it, and sums the levels.
+    r"""Reducer that agrees on the largest magnitude of each bucket, rounds to levels of it and sums the levels.
 
     .. math::
         M = \max_i \|w_i g_i\|_\infty, \quad
         l_i = \lfloor s\, w_i g_i / M + u_i \rfloor, \quad
         \bar g = \frac{M}{s} \sum_i l_i \Big/ \sum_i w_i
 
-    Unbiased, rounded once however many replicas there are, and its traffic is that of an all-reduce. Levels travel
-    in fields wide enough for their sum: with s levels on either side and n replicas,
-    :math:`\lceil \log_2 (2 s n + 1) \rceil` bits, as many to a 32-bit word as fit. Before them each replica sends
-    its own largest magnitudes to all others, one number for each bucket: one delay more.
+    Unbiased, with one rounding for any number of replicas and the traffic of an all-reduce. Levels travel in fields
+    wide enough for their sum: with s levels on either side and n replicas, :math:`\lceil \log_2 (2 s n + 1) \rceil`
+    bits, as many fields to a 32-bit word as fit. First each replica sends its largest magnitudes to all others, one
+    number for each bucket, which takes one more delay.
 
-    A bucket in which any replica has an infinity or a NaN comes out with nothing finite in it.
+    If any replica has an infinity or a NaN in a bucket, the result of that bucket is not finite.
 
     Args:
-      bits: of each number before they are summed, 2 to 8; 4 where neither bits nor levels are given.
+      bits: Bits of a number before the sum, 2 to 8; 4 if neither bits nor levels are set.
       levels: s, 1 to 127, in place of ``bits``.
-      bucket_size: numbers that share a scale.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+      bucket_size: Number of elements that share a scale.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
 
     Raises:
-      ConfigError: an option out of its range.
-      UnknownName: no such collective.
-      Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
+      ConfigError: An option is out of range.
+      UnknownName: There is no such collective.
+      Unsupported: Collective ``native``, which cannot tell the rounds of several buckets apart.
 
     References: Vineeth S 2021, arXiv 2109.12497, QSGD-MaxNorm: quantization that an all-reduce may sum; scales for
     each bucket, and the fields, are our choice.
@@ -83,22 +83,22 @@ class SharedScaleQSGD(Reducer):
 
     @property
     def method(self) -> str:
-        """Names the costs of the arithmetic."""
+        """Name of the arithmetic for coding costs."""
         return method_of_rounds(self)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The seed of this replica's rounding.
+        """Returns a state with the seed of this replica's rounding.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("shared_scale_qsgd", spec)
         return CodecState(local={"seed": seeds.own})
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """The words that levels are put in."""
+        """Returns the bytes of the words that hold the levels."""
         return (4 * math.ceil(spec.numel / (32 // self._width(size))),)
 
     @override
@@ -112,26 +112,26 @@ class SharedScaleQSGD(Reducer):
         hop, scales = channel.hops(1), norms
         for peer in others(channel):
             channel.send(Payload((norms,)), peer, hop)
-        for peer in others(channel):  # NaN where any has one
+        for peer in others(channel):  # NaN if any replica has one
             received = await channel.recv(peer, hop, (TensorSpec.of(norms),))
-            (theirs,) = on_device(received, norms.device).tensors()
+            (peer_norms,) = on_device(received, norms.device).tensors()
             scales = channel.compute(
-                CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, theirs)
+                CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, peer_norms)
             )
 
         def encode() -> Tensor:
             noise = generator_on(tensor.device, seed, step)
             return pack_fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
 
-        words, side = await exchange.sum(channel.compute(cost("encode"), encode))
+        words, metadata = await exchange.sum(channel.compute(cost("encode"), encode))
 
         def decode() -> Tensor:
             sums = unpack_fields(words, width, tensor.numel())
             return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
-        return reduced(channel, channel.compute(cost("decode"), decode), side, own.tensor.dtype)
+        return reduced(channel, channel.compute(cost("decode"), decode), metadata, own.tensor.dtype)
 
     def _width(self, size: int) -> int:
-        """Returns the bits of a field that holds the sum of so many replicas' levels."""
+        """Returns the bits of a field that holds the sum of ``size`` replicas' levels."""
         _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
         return (2 * levels * size).bit_length()

@@ -1,4 +1,4 @@
-"""Samplers: which samples a replica takes, and with what weights."""
+"""Samplers: choose a replica's samples and their weights."""
 
 from typing import TYPE_CHECKING
 
@@ -48,4 +48,4 @@ SAMPLERS: Registry[Sampler] = Registry(
         "uniform": "Uniform",
     },
 )
-"""All of them by name; each is made from its seed."""
+"""Registry of samplers by name; each is built from its seed."""

@@ -1,4 +1,4 @@
-"""How many samples are scored in a step, by the time that a replica has for it."""
+"""Number of samples scored in a step, by the time that a replica has for it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ __all__ = ["Bacc"]
 
 
 class Bacc:
-    r"""Sizes groups so that scoring one takes as long as the exchanges that it is done beside.
+    r"""Policy that sizes groups so that scoring a group takes as long as the exchanges it overlaps.
 
     At step 1 and then every ``every`` steps the number of chunks in a step becomes
 
     .. math:: \max\left(1, \left\lfloor \frac{T}{m\, t} \right\rfloor\right)
 
-    with m samples in a chunk and t seconds to score one. T is the mean wait for exchanges; where these overlap with
-    computing there is none to speak of, and T is ``share`` of a forward and backward pass. All are means over the steps
-    since the choice before. In step 0 one chunk is scored.
+    with m samples in a chunk and t seconds to score one. T is the mean wait for exchanges; if these overlap with
+    computation there is no wait, and T is ``share`` of a forward and backward pass. All are means over the steps
+    since the previous choice. In step 0 one chunk is scored.
 
-    Where replicas take equal times, scoring ends within a chunk of the exchanges from the first choice on. Where they
-    do not, each one's wait depends on when the others are through with scoring, and the number follows it from choice
-    to choice: scoring may end some chunks sooner or later, until after some choices it ends within a chunk before the
-    exchanges, as each replica counts chunks.
+    If replicas take equal times, scoring ends within a chunk of the exchanges from the first choice on. Otherwise
+    the wait of each replica depends on the scoring of the others, and the number follows it from choice to choice:
+    scoring may end some chunks early or late at first, and later ends within a chunk of the exchanges.
 
-    The number is a decision of the replica's own, so a replay needs no clock.
+    The number is a local decision of the replica, so a replay needs no clock.
 
     Args:
-      name: of the sampler, for messages.
+      name: Name of the sampler for messages.
       chunk: m.
-      every: steps between two choices.
-      share: of the time of a forward and backward pass.
+      every: Number of steps between two choices.
+      share: Share of the time of a forward and backward pass.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
-    References: Zeng et al. 2021 (Mercury), where scoring takes exactly as long as the aggregation of its iteration. How
-    that is foreseen is not said there: chunks, of which there is one at least, means over some steps and ``share`` are
+    References: Zeng et al. 2021 (Mercury), where scoring takes exactly as long as the aggregation of its iteration.
+    The paper does not say how that time is predicted: chunks, at least one, means over some steps, and ``share`` are
     our choices.
     """
 
@@ -53,34 +52,34 @@ class Bacc:
         self._forget()
 
     def chunks(self, step: int, most: int, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> int:
-        """How many to score at a step; once a step.
+        """Chooses the number of chunks to score; called once a step.
 
         Args:
-          step: the step.
-          most: all that there are.
-          decide: :meth:`farflung.types.Runtime.decide_own`.
+          step: Current step.
+          max_chunks: Number of chunks of all samples.
+          decide: :meth:`farflung.types.Runtime.decide_locally`.
 
         Raises:
-          ConfigError: the decision comes from a log, and is not of such a run.
+          ConfigError: The decision comes from a log, and not of such a run.
         """
         if step > 0 and (step - 1) % self._every == 0:
-            made = decide("group", step, lambda: self._choice(most))
+            decision = decide("group", step, lambda: self._choice(most))
             with deciding("group", step):
-                if type(made.value) is not int or made.value < 1:
-                    raise ValueError(f"{made.value!r} chunks")
-                self._chunks = made.value
+                if type(decision.value) is not int or decision.value < 1:
+                    raise ValueError(f"{decision.value!r} chunks")
+                self._chunks = decision.value
             self._forget()
         return min(self._chunks, most)
 
     def observe(self, spare: Spare) -> None:
-        """What a step had to spare."""
+        """Records the times of a step."""
         self._steps += 1
         self._budget_s += self._share * spare.compute_s if spare.overlaps else spare.wait_s
         self._scoring_s += spare.scoring_s
         self._scored += spare.scored
 
     def state_dict(self) -> State:
-        """The number of chunks, and what was measured since it was chosen."""
+        """Returns the number of chunks, and the measurements since it was chosen."""
         return {
             "chunks": self._chunks,
             "steps": self._steps,
@@ -99,7 +98,7 @@ class Bacc:
         self._budget_s, self._scoring_s = 0.0, 0.0
 
     def _choice(self, most: int) -> int:
-        """The number by what was measured; the one before where nothing was."""
+        """Computes the number from the measurements; keeps the previous one if there are none."""
         if not self._scored:
             return self._chunks
         if not self._scoring_s:

@@ -1,4 +1,4 @@
-"""Batches as large as replicas are fast."""
+"""Batch sizes in proportion to the speed of replicas."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from farflung.types import Draw, Json, PoolView, Runtime, State
 __all__ = ["Balanced", "balanced_counts"]
 
 SHARES = "shares"
-"""Name of the decisions on how many samples each rank takes from the step after."""
+"""Name of the decisions on how many samples each rank takes from the next step on."""
 
 
 class Balanced(Uniform):
-    r"""Shuffled passes as :class:`Uniform` makes them, of which a fast replica takes more than a slow one.
+    r"""Sampler in shuffled passes like :class:`UniformSampler` that gives fast replicas more samples than slow ones.
 
     The :math:`RB` samples of a step are shared among its R replicas in proportion to the samples per second that each
-    of them has computed since the last decision, so that all end their computation at about the same time (our choice;
-    ScaDLES, eq. 1, does so for the rates of streams). The mean gradient is weighted by samples, so it is that of the
-    same :math:`RB` samples. Every sample comes once per pass.
+    has computed since the last decision, so that all end their computation at about the same time (our choice;
+    ScaDLES, eq. 1, does so for the rates of streams). The mean gradient is weighted by samples, so it is the mean
+    over the same :math:`RB` samples. Every sample comes once per pass.
 
-    What replicas have measured rides on their exchanges, so all share alike; each decision is recorded, and a replay
-    repeats it.
+    Measurements are summed with the exchanges, so all replicas compute equal shares. Each decision is recorded, and
+    a replay repeats it.
 
     Args:
-      seed: equal on all replicas.
-      every: exchanges between two decisions.
-      least_gain: by which share a step's computation has to become shorter for batches to change.
+      seed: Seed, equal on all replicas.
+      every: Number of exchanges between two decisions.
+      least_gain: Share by which a step's computation must become shorter for batches to change.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
     """
 
     is_balanced = True
@@ -49,7 +49,7 @@ class Balanced(Uniform):
         share_option("balanced", "least_gain", least_gain)
         self._every, self._least_gain = every, least_gain
         self.counts: tuple[int, ...] = ()
-        """The samples of each rank in a step; empty: as many on all."""
+        """Samples of each rank in a step; empty if all ranks take equal batches."""
         self._rank = self._size = 0
         self._samples = self._exchanges = 0
         self._seconds = 0.0
@@ -59,52 +59,53 @@ class Balanced(Uniform):
         return (_BalancedBatches(loop.runtime, self, loop.training.batch_size, loop.telemetry),)
 
     def set_rank(self, rank: int, size: int) -> None:
-        """Note which replica this is, of how many."""
+        """Sets rank and number of replicas."""
         self._rank, self._size = rank, size
 
     @override
     def next(self, view: PoolView) -> Draw:
         if len(self.counts) != view.size or not isinstance(view.pool, int):
             return super().next(view)
-        taken = self._take(sum(self.counts))
-        own = part_of(taken, sum(self.counts[: view.rank]), self.counts[view.rank])
-        return Draw(torch.cat([self._at(one.start, len(one), view.pool) for one in own]))
+        ranges = self._take(sum(self.counts))
+        rank_ranges = part_of(ranges, sum(self.counts[: view.rank]), self.counts[view.rank])
+        return Draw(torch.cat([self._at(span.start, len(span), view.pool) for span in rank_ranges]))
 
     def record_compute(self, samples: int, seconds: float) -> None:
-        """Note how long this replica took for a step's samples."""
+        """Records the computing time of a step's samples."""
         self._samples += samples
         self._seconds += seconds
 
     @override
     def report_metadata(self) -> Mapping[str, float]:
-        """This replica's samples per second, and 0 in the places of the others; 0 too where it has measured nothing."""
+        """Returns the samples per second of this replica, and 0 for others; 0 too without a measurement."""
         speed = self._samples / self._seconds if self._seconds else 0.0
         return {_name(rank): speed * (rank == self._rank) for rank in range(self._size)}
 
     def speeds_due(self, sums: Mapping[str, float]) -> list[float] | None:
-        """Count an exchange, and return the speeds of all replicas where it is time to decide by them."""
+        """Counts an exchange; returns the speeds of all replicas if a decision is due."""
         if not sums:
             return None
         self._exchanges += 1
         return None if self._exchanges % self._every else [sums[_name(rank)] for rank in range(self._size)]
 
     def choose_counts(self, speeds: Sequence[float], batch_size: int) -> list[int]:
-        """Return the shares of a step that follow from measured speeds; the present ones where little is gained."""
-        now = list(self.counts) or [batch_size] * self._size
+        """Chooses the samples of each rank by measured speeds; keeps the present ones if little is gained."""
+        current = list(self.counts) or [batch_size] * self._size
         speeds = [float(f"{speed:.3g}") for speed in speeds]  # equal devices differ in the last places
         if not all(speed > 0 for speed in speeds):
-            return now  # one has measured nothing yet
+            return current  # a replica has no measurement yet
         new = balanced_counts(speeds, batch_size * self._size)
-        takes_s, would_take_s = (
-            max(count / speed for count, speed in zip(counts, speeds, strict=True)) for counts in (now, new)
+        current_s, new_s = (
+            max(count / speed for count, speed in zip(counts, speeds, strict=True))
+            for counts in (current, new)
         )
-        return new if would_take_s <= (1 - self._least_gain) * takes_s else now
+        return new if new_s <= (1 - self._least_gain) * current_s else current
 
     def set_counts(self, counts: Sequence[int]) -> None:
-        """Take a step's samples so from the next one on, and measure anew.
+        """Sets the samples of each rank from the next step on, and restarts the measurement.
 
         Raises:
-          ValueError: not a number above 0 for each rank.
+          ValueError: The counts are not one number above 0 for each rank.
         """
         if len(counts) != self._size or not all(type(count) is int and count > 0 for count in counts):
             raise ValueError(f"{counts!r} as the samples of {self._size} replicas")
@@ -126,13 +127,13 @@ class Balanced(Uniform):
 
 
 class _BalancedBatches(Extension):
-    """Shares out a step's samples by the speeds of the ranks.
+    """Extension that shares the samples of a step by the speeds of the ranks.
 
     Args:
-      runtime: the world.
-      sampler: measures speeds, and draws the rank's share.
-      batch_size: of all ranks on average.
-      telemetry: gets an event for each choice.
+      runtime: Runtime of the replica.
+      sampler: Sampler that measures speeds and draws the rank's share.
+      batch_size: Mean batch size over the ranks.
+      telemetry: Receiver of an event for each choice.
     """
 
     def __init__(self, runtime: Runtime, sampler: Balanced, batch_size: int, telemetry: Telemetry) -> None:
@@ -147,7 +148,7 @@ class _BalancedBatches(Extension):
         if speeds is None:
             return
         counts, step = self._sampler.choose_counts(speeds, self._batch_size), result.step
-        # Rank 0's choice is sent, since the log of a run that is replayed need not be on each machine.
+        # Rank 0's choice is broadcast, since the log of a replayed run may exist on one machine only.
         decision = await self._runtime.decide(SHARES, step, lambda: list[Json](counts))
         with deciding(SHARES, step):
             chosen: Any = decision.value
@@ -158,17 +159,17 @@ class _BalancedBatches(Extension):
 
 
 def balanced_counts(speeds: Sequence[float], total: int) -> list[int]:
-    """Share whole samples in proportion to speeds: 1 at least, the rest by largest remainders, of equal ones the first.
+    """Computes whole samples in proportion to speeds: at least 1, the rest by largest remainders, the first of equals.
 
     >>> balanced_counts([3.0, 3.0, 1.0], 14)
     [6, 6, 2]
     """
     exact = [max(1.0, total * speed / sum(speeds)) for speed in speeds]
     counts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
-    for rank in by_remainder[: max(0, total - sum(counts))]:
+    ranks_by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in ranks_by_remainder[: max(0, total - sum(counts))]:
         counts[rank] += 1
-    while sum(counts) > total:  # where slow ones were raised to 1
+    while sum(counts) > total:  # if slow ranks were raised to 1
         counts[counts.index(max(counts))] -= 1
     return counts
 

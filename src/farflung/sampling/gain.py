@@ -1,4 +1,4 @@
-"""Predicts from the noise of gradients what drawing by scores is worth, and chooses the rule by it."""
+"""Predicts the gain of drawing by scores from the noise of gradients, and chooses the rule by it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from farflung.types import Decision, Json, Reducer, Runtime, Schedule, State
 __all__ = ["Gain", "MeasuredGain"]
 
 ON, OFF = 1.1, 1.05
-"""Gains above and below which scores are drawn by, and are no longer."""
+"""Gains above which drawing by scores starts, and below which it stops."""
 STEPS = 100
-"""At least so many pass between two choices."""
+"""Smallest number of steps between two choices."""
 MEMORY = 0.995
-"""The share of a moving sum that remains at each step."""
+"""Share of a moving sum that remains after each step."""
 SETTLING = 3
-"""Steps after a choice in whose sums there may be batches of the rule before."""
+"""Number of steps after a choice that may still have batches of the previous rule; they are not measured."""
 MISS = 2.0
-"""Times by which the variance under rule ``two`` may exceed what is predicted."""
+"""Factor by which the variance under rule ``two`` may exceed the prediction."""
 PAUSE = 1000
-"""Steps for which ``two`` is left alone afterwards."""
+"""Number of steps for which rule ``two`` is excluded after that."""
 LOOK = 20
-"""Steps between two batches that are scored while none is drawn by scores."""
+"""Number of steps between two scored batches while none is drawn by scores."""
 NOISE = ("spread", "square", "shares")
 MOMENTS = ("first", "second", "uniform", "pool")
 
 
 class Gain:
-    r"""The factor by which drawing by scores saves steps.
+    r"""Factor by which drawing by scores saves steps.
 
     K replicas' gradients :math:`g_k` with the shares :math:`p_k` in the mean have :math:`A = \sum_k p_k \lVert g_k
     \rVert^2` and :math:`C = \lVert \sum_k p_k g_k \rVert^2`. With V the variance of the mean, N its noise scale,
@@ -43,19 +43,19 @@ class Gain:
         V = (A - C) \frac{\sum_k p_k^2}{1 - \sum_k p_k^2}, \qquad N = \frac{V}{C - V}, \qquad
         \rho_e = (1 - \tfrac{b}{M}) \rho + \tfrac{b}{M} \rho_1, \qquad \text{gain} = \frac{1 + N}{1 + \rho_e N}
 
-    which is :math:`V = (A - C) / (K - 1)` for equal shares. :math:`\rho_1`, of the draw of candidates, is 1 where they
-    are drawn uniformly. What is measured while batches are drawn by scores is :math:`\rho_e N`. V, C and the moments
-    that :math:`\rho` is made of are moving means over about 200 steps.
+    which is :math:`V = (A - C) / (K - 1)` for equal shares. :math:`\rho_1`, of the draw of candidates, is 1 for
+    uniform candidates. While batches are drawn by scores, the measured noise is :math:`\rho_e N`. V, C and the
+    moments behind :math:`\rho` are moving means over about 200 steps.
 
-    Rule ``auto`` is uniform until the gain exceeds 1.1, and again once it is below 1.05, each for 100 steps at least.
-    Between, it is ``pool``, and ``two`` while the number of candidates is what limits that: :math:`\rho < b/M`, until
-    it is twice that. ``two`` ends as well where V is more than twice what scores
-    predict, by what the rule before had for both, and is not taken again for 1,000 steps.
+    Rule ``auto`` is uniform until the gain exceeds 1.1, and again once it is below 1.05, each for at least 100 steps.
+    In between it is ``pool``, or ``two`` while the number of candidates limits ``pool``: from :math:`\rho < b/M`
+    until it is twice that. ``two`` also ends if V is more than twice the prediction from scores, calibrated under
+    the previous rule, and is then excluded for 1,000 steps.
 
-    All that it learns from are sums over the replicas, which are equal on all, as are its choices then.
+    Its only inputs are sums over the replicas, which are equal on all; so are its choices.
 
     Args:
-      rule: ``auto``, ``pool`` or ``two``; the latter two stay.
+      rule: ``auto``, ``pool`` or ``two``; the latter two never change.
 
     References: the noise scale is that of McCandlish et al. 2018, over a batch; the gain and its use are this
       project's own.
@@ -64,80 +64,80 @@ class Gain:
     def __init__(self, rule: str) -> None:
         self._auto = rule == "auto"
         self.rule = "pool" if self._auto else rule
-        """The one that candidates are chosen by: ``uniform`` for none, ``pool`` or ``two``."""
+        """Rule for choosing candidates: ``uniform`` for none, ``pool`` or ``two``."""
         self.streams = False
-        """Whether samples stream in, so that ``two`` is not to be had."""
+        """True if samples stream in, which excludes rule ``two``."""
         self._why: str | None = None
         self.steps = {"uniform": 0, "pool": 0, "two": 0}
-        """Batches of this replica by each rule."""
+        """Number of batches of this replica by each rule."""
         self._told = dict.fromkeys((*NOISE, *MOMENTS), 0.0)
         self._scale, self._pause = 0.0, 0
         self._sums: dict[str, float] = {}
         self._restart()
 
     def begins(self, why: str) -> tuple[str, ...]:
-        """Before the first step of a run.
+        """Prepares for the first step of a run.
 
         Args:
-          why: V cannot be measured there; empty: it can.
+          reason: Reason why V cannot be measured; empty if it can.
 
         Returns:
-          The names of the numbers that votes carry.
+          The names of the numbers that the metadata carries.
         """
         self._why = why
         if self._auto:
             self.rule = "uniform"
         return () if why else (*NOISE, *MOMENTS)
 
-    # --- what this replica measures -----------------------------------------------------------------------------------
+    # --- measurements of this replica ---------------------------------------------------------------------------------
 
     def judge(self, moments: tuple[float, float, float], part: float) -> None:
-        """Notes what a group of scores says.
+        """Records the moments of a group of scores.
 
         Args:
-          moments: of :func:`farflung.sampling.importance.second_moments`.
-          part: b/M.
+          moments: Result of :func:`farflung.sampling.importance.compute_second_moments`.
+          batch_fraction: b/M.
         """
         drawn, first, uniform = moments
-        found = (part * first, (1 - part) * drawn, uniform, part * uniform)
-        self._told.update(zip(MOMENTS, found, strict=True))
+        moments_sums = (part * first, (1 - part) * drawn, uniform, part * uniform)
+        self._told.update(zip(MOMENTS, moments_sums, strict=True))
         if self._why is None:
             self.learn(self.tell())
 
     def measured(self, own: float, mean: float, share: float, *, first: bool) -> None:
-        r"""Notes what a step's exchange has brought.
+        r"""Records the norms of a step's exchange.
 
         Args:
-          own: :math:`\lVert g_k \rVert^2`.
-          mean: C.
+          local_square: :math:`\lVert g_k \rVert^2`.
+          mean_square: C.
           share: :math:`p_k`.
-          first: whether this is rank 0, which tells C for all: elsewhere its last digits may differ.
+          is_rank_0: True on rank 0, which reports C for all, since its last digits may differ between ranks.
         """
-        found = (share * own - mean * first, mean * first, share**2)
-        self._told.update(zip(NOISE, found, strict=True))
+        terms = (share * own - mean * first, mean * first, share**2)
+        self._told.update(zip(NOISE, terms, strict=True))
 
     def tell(self) -> dict[str, float]:
-        """What has been noted since the last call, to be summed over the replicas."""
+        """Returns the measurements since the last call, to be summed over the replicas, and clears them."""
         if self._why:
             return {}
-        told, self._told = self._told, dict.fromkeys(self._told, 0.0)
-        return told
+        pending, self._told = self._told, dict.fromkeys(self._told, 0.0)
+        return pending
 
-    # --- what all replicas learn --------------------------------------------------------------------------------------
+    # --- results equal on all replicas --------------------------------------------------------------------------------
 
     def learn(self, sums: Mapping[str, float]) -> bool:
-        """Learns from a step's sums over all replicas; whether another rule is chosen."""
+        """Updates the moving sums by a step's sums over all replicas; returns True if the rule has changed."""
         if self._why:
             return False
         self._age += 1
         self._pause = max(0, self._pause - 1)
-        more, shares = dict[str, float](), sums["shares"]
+        terms, shares = dict[str, float](), sums["shares"]
         if 0 < shares < 1 and self._age > SETTLING:
             variance = sums["spread"] * shares / (1 - shares)
-            more |= {"variance": variance, "square": sums["square"], "measured": 1.0}
+            terms |= {"variance": variance, "square": sums["square"], "measured": 1.0}
         if sums["uniform"] > 0:
-            more |= {"judged": 1.0, **{name: sums[name] for name in MOMENTS}}
-        self._sums = {name: MEMORY * each + more.get(name, 0.0) for name, each in self._sums.items()}
+            terms |= {"judged": 1.0, **{name: sums[name] for name in MOMENTS}}
+        self._sums = {name: MEMORY * total + terms.get(name, 0.0) for name, total in self._sums.items()}
         chosen = self._choice() if self._auto and self._age >= STEPS else self.rule
         if chosen == self.rule:
             return False
@@ -148,35 +148,35 @@ class Gain:
         return True
 
     def scores_at(self, step: int) -> bool:
-        """Returns whether a batch is scored at a step while batches are uniform."""
+        """Returns True if a batch is scored at a step while batches are uniform."""
         return not self._why and step % LOOK == 0
 
     @property
     def ratio(self) -> float:
-        r""":math:`\rho_e`; 1 where no score is known."""
+        r""":math:`\rho_e`; 1 if there are no scores."""
         uniform = self._sums["uniform"]
         return (self._sums["first"] + self._sums["second"]) / uniform if uniform else 1.0
 
     @property
     def noise_scale(self) -> float | None:
-        """N of uniform batches; ``None`` where nothing has been measured, or the mean gradient is lost in the noise."""
+        """N of uniform batches; None without measurements, or if noise hides the mean gradient."""
         variance, signal = self._parts()
         return variance / signal if signal else None
 
     @property
     def gain(self) -> float | None:
-        """``None`` where nothing has been measured or judged since the last choice."""
+        """Predicted factor; None without measurements and scores since the last choice."""
         variance, signal = self._parts()
         if not self._sums["uniform"] or not variance + signal:
             return None
         return (signal + variance) / (signal + self.ratio * variance)
 
     def told(self) -> dict[str, Json]:
-        """For telemetry, what is known now."""
+        """Returns the current predictions for telemetry."""
         return {"gain": self.gain, "noise_scale": self.noise_scale}
 
     def report(self) -> dict[str, Json]:
-        """For the summary of a run: the steps under each rule, the gain predicted last, and why there is none."""
+        """Returns the steps under each rule, the last prediction, and the reason if there is none."""
         undefined: dict[str, Json] = {"undefined": self._why} if self._why else {}
         return {"steps": dict(self.steps), **self.told(), **undefined}
 
@@ -201,13 +201,13 @@ class Gain:
         self._sums = dict.fromkeys(("variance", "square", "measured", *MOMENTS, "judged"), 0.0)
 
     def _parts(self) -> tuple[float, float]:
-        """The variance of the mean gradient of uniform batches, and the square of what it expects to be; summed up."""
+        """Estimates the variance of the mean gradient of uniform batches, and its squared expectation, as sums."""
         variance = max(0.0, self._sums["variance"])
         signal = max(0.0, self._sums["square"] - variance)
         return variance if self.rule == "uniform" else variance / self.ratio, signal
 
     def _variance_scale(self) -> float:
-        """What V is for each unit of what scores have for it; 0 where that is not known."""
+        """Computes V over its prediction from scores; 0 if it is unknown."""
         sums = self._sums
         predicted = sums["uniform"] if self.rule == "uniform" else sums["first"] + sums["second"]
         if not predicted or not sums["measured"]:
@@ -215,18 +215,18 @@ class Gain:
         return (sums["variance"] / sums["measured"]) / (predicted / sums["judged"])
 
     def _choice(self) -> str:
-        two = self.rule == "two"
+        is_two_stage = self.rule == "two"
         if self._why is not None:
             gain = self.gain
             if gain is None:
                 return self.rule
             if gain < (ON if self.rule == "uniform" else OFF):
                 return "uniform"
-            if two and self._scale and self._variance_scale() > MISS * self._scale:
+            if is_two_stage and self._scale and self._variance_scale() > MISS * self._scale:
                 self._pause = PAUSE
         uniform, pool = self._sums["uniform"], self._sums["pool"]
-        few = self._sums["second"] * uniform < (2 if two else 1) * pool * (uniform - pool)
-        return "two" if few and not self._pause and not self.streams else "pool"
+        is_limited = self._sums["second"] * uniform < (2 if is_two_stage else 1) * pool * (uniform - pool)
+        return "two" if is_limited and not self._pause and not self.streams else "pool"
 
 
 def _reason_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str:
@@ -242,13 +242,13 @@ def _reason_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str
 
 
 class MeasuredGain(Extension):
-    """Measures for a sampler how gradients differ between ranks; what it chooses is a decision of the run.
+    """Extension that measures how gradients differ between ranks, and records the rules chosen as decisions.
 
     Args:
-      gain: of the sampler.
-      runtime: the world.
-      schedule: of the run.
-      reducer: of the run.
+      gain: Gain of the sampler.
+      runtime: Runtime of the replica.
+      schedule: Schedule of the run.
+      reducer: Reducer of the run.
     """
 
     def __init__(self, gain: Gain, runtime: Runtime, schedule: Schedule, reducer: Reducer) -> None:
@@ -287,5 +287,5 @@ class MeasuredGain(Extension):
 
 
 def _square(tensors: Sequence[Tensor]) -> float:
-    """Returns the square of the norm of all tensors together."""
+    """Computes the squared norm of all tensors together."""
     return sum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in tensors)

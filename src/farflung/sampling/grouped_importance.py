@@ -1,4 +1,4 @@
-"""Importance sampling: samples are scored in waits, and batches are drawn by their scores."""
+"""Importance sampling: samples are scored while a step waits, and batches are drawn by their scores."""
 
 from __future__ import annotations
 
@@ -48,91 +48,92 @@ __all__ = ["GroupedImportance"]
 
 NAME = "grouped_importance"
 UNKNOWN = -1
-"""In place of the step at which a score was made here: none was, or its sample has come from another replica."""
+"""Step of a score that was not made here: there is none, or its sample came from another replica."""
 COLUMNS = ("scores", "stamps", "made", "first", "since", "shares")
-"""Of the table of samples: the step at which one was first seen, and what one of a stream shall weigh, are the last."""
+"""Columns of the table of samples; ``since`` is the step of arrival, and ``shares`` the future weight in a stream."""
 DRAWN = -1.0
-"""In place of what a sample of a stream shall weigh from now on: it has been drawn, and leaves."""
+"""Share of a stream's sample that has been drawn, and leaves."""
 FEWEST = 2
-"""Batches that a group by time has at least, outside the paper's rule: of fewer there is little to choose."""
+"""Smallest group sized by time, in batches, except for the paper's rule: fewer leave little to choose."""
 FILLS = {"fill": 1.0, "half": 0.5}
-"""Rules that compute gradients in the wait, with the part of it that they do so in."""
+"""Rules that compute gradients in the wait, with the fraction of it that they use."""
 PERCENTS = (5, 25, 50, 75, 95)
-"""Of the scores of a group, for telemetry."""
+"""Percentiles of a group's scores for telemetry."""
 PAPER = {"chosen": 2, "beta": 0.5}
-"""Options of the paper's rule alone."""
+"""Defaults of the options of the paper's rule."""
 
 
 class GroupedImportance(ScoringSampler):
-    r"""Draws by scores, a part of which is made anew in each step's wait for exchanges.
+    r"""Sampler that draws by scores, some of which are renewed while each step waits for exchanges.
 
-    Samples that were scored in the wait of the same step are a *group*. How many these are: ``groups``, a whole number
-    D, for one D-th of the replica's samples; ``"bacc"`` for as many as there is time for, see
-    :class:`farflung.sampling.Bacc`; ``None`` for ten batches, with the paper's rule 8 groups.
+    Samples scored in the wait of one step are a *group*. Its size is set by ``groups``: a whole number D for one D-th
+    of the replica's samples; ``"bacc"`` for as many as there is time for, see :class:`farflung.sampling.Bacc`; None
+    for ten batches, or 8 groups with the paper's rule.
 
     **Rules** ``pool`` and ``two`` draw a batch without replacement from the newest group, see
-    :class:`farflung.sampling.Rule`. Groups by time have two batches at least. Of a stream all samples that are held are
-    the candidates, each until it is drawn or lost, see :meth:`farflung.sampling.Rule.stream_batch`; those whose score
-    is oldest are scored, first those without any; ``two`` is refused there. **Rule** ``auto`` takes either while that
-    is worth it, see :class:`farflung.sampling.Gain`, ``two`` of no stream. Otherwise batches are uniform, in shuffled
-    passes over the replica's samples, and what is scored is a batch of candidates in every 20th step; nothing, where no
-    gain can be predicted.
+    :class:`farflung.sampling.DrawRule`. Groups sized by time have at least two batches. In a stream all held samples
+    are candidates until they are drawn or lost, see :meth:`farflung.sampling.DrawRule.draw_stream_batch`. Unscored
+    samples are scored first, then those with the oldest scores; ``two`` is refused. **Rule** ``auto`` uses either
+    while it pays off, see :class:`farflung.sampling.Gain`, but not ``two`` for streams. Otherwise batches are uniform,
+    in shuffled passes over the replica's samples, and one batch of candidates is scored in every 20th step, or none if
+    no gain can be predicted.
 
-    **Rule** ``fill`` computes gradients in the wait in place of scores, a third as many, of uniform samples; they are
-    a step old when the next step's gradient takes them in, weighted by samples. Its batches are uniform, and come from
-    the same passes. **Rule** ``half`` spends half the wait so, and the other half as ``pool``.
+    **Rule** ``fill`` computes gradients in the wait in place of scores, of a third as many uniform samples. The
+    gradient of the next step includes them, one step old and weighted by samples. Its batches are uniform, from the
+    same passes. **Rule** ``half`` spends half the wait so, and the other half as ``pool``.
 
-    **Rule** ``paper`` is Mercury's, for its figures. Batches are drawn on two levels: first ``chosen`` groups without
-    replacement, each by how fresh it is. With :math:`a_i` steps since its scoring and :math:`M_i` samples,
+    **Rule** ``paper`` is Mercury's, to reproduce its figures. Batches are drawn on two levels: first ``chosen`` groups
+    without replacement, by freshness. With :math:`a_i` steps since its scoring and :math:`M_i` samples,
 
     .. math:: r_i = e^{-\beta a_i} / \textstyle\sum_k e^{-\beta a_k}.
 
     Then :math:`|B| M_i / \sum_{k \text{ chosen}} M_k` samples of each, rounded up or down at random, with replacement
-    by their smoothed scores; one weighs :math:`\bar{I}_i / I_{ij}`, at most :math:`(1 + c)/c`:
+    by their smoothed scores. The weight of a sample is :math:`\bar{I}_i / I_{ij}`, at most :math:`(1 + c)/c`:
 
     .. math::
         q_{ij} = I_{ij} / \textstyle\sum_m I_{im}, \qquad I_{ij} = s_{ij} + c\, \bar{s}_i
 
-    That corrects for scores, not for freshness: the mean over a batch expects to be that over the chosen groups. It is
-    the mean over all samples since groups are made at random and take turns in being fresh. Samples are scored in turn
-    in one random order; where groups are sized by time, a sample that is scored anew leaves its group for the newest.
+    That corrects for scores, not for freshness: the expected mean over a batch is the mean over the chosen groups. It
+    equals the mean over all samples, since groups are random and take turns in freshness. Samples are scored in turn
+    in one random order. If groups are sized by time, a sample that is scored again moves to the newest group.
 
-    Where all samples are at hand, the batch weighs, in the mean over the replicas, as many batches as the replica has
-    samples over the mean of all. What a batch of a stream weighs is the stream's choice. A sample without a score
-    counts as the mean of those beside it, and all as alike where none has one, so the first batch is uniform.
+    If all samples are available, the weight of the batch in the mean over the replicas is the replica's number of
+    samples over the mean number. In a stream, the stream sets the weight. An unscored sample counts as the mean of the
+    others, and all are equal if none has a score, so the first batch is uniform.
 
-    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), ``groups`` there are, ``scored``
-    samples of the newest; ``variance_ratio`` as their scores have it
-    (:func:`farflung.sampling.importance.variance_ratio`); ``gain`` and ``noise_scale``
-    (:class:`farflung.sampling.Gain`; not for ``paper``); the scores that 5, 25, 50, 75 and 95 % of them do not exceed
-    (``score_quantiles``, ``None`` where none is scored); the ``largest_weight`` of the batch; and the figures of
-    :class:`farflung.sampling.importance.Renewal` for samples that were scored afresh in the step before.
+    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), number of ``groups``, ``scored``
+    samples of the newest; ``variance_ratio`` predicted by their scores
+    (:func:`farflung.sampling.importance.compute_variance_ratio`); ``gain`` and ``noise_scale``
+    (:class:`farflung.sampling.Gain`; not for ``paper``); the 5, 25, 50, 75 and 95 % quantiles of the scores
+    (``score_quantiles``, None if there are none); the ``largest_weight`` of the batch; and the figures of
+    :class:`farflung.sampling.importance.ScoreRenewal` for samples renewed in the previous step.
 
     Args:
-      seed: of all that is random here; unlike on replicas with samples of their own.
+      seed: Seed of all draws; different on replicas with different samples.
       rule: ``"auto"``, ``"pool"``, ``"two"``, ``"fill"``, ``"half"`` or ``"paper"``.
-      groups: see above.
-      scored_by: see :data:`farflung.types.ScoredBy`; ``None``: ``"gradient_bound"``, with the paper's rule ``"loss"``.
-      statistics: what running statistics, such as a batch norm's, are updated by: ``"batch"``, every batch;
-        ``"uniform"``, no batch that is drawn by scores, and as many uniform samples in its wait.
-      smoothing: c; ``None``: 0.02, with the paper's rule 0.5. Without any, which the paper's rule allows, weights have
-        no bound and samples with a score of 0 are not drawn.
-      chosen: d, of how many groups a batch is; of as many as there are until then. The paper's rule alone.
-      beta: :math:`\beta`; with 0 age does not matter. The paper's rule alone.
-      chunk: samples that are scored at once.
-      most: samples of a group at most, for ``"bacc"``: beyond that a longer wait is left idle; ``None``: all there are.
-      every: steps between two choices of a group's size, for ``"bacc"``.
-      share: of computing that scoring may take, for ``"bacc"``, where exchanges overlap with computing.
+      groups: Size of a group, see above.
+      scored_by: Kind of score, see :data:`farflung.types.ScoreKind`; None for ``"gradient_bound"``, or ``"loss"`` with
+        the paper's rule.
+      statistics: Source of running statistics, such as a batch norm's: ``"batch"`` for every batch; ``"uniform"`` for
+        uniform samples in the wait, as many as a batch, in place of batches drawn by scores.
+      smoothing: c; None for 0.02, or 0.5 with the paper's rule. The paper's rule allows 0: weights are then unbounded,
+        and samples with a score of 0 are not drawn.
+      chosen: d, number of groups of a batch, or all while there are fewer. For the paper's rule only.
+      beta: :math:`\beta`; with 0 age does not matter. For the paper's rule only.
+      chunk: Number of samples scored at once.
+      max_scored: Largest size of a group for ``"bacc"``: the rest of a longer wait is idle; None for all samples.
+      every: Number of steps between two choices of a group's size, for ``"bacc"``.
+      share: Share of computation that scoring may take if exchanges overlap with it, for ``"bacc"``.
 
     Raises:
-      ConfigError: an option out of its range, or of another rule.
+      ConfigError: An option is out of range, or belongs to another rule.
 
     References: Zeng et al. 2021 (Mercury), sections on group-wise importance; Katharopoulos & Fleuret 2018 for
-    ``"gradient_bound"``. The paper gives no D, d, :math:`\beta` or smoothing. Its released
-    code draws from the newest group alone and smooths by its mean: the script by half a running mean, a class beside it
-    by the mean itself. Under the paper's rule half the mean of each group is added, at the time of a draw. This
-    project's own choices as well: ``most``, rounding at random, the weight by samples, which the paper's proof needs
-    and its update leaves out, and samples without a score.
+    ``"gradient_bound"``. The paper gives no D, d, :math:`\beta` or smoothing. Its released code draws from the newest
+    group alone and smooths by its mean: the script by half a running mean, a class beside it by the mean itself. Under
+    the paper's rule half the mean of each group is added when a batch is drawn. Our own choices as well:
+    ``max_scored``, rounding at random, unscored samples, and the weight by samples, which the paper's proof needs and
+    its update leaves out.
     """
 
     carries_scores = True
@@ -154,22 +155,22 @@ class GroupedImportance(ScoringSampler):
         share: float = 0.25,
     ) -> None:
         choice_option(NAME, "rule", rule, (*TWO_STAGE, *FILLS, "paper"))
-        paper = rule == "paper"
-        groups = 8 if paper and groups is None else groups
+        is_paper = rule == "paper"
+        groups = 8 if is_paper and groups is None else groups
         if groups is not None and groups != "bacc":
             if isinstance(groups, str):
                 raise ConfigError(f"{NAME}: groups {groups!r} must be a whole number or 'bacc'")
             whole_option(NAME, "groups", groups, 1)
         for option, value in {"chosen": chosen, "beta": beta}.items():
-            if not paper and value != PAPER[option]:
+            if not is_paper and value != PAPER[option]:
                 raise ConfigError(f"{NAME}: {option} {value!r} is of the paper's rule: give rule='paper' too")
         whole_option(NAME, "chosen", chosen, 1)
-        if paper and isinstance(groups, int) and chosen > groups:
+        if is_paper and isinstance(groups, int) and chosen > groups:
             raise ConfigError(f"{NAME}: chosen {chosen} must be at most groups, {groups}")
         number_option(NAME, "beta", beta, 0)
-        smoothing = (0.5 if paper else 0.02) if smoothing is None else smoothing
+        smoothing = (0.5 if is_paper else 0.02) if smoothing is None else smoothing
         number_option(NAME, "smoothing", smoothing, 0)
-        scored_by = ("loss" if paper else "gradient_bound") if scored_by is None else scored_by
+        scored_by = ("loss" if is_paper else "gradient_bound") if scored_by is None else scored_by
         choice_option(NAME, "scored_by", scored_by, get_args(ScoredBy))
         choice_option(NAME, "statistics", statistics, get_args(Statistics))
         whole_option(NAME, "chunk", chunk, 1)
@@ -180,45 +181,45 @@ class GroupedImportance(ScoringSampler):
         self.scored_by, self._chunk, self._most = scored_by, chunk, most
         self.statistics, self._fills = statistics, FILLS.get(rule, 0.0)
         needs = {f"rule {rule!r}": rule in ("two", *FILLS), "statistics='uniform'": statistics == "uniform"}
-        self._needs_all = " and ".join(what for what, does in needs.items() if does)
+        self._needs_all = " and ".join(text for text, is_set in needs.items() if is_set)
         self._seed, self._order = seed, Passes(derive(seed, "order"))
         self.gain = Gain(rule) if rule in TWO_STAGE else None
-        """What drawing by scores is worth; ``None`` where the rule does not depend on it."""
-        self._rule = None if paper else Rule(NAME, smoothing, derive(seed, "rule"))
+        """Predicted gain of drawing by scores; None if the rule does not depend on it."""
+        self._rule = None if is_paper else Rule(NAME, smoothing, derive(seed, "rule"))
         self._bacc = Bacc(NAME, chunk, every, share)
         self._uniform = Uniform(derive(seed, "uniform"))
-        self._by, self._cursor = "paper" if paper else "uniform", 0
+        self._by, self._cursor = "paper" if is_paper else "uniform", 0
         self._part, self._fresh = 1.0, list[tuple[Tensor, Tensor]]()
         self._renewal = Renewal()
         self._shares: Tensor
-        none = torch.empty(0, dtype=torch.int64)
-        self._put(none, *self._blank(none, 0))
+        empty_ids = torch.empty(0, dtype=torch.int64)
+        self._put(empty_ids, *self._blank(empty_ids, 0))
         self._life = math.inf
 
     # --- drawing ----------------------------------------------------------------------------------------------------
 
     @override
     def next(self, view: PoolView) -> Draw:
-        """A batch by the scores there are.
+        """Draws a batch by the current scores.
 
         Raises:
-          ConfigError: more groups than samples, or a stream where something is to be drawn from all samples.
+          ConfigError: There are more groups than samples, or an option needs all samples and there is a stream.
         """
         self._hold(view)
-        if not isinstance(view.pool, int) and (why := self._needs_all):
+        if not isinstance(view.pool, int) and (reason := self._needs_all):
             raise ConfigError(
-                f"{NAME}: {why} takes samples from all of a replica's, and a stream holds those that have arrived: "
+                f"{NAME}: {reason} takes samples from all of a replica's, and a stream holds those that have arrived: "
                 "give rule='pool' and statistics='batch'"
             )
         newest = self._stamps.max()
-        at = (self._stamps == newest) & (self._scores >= 0)
-        scores, first = self._scores[at], self._first[at]
+        mask = (self._stamps == newest) & (self._scores >= 0)
+        scores, first = self._scores[mask], self._first[mask]
         if self.gain is not None:
             self.gain.streams = not isinstance(view.pool, int)
             if self.gain.rule == "uniform":
                 self._by = "uniform"
             self.gain.steps[self._by] += 1
-        told: dict[str, Json] = {
+        telemetry: dict[str, Json] = {
             "rule": self._by,
             "groups": len(self._present()[0]),
             "scored": len(scores),
@@ -233,13 +234,13 @@ class GroupedImportance(ScoringSampler):
             ids = self._uniform.next(view).ids
             if not isinstance(view.pool, int):
                 self._shares[self._find(ids)[0]] = DRAWN
-            return Draw(ids, None, weight, told)
+            return Draw(ids, None, weight, telemetry)
         if self._rule is None:
             rows, weights = self._by_groups(view)
         elif not isinstance(view.pool, int):
-            left = (self._life - (view.step - self._since)).clamp(min=1)
+            remaining_draws = (self._life - (view.step - self._since)).clamp(min=1)
             rows, weights, self._shares = self._rule.stream_batch(
-                self._scores, self._shares, left, view.batch_size, view.step, view.rank
+                self._scores, self._shares, remaining_draws, view.batch_size, view.step, view.rank
             )
             self._shares[rows] = DRAWN
         else:
@@ -248,18 +249,18 @@ class GroupedImportance(ScoringSampler):
                 self._scores[pool], self._first[pool], view.batch_size, view.step, view.rank
             )
             rows = pool[drawn]
-        told["largest_weight"] = float(weights.max())
-        return Draw(self._ids[rows], weights, weight, told)
+        telemetry["largest_weight"] = float(weights.max())
+        return Draw(self._ids[rows], weights, weight, telemetry)
 
     def _by_groups(self, view: PoolView) -> tuple[Tensor, Tensor]:
-        """Rows and weights of a batch by the paper's rule."""
+        """Draws rows and weights of a batch by the paper's rule."""
         random = generator(self._seed, "draw", view.step, view.rank)
         stamps, sizes = self._present()
         logs = -self._beta * (stamps[-1] - stamps).double()
-        at = without_replacement(logs, min(self._chosen, len(stamps)), random)
+        chosen = without_replacement(logs, min(self._chosen, len(stamps)), random)
         rows, weights = [], []
         for stamp, size in zip(
-            stamps[at].tolist(), quotas(view.batch_size, sizes[at], random).tolist(), strict=True
+            stamps[chosen].tolist(), quotas(view.batch_size, sizes[chosen], random).tolist(), strict=True
         ):
             members = self._members(stamp)
             importances = self._importances(members)
@@ -269,24 +270,24 @@ class GroupedImportance(ScoringSampler):
         return torch.cat(rows), torch.cat(weights).float()
 
     def _present(self) -> tuple[Tensor, Tensor]:
-        """Stamps and sizes of the groups, oldest first."""
+        """Returns stamps and sizes of the groups, oldest first."""
         first = self._stamps.min()
         sizes = torch.bincount(self._stamps - first)
-        at = sizes.nonzero().flatten()
-        return first + at, sizes[at]
+        occupied = sizes.nonzero().flatten()
+        return first + occupied, sizes[occupied]
 
     def _members(self, stamp: int) -> Tensor:
         return (self._stamps == stamp).nonzero().flatten()
 
     def _importances(self, members: Tensor) -> Tensor:
-        """I of a group."""
+        """Computes I of a group."""
         return smoothed(filled(self._scores[members]), self._smoothing)
 
     # --- scoring ----------------------------------------------------------------------------------------------------
 
     @override
     def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        """The next group of all samples, or those of a stream that are in most need of a score; in chunks."""
+        """Plans the next group of all samples, or of the stream's samples with the oldest scores, in chunks."""
         count = view.pool if isinstance(view.pool, int) else len(view.pool)
         size = self._due(view, count, decide)
         gradients = math.ceil(self._fills * size / PASSES)
@@ -298,13 +299,15 @@ class GroupedImportance(ScoringSampler):
                 size = min(view.batch_size, size) if self.gain.scores_at(view.step) else 0
         elif self._rule is not None:
             self._by = "pool" if size else "uniform"
-        aside = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
+        num_uniform = view.batch_size if self.statistics == "uniform" and self._by != "uniform" else 0
         return Due(
-            self._next_group(view, count, size), self._beside(view, gradients), self._beside(view, aside)
+            self._next_group(view, count, size),
+            self._beside(view, gradients),
+            self._beside(view, num_uniform),
         )
 
     def _beside(self, view: PoolView, size: int) -> Sequence[SampleIds]:
-        """The next of the uniform samples, in chunks."""
+        """Draws the next uniform samples, in chunks."""
         return (
             torch.split(self._uniform.next(replace(view, batch_size=size)).ids, self._chunk) if size else ()
         )
@@ -313,8 +316,8 @@ class GroupedImportance(ScoringSampler):
         if not size:
             return ()
         if not isinstance(view.pool, int):
-            rows, there = self._find(view.pool)
-            lacks_score = ~there | (self._scores[rows] < 0)  # these come first
+            rows, is_held = self._find(view.pool)
+            lacks_score = ~is_held | (self._scores[rows] < 0)  # unscored samples come first
             stamps = torch.where(lacks_score, torch.iinfo(torch.int64).min, self._stamps[rows])
             ids = view.pool[stamps.argsort(stable=True)[:size]]
         elif self._rule is None:
@@ -327,45 +330,45 @@ class GroupedImportance(ScoringSampler):
     def _due(
         self, view: PoolView, count: int, decide: Callable[[str, int, Callable[[], Json]], Decision]
     ) -> int:
-        """The size of a group of so many samples."""
+        """Computes the size of a group."""
         if self._groups == "bacc":
-            most = count if self._most is None else min(self._most, count)
-            size = self._bacc.chunks(view.step, max(1, -(-most // self._chunk)), decide) * self._chunk
-            return min(size if self._rule is None else max(size, FEWEST * view.batch_size), most)
+            limit = count if self._most is None else min(self._most, count)
+            size = self._bacc.chunks(view.step, max(1, -(-limit // self._chunk)), decide) * self._chunk
+            return min(size if self._rule is None else max(size, FEWEST * view.batch_size), limit)
         if self._groups is None:
             return min(CANDIDATES * view.batch_size, count)
         if self._rule is None and isinstance(view.pool, int):
-            # Up to the end of the group that the cursor is in; the end of group g is at count * (g + 1) // groups.
+            # Stop at the end of the group that the cursor is in; the end of group g is at count * (g + 1) // groups.
             group = -(-(self._cursor + 1) * self._groups // count) - 1
             return count * (group + 1) // self._groups - self._cursor
         return -(-count // self._groups)
 
     @override
     def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
-        """Keeps the scores of a chunk; its samples belong to the step's group now.
+        """Records the scores of a chunk, whose samples move to the step's group.
 
         Raises:
-          RunLost: scores that are not finite.
-          ConfigError: scores below 0.
+          RunLost: Scores are not finite.
+          ConfigError: Scores are below 0.
         """
         check_scores(NAME, scores, step)
-        rows, there = self._find(ids)
-        rows, scores = rows[there], scores[there].to(self._scores)
+        rows, is_held = self._find(ids)
+        rows, scores = rows[is_held], scores[is_held].to(self._scores)
         if self.gain is not None:
             self._fresh.append((scores, self._first[rows]))
-        again = self._made[rows] >= 0
-        before, ages = self._scores[rows][again], step - self._made[rows][again]
-        self._renewal.add(before, scores[again], ages, step)
+        was_scored = self._made[rows] >= 0
+        old_scores, ages = self._scores[rows][was_scored], step - self._made[rows][was_scored]
+        self._renewal.add(old_scores, scores[was_scored], ages, step)
         self._scores[rows] = scores
         self._stamps[rows] = self._made[rows] = step
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
 
     @override
     def observe(self, spare: Spare) -> None:
-        """What groups are sized by, where they are, and the scores of the step."""
+        """Records the times for the size of groups, and the moments of the step's scores."""
         self._bacc.observe(spare)
         if self._rule is not None and self.gain is not None and self._fresh:
-            scores, weights = (torch.cat(each) for each in zip(*self._fresh, strict=True))
+            scores, weights = (torch.cat(column) for column in zip(*self._fresh, strict=True))
             self.gain.judge(self._rule.moments(scores, weights), self._part)
         self._fresh.clear()
 
@@ -377,10 +380,10 @@ class GroupedImportance(ScoringSampler):
 
     @override
     def outgoing(self, count: int, step: int) -> SampleIds:
-        r"""Of each group its share, :math:`n M_i / N`, without replacement by q.
+        r"""Chooses from each group its share, :math:`n M_i / N`, without replacement by q.
 
         Raises:
-          ConfigError: more than there are.
+          ConfigError: ``count`` exceeds the number of samples.
         """
         if count > len(self._ids):
             raise ConfigError(f"{NAME}: {count} samples are to be given away, and there are {len(self._ids)}")
@@ -394,21 +397,20 @@ class GroupedImportance(ScoringSampler):
 
     @override
     def scores_of(self, ids: SampleIds) -> Tensor:
-        """The scores as they were made, without smoothing."""
-        rows, there = self._find(ids)
-        return torch.where(there, self._scores[rows], NEVER)
+        """Returns the scores without smoothing."""
+        rows, is_held = self._find(ids)
+        return torch.where(is_held, self._scores[rows], NEVER)
 
     @override
     def incoming(self, ids: SampleIds, scores: Tensor) -> None:
-        """Other samples with other scores; their slots stay in the groups that they were in."""
-        rows, there = self._find(ids)
-        self._scores[rows[there]], self._made[rows[there]] = scores[there], UNKNOWN
+        """Replaces samples and scores in slots, which stay in their groups."""
+        rows, is_held = self._find(ids)
+        self._scores[rows[is_held]], self._made[rows[is_held]] = scores[is_held], UNKNOWN
 
-    # --- what is held -----------------------------------------------------------------------------------------------
+    # --- table of samples -------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> State:
-        """Scores and stamps of all samples, how far scoring has come, and what sizes and rules go by."""
         return {
             "ids": self._ids.clone(),
             **{name: column.clone() for name, column in zip(COLUMNS, self._columns(), strict=True)},
@@ -427,15 +429,15 @@ class GroupedImportance(ScoringSampler):
             part.load_state_dict(state[name])
 
     def _parts(self) -> dict[str, Any]:
-        """Returns what has a state of its own."""
+        """Returns the parts with a state, by name."""
         parts = {"renewal": self._renewal, "bacc": self._bacc, "uniform": self._uniform}
         return {
             **parts,
-            **{name: one for name, one in (("rule", self._rule), ("gain", self.gain)) if one is not None},
+            **{name: part for name, part in (("rule", self._rule), ("gain", self.gain)) if part is not None},
         }
 
     def _hold(self, view: PoolView) -> None:
-        """Forgets samples that are gone, and takes up new ones."""
+        """Drops samples that have left, and adds new ones."""
         if isinstance(view.pool, int) and isinstance(self._groups, int) and self._groups > view.pool:
             raise ConfigError(
                 f"{NAME}: groups {self._groups} for the {view.pool} samples of this replica: ask for fewer groups, or "
@@ -444,19 +446,19 @@ class GroupedImportance(ScoringSampler):
         ids = torch.arange(view.pool) if isinstance(view.pool, int) else view.pool
         if torch.equal(ids, self._ids):
             return
-        leading = torch.isin(self._ids, ids).cumsum(0) == 0
-        lost = self._since[leading & (self._shares != DRAWN)]
+        is_leading = torch.isin(self._ids, ids).cumsum(0) == 0
+        lost = self._since[is_leading & (self._shares != DRAWN)]
         if len(lost):
             self._life = float(view.step - lost.min())
-        rows, there = self._find(ids)
+        rows, is_held = self._find(ids)
         columns = self._blank(ids, view.step)
         for new, old in zip(columns, self._columns(), strict=True):
-            new[there] = old[rows[there]]
+            new[is_held] = old[rows[is_held]]
         self._put(ids.clone(), *columns)
         self._cursor %= len(ids)
 
     def _blank(self, ids: SampleIds, step: int) -> tuple[Tensor, ...]:
-        """The table's columns of samples that are new in a step."""
+        """Creates the columns of samples that arrive at a step."""
         return (
             torch.full(ids.shape, NEVER, dtype=torch.float32),
             torch.full_like(ids, step - 1),
@@ -475,8 +477,8 @@ class GroupedImportance(ScoringSampler):
         return [getattr(self, f"_{name}") for name in COLUMNS]
 
     def _find(self, ids: SampleIds) -> tuple[Tensor, Tensor]:
-        """Where samples are in the table, and whether they are there; anywhere in it where they are not."""
+        """Finds the rows of samples, and which of them are held; the rows of others are arbitrary."""
         if not len(self._ids):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        at = torch.searchsorted(self._sorted, ids).clamp(max=len(self._ids) - 1)
-        return self._sorting[at], self._sorted[at] == ids
+        position = torch.searchsorted(self._sorted, ids).clamp(max=len(self._ids) - 1)
+        return self._sorting[position], self._sorted[position] == ids

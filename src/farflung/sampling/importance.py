@@ -1,4 +1,4 @@
-"""Probabilities and weights from scores, what they are worth, and how scores change when they are renewed."""
+"""Sampling probabilities and weights from scores, their effect on variance, and statistics of renewed scores."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 
 def smoothed(scores: Tensor, smoothing: float, weights: Tensor | None = None) -> Tensor:
-    r""":math:`I_j = v_j (s_j + c\, \overline{v s})`, float64; v where all scores are 0.
+    r"""Computes :math:`I_j = v_j (s_j + c\, \overline{v s})` in float64; v if all scores are 0.
 
-    With c above 0 no weight exceeds :math:`(1 + c \bar{v}) / c`, and no sample is left out for a score of 0.
+    With c above 0 no weight exceeds :math:`(1 + c \bar{v}) / c`, and samples with a score of 0 can be drawn.
 
     Args:
-      scores: s, none below 0.
+      scores: s, at least 0.
       smoothing: c.
-      weights: v, of samples that have been drawn themselves; all 1 when not given.
+      weights: v, weights of samples that have been drawn themselves; None for 1.
     """
     scores = scores.double()
     mean = scores.mean() if weights is None else (weights * scores).mean()
@@ -42,7 +42,7 @@ def smoothed(scores: Tensor, smoothing: float, weights: Tensor | None = None) ->
 
 
 def importance_weights(importances: Tensor) -> Tensor:
-    r""":math:`\bar{I} / I_j`; infinite where a sample is never drawn."""
+    r"""Computes :math:`\bar{I} / I_j`; infinite for samples that are never drawn."""
     importances = importances.double()
     return importances.mean() / importances
 
@@ -50,8 +50,7 @@ def importance_weights(importances: Tensor) -> Tensor:
 def second_moments(
     norms: Tensor, importances: Tensor, weights: Tensor | None = None
 ) -> tuple[float, float, float]:
-    r"""The second moments of the weighted gradient of a sample that is drawn from candidates, of a candidate, and
-    of a sample drawn uniformly.
+    r"""Computes second moments of gradients: of a sample drawn from candidates, a candidate, and a uniform sample.
 
     .. math::
         E_q \lVert w_j g_j \rVert^2 = \bar{I} \cdot \frac{1}{n} \sum_j v_j^2 s_j^2 / I_j, \qquad
@@ -59,10 +58,10 @@ def second_moments(
         E_u \lVert g_j \rVert^2 = \frac{1}{n} \sum_j v_j s_j^2
 
     Args:
-      norms: s, of the samples' gradients or what stands for them: where scores do, it is an estimate that is as good
-        as they are; one at least.
+      norms: s, at least one, of the samples' gradients. Scores in their place give an estimate that is as accurate
+        as they are.
       importances: I, by which samples are drawn.
-      weights: v, of samples that have been drawn themselves; all 1 when not given.
+      weights: v, weights of samples that have been drawn themselves; None for 1.
 
     References: after Alain et al. 2015.
     """
@@ -74,10 +73,10 @@ def second_moments(
 
 
 def variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> float:
-    r"""The first of :func:`second_moments` over the last; 1 where all norms are 0.
+    r"""Computes the first of :func:`compute_second_moments` over the last; 1 if all norms are 0.
 
-    Both variances are these moments less the same square of the mean gradient, so importance sampling has the smaller
-    variance just where this is below 1. It is least, :math:`\overline{v s}^2 / \overline{v s^2}`, for I = v s.
+    Both variances are these moments less the same square of the mean gradient. So importance sampling has the smaller
+    variance if this is below 1. The minimum, :math:`\overline{v s}^2 / \overline{v s^2}`, is reached for I = v s.
     """
     if not norms.any():
         return 1.0
@@ -86,18 +85,18 @@ def variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = 
 
 
 def quantiles(scores: Tensor, percents: Sequence[int]) -> list[float]:
-    """For each per cent p the least of the scores that at least p % of them do not exceed: one of them, so unrounded.
+    """Computes for each per cent p the smallest score that at least p % of the scores do not exceed, unrounded.
 
     Args:
-      scores: one at least.
-      percents: 0 to 100; of 0 the least.
+      scores: At least one score.
+      percents: Numbers from 0 to 100; 0 gives the smallest score.
     """
     ordered = scores.sort().values
     return [float(ordered[max(0, -(-percent * len(ordered) // 100) - 1)]) for percent in percents]
 
 
 def rank_changes(before: Tensor, after: Tensor) -> Tensor:
-    """By how many places each sample moves when all are ordered by other scores, int64; equal ones stay in order."""
+    """Computes by how many ranks each sample moves from one ordering to the other, int64; equal scores keep order."""
     return (_ranks(after) - _ranks(before)).abs()
 
 
@@ -107,59 +106,59 @@ def _ranks(scores: Tensor) -> Tensor:
 
 
 def quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
-    """``total`` shared out by ``sizes``, in whole numbers.
+    """Splits ``total`` into whole numbers in proportion to ``sizes``.
 
-    They sum up to ``total``, each is its exact share rounded up or down, and expects to be that share.
+    They sum to ``total``. Each is its exact share rounded up or down, with that share as its expectation.
 
     Args:
-      total: what is shared out.
-      sizes: int64, not all 0.
-      generator: of the one random number that all roundings depend on.
+      total: Number to split.
+      sizes: int64 tensor, not all 0.
+      generator: Generator of the random number on which all roundings depend.
 
     Returns:
-      int64, of the shape of ``sizes``.
+      int64 tensor of the shape of ``sizes``.
     """
     bounds = sizes.cumsum(0)
-    whole = int(bounds[-1])
-    offset = int(torch.randint(whole, (), generator=generator))
-    marks = (total * bounds + offset) // whole
-    return marks.diff(prepend=marks.new_zeros(1))
+    total_size = int(bounds[-1])
+    offset = int(torch.randint(total_size, (), generator=generator))
+    cumulative = (total * bounds + offset) // total_size
+    return cumulative.diff(prepend=cumulative.new_zeros(1))
 
 
 def with_replacement(importances: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Positions of ``count`` samples, each drawn by its importance; never one whose importance is 0."""
+    """Draws ``count`` indices in proportion to importance; never one whose importance is 0."""
     bounds = importances.double().cumsum(0)
-    at = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
-    return torch.searchsorted(bounds, at, right=True)
+    marks = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
+    return torch.searchsorted(bounds, marks, right=True)
 
 
 def included(importances: Tensor, count: int) -> Tensor:
-    r"""The probability that each sample is among ``count`` distinct ones: :math:`\pi_i = \min(1, \lambda I_i)`.
+    r"""Computes the probability that each sample is among ``count`` distinct ones, :math:`\min(1, \lambda I_i)`.
 
     Args:
       importances: I, above 0, float64.
-      count: the sum of :math:`\pi`. With fewer samples than that, expected numbers of times in proportion to I.
+      count: Sum of the probabilities. With fewer samples than that, expected counts in proportion to I.
     """
     expected = count * importances / importances.sum()
     if count > len(importances):
         return expected
-    certain = expected > 1
+    is_certain = expected > 1
     while bool((expected > 1).any()):
-        certain |= expected > 1
-        rest = importances.where(~certain, 0.0)
-        expected = ((count - certain.sum()) * rest / rest.sum()).nan_to_num(0.0)
-    return expected.where(~certain, 1.0)
+        is_certain |= expected > 1
+        uncertain = importances.where(~is_certain, 0.0)
+        expected = ((count - is_certain.sum()) * uncertain / uncertain.sum()).nan_to_num(0.0)
+    return expected.where(~is_certain, 1.0)
 
 
 def systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
-    """Positions of samples, each as often as expected, rounded up or down; in random order.
+    """Draws each index as often as expected, rounded up or down, in random order.
 
-    One random number decides, so the number of positions is the sum exactly. The order is random, so that no period in
+    A single random number decides, so the number of indices equals the sum. Random order prevents that a period in
     the data meets the interval of the draw.
 
     Args:
-      expected: how often each comes, float64; the sum is a whole number.
-      generator: of the order and of the random number.
+      expected: Expected count of each index, float64, with a whole sum.
+      generator: Generator of the order and of the random number.
     """
     order = torch.randperm(len(expected), generator=generator)
     bounds = expected[order].cumsum(0)
@@ -170,60 +169,60 @@ def systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def without_replacement(logs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Positions of ``count`` distinct samples, one after the other drawn by its importance among those left.
+    """Draws ``count`` distinct indices, one after the other in proportion to importance.
 
-    As the largest of logarithms that Gumbel's noise is added to, so importances may differ by any factor.
+    Takes the largest logarithms after adding Gumbel noise, so importances may differ by any factor.
 
     Args:
-      logs: logarithms of importances; minus infinity comes last.
-      count: at most as many as there are.
-      generator: of the noise.
+      logs: Logarithms of importances; minus infinity is drawn last.
+      count: Number of indices, at most all.
+      generator: Generator of the noise.
     """
     waits = torch.empty(len(logs), dtype=torch.float64).exponential_(generator=generator)
     return (logs.double() - waits.log()).topk(count).indices
 
 
 FEWEST = 8
-"""Of fewer samples ranks say nothing."""
+"""Smallest number of samples for which rank changes are reported."""
 _NOTHING = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
-"""Scores before, scores now and ages of no samples."""
+"""Old scores, new scores and ages of no samples."""
 
 
 class Renewal:
-    """The samples of one step that had a score before, with what both scores were.
+    """Statistics of the samples of one step that were scored before, from their old and new scores.
 
-    References: Zeng et al. 2021 (Mercury) tell which share of all samples has moved by less than 5 % and 10 % in rank
-    over one step and over ten; here ranks are those among the samples of a step that had a score, and the age is told.
+    References: Zeng et al. 2021 (Mercury) report the share of all samples whose rank moved by less than 5 % and 10 %
+    over one step and over ten. Here ranks are among the renewed samples of a step, and the age is reported.
     """
 
     def __init__(self) -> None:
         self._step, self._columns = -1, _NOTHING
 
     def add(self, before: Tensor, after: Tensor, ages: Tensor, step: int) -> None:
-        """A chunk of samples with a score that are scored afresh.
+        """Adds a chunk of samples that had a score and are scored again.
 
         Args:
-          before: the scores that they had.
-          after: those that they have now.
-          ages: steps since the scores before were made, int64.
-          step: now; with another than that of the chunk before, what was there is forgotten.
+          old_scores: Scores before the renewal.
+          new_scores: Scores after it.
+          ages: Ages of the old scores in steps, int64.
+          step: Current step; a new step clears the samples of the previous one.
         """
-        known = self._columns if step == self._step else _NOTHING
-        first, second, third = map(torch.cat, zip(known, (before, after, ages), strict=True))
+        columns = self._columns if step == self._step else _NOTHING
+        first, second, third = map(torch.cat, zip(columns, (before, after, ages), strict=True))
         self._step, self._columns = step, (first, second, third)
 
     def told(self, step: int) -> dict[str, Json]:
-        """Of the samples that were scored afresh at a step; ``None`` where fewer than 8 had a score.
+        """Returns the statistics of the samples renewed at a step; None values if fewer than 8 were.
 
         Returns:
-          ``rank_within_5`` and ``rank_within_10``, the share whose rank among them changed by less than that per cent
-          of their number, and ``score_age``, the mean age of their scores before, in steps.
+          ``rank_within_5`` and ``rank_within_10``, the share of samples whose rank changed by less than that per cent
+          of their number, and ``score_age``, the mean age of their old scores in steps.
         """
-        before, after, ages = self._columns
+        old_scores, new_scores, ages = self._columns
         if step != self._step or len(ages) < FEWEST:
             return dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
-        # In whole numbers: 100 changes against 5 n rounds nothing.
-        changes, count = 100 * rank_changes(before, after), len(ages)
+        # In whole numbers: comparing 100 changes with 5 n avoids rounding.
+        changes, count = 100 * rank_changes(old_scores, new_scores), len(ages)
         return {
             "rank_within_5": int((changes < 5 * count).sum()) / count,
             "rank_within_10": int((changes < 10 * count).sum()) / count,

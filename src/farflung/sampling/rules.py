@@ -1,4 +1,4 @@
-"""Draws a batch without replacement from candidates that were scored for it, and candidates by older scores."""
+"""Rules that draw a batch without replacement from scored candidates, and candidates by older scores."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from farflung.types import State
 __all__ = ["CANDIDATES", "NEVER", "TWO_STAGE", "Rule", "filled"]
 
 CANDIDATES = 10
-"""Samples scored for each one of a batch, where nothing else sets their number."""
+"""Samples scored for each sample of a batch, unless another option sets their number."""
 NEVER = -1.0
-"""The score of a sample that was never scored; others are at least 0."""
+"""Score of a sample that was never scored; other scores are at least 0."""
 CACHED = 0.25
-"""The smoothing of older scores: q = 0.8 of the score over the mean, plus 0.2."""
+"""Smoothing of older scores: q = 0.8 of the score over the mean, plus 0.2."""
 TWO_STAGE = ("auto", "pool", "two")
 
 
 class Rule:
-    r"""The rules ``pool`` and ``two``: candidates, and a batch from them.
+    r"""Rules ``pool`` and ``two`` for choosing candidates and drawing a batch from them.
 
     With M candidates that weigh v, scores s of the model's present state and a batch of b, sample i has
 
@@ -33,21 +33,20 @@ class Rule:
 
     where :math:`\pi` is the probability that the batch includes it and w its weight in the mean over the batch. The
     draw is systematic, in random order: one number u from [0, 1), and each sample in which the cumulated :math:`\pi`
-    passes one of u, u + 1, ... . With fewer candidates than b, :math:`\pi` is the expected number of times that a
-    sample comes.
+    passes one of u, u + 1, ... . With fewer candidates than b, :math:`\pi` is the expected count of a sample.
 
     ``pool``: candidates are the next ones of a random order and weigh 1. ``two``: candidates are drawn from all N
-    samples in the same way by their last scores, those without one at the mean, with :math:`\pi^{(1)}` from c = 0.25.
-    Then :math:`v = M / (N \pi^{(1)}) \leq 5`, and the weighted mean is unbiased for the mean over all N, however old
-    those scores are. :class:`farflung.sampling.Gain` says when which is worth it.
+    samples in the same way by their last scores, unscored ones at the mean, with :math:`\pi^{(1)}` from c = 0.25.
+    Then :math:`v = M / (N \pi^{(1)}) \leq 5`, and the weighted mean is unbiased for the mean over all N, even if the
+    scores are old. :class:`farflung.sampling.Gain` decides when each rule pays off.
 
     Args:
-      name: of the sampler, for messages.
+      name: Name of the sampler for messages.
       smoothing: c, above 0.
-      seed: of all draws.
+      seed: Seed of all draws.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: candidates and scores follow Katharopoulos & Fleuret 2018; inclusion probabilities and the systematic
     draw are those of Madow 1949. The second stage is this project's own.
@@ -64,13 +63,13 @@ class Rule:
         """Chooses the next candidates.
 
         Args:
-          scores: the last ones of all samples, :data:`NEVER` where there is none.
-          size: M, at most as many as there are samples.
-          at: what this choice is numbered by.
-          two: whether by rule ``two``.
+          scores: Last scores of all samples, :data:`UNSCORED` if there is none.
+          size: M, at most the number of samples.
+          labels: Numbers that identify this choice.
+          is_two_stage: True for rule ``two``.
 
         Returns:
-          Their positions, and v.
+          Their indices, and v.
         """
         if two:
             expected = included(smoothed(filled(scores), CACHED), size)
@@ -82,20 +81,20 @@ class Rule:
         return rows, torch.ones(size, dtype=torch.float64)
 
     def moments(self, scores: Tensor, weights: Tensor) -> tuple[float, float, float]:
-        """See :func:`farflung.sampling.importance.second_moments`; of one candidate at least."""
+        """Computes :func:`farflung.sampling.importance.compute_second_moments` of at least one candidate."""
         return second_moments(scores, smoothed(scores, self._smoothing, weights), weights)
 
     def batch(self, scores: Tensor, weights: Tensor, batch_size: int, *at: int) -> tuple[Tensor, Tensor]:
         """Draws a batch from candidates.
 
         Args:
-          scores: s, :data:`NEVER` where there is none.
+          scores: s, :data:`UNSCORED` if there is none.
           weights: v.
           batch_size: b.
-          at: what this draw is numbered by.
+          labels: Numbers that identify this draw.
 
         Returns:
-          Positions among the candidates, and w, float32.
+          Indices among the candidates, and w, float32.
         """
         expected = included(smoothed(filled(scores), self._smoothing, weights), batch_size)
         rows = systematic(expected, generator(self._seed, "draw", *at))
@@ -104,34 +103,34 @@ class Rule:
     def stream_batch(
         self, scores: Tensor, shares: Tensor, left: Tensor, batch_size: int, *at: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Draws a batch from what a stream holds, of which a sample leaves when it is drawn, or is lost after a while.
+        r"""Draws a batch from the samples of a stream, which leave when they are drawn, or are lost after a while.
 
-        A sample that was always drawn with :math:`\pi` would be drawn at last with probability P, and weighs u / P,
-        where u is what it shall weigh from now on, in expectation. What is left of that to one that is not drawn is u'.
+        A sample that was always drawn with :math:`\pi` would finally be drawn with probability P, and weighs u / P,
+        where u is its expected weight from now on. The expected weight of a sample that is not drawn becomes u'.
 
         .. math::
             P = 1 - (1 - \pi)^r, \qquad w = \frac{b\, u / P}{\sum \pi u / P}, \qquad
             u' = u\, \frac{1 - \pi / P}{1 - \pi}
 
-        So all samples weigh alike over their time, whatever becomes of their scores: plain weights where none is ever
-        lost, those of :meth:`batch` where each may be drawn once.
+        So all samples have equal weight over their time, however their scores change: plain weights if none is ever
+        lost, those of :meth:`draw_batch` if each may be drawn once.
 
         Args:
-          scores: s, :data:`NEVER` where there is none.
-          shares: u, of one that has arrived 1.
-          left: r, draws before a sample is lost, from 1; infinite where none is.
+          scores: s, :data:`UNSCORED` if there is none.
+          shares: u, 1 on arrival.
+          remaining_draws: r, number of draws before a sample is lost, from 1; infinite if none is.
           batch_size: b.
-          at: what this draw is numbered by.
+          labels: Numbers that identify this draw.
 
         Returns:
-          Positions, w, float32, and u'.
+          Indices, w, float32, and u'.
         """
         expected = included(smoothed(filled(scores), self._smoothing), batch_size).clamp(max=1)
         rows = systematic(expected, generator(self._seed, "draw", *at))
-        ever = 1 - (1 - expected) ** left
-        weights = batch_size * shares / (ever * (expected * shares / ever).sum())
-        rest = (1 - expected / ever).clamp(min=0) / (1 - expected).clamp(min=1e-12)
-        return rows, weights[rows].float(), shares * rest
+        drawn_probability = 1 - (1 - expected) ** left
+        weights = batch_size * shares / (drawn_probability * (expected * shares / drawn_probability).sum())
+        remaining_share = (1 - expected / drawn_probability).clamp(min=0) / (1 - expected).clamp(min=1e-12)
+        return rows, weights[rows].float(), shares * remaining_share
 
     def state_dict(self) -> State:
         return {"cursor": self._cursor}
@@ -141,7 +140,7 @@ class Rule:
 
 
 def filled(scores: Tensor) -> Tensor:
-    """Scores, float64, with their mean in place of those there are none of; all 1 where there is none at all."""
+    """Fills in the mean for missing scores, in float64; all 1 if no sample has a score."""
     scores = scores.double()
-    known = scores >= 0
-    return torch.where(known, scores, scores[known].mean() if known.any() else 1.0)
+    has_score = scores >= 0
+    return torch.where(has_score, scores, scores[has_score].mean() if has_score.any() else 1.0)

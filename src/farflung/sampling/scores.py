@@ -1,4 +1,4 @@
-"""Scores samples by a model: by their losses, or by a bound on the norm of their gradients."""
+"""Scores of samples by a model: their losses, or a bound on the norm of their gradients."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["check_scores", "scores_by"]
 def scores_by(
     name: str, loss: Callable[[nn.Module], Tensor], model: nn.Module, count: int, by: ScoredBy
 ) -> Tensor:
-    """One score per sample, float32 and on the host, without a trace in the model but for its mode.
+    """Computes one score per sample, float32 on the host; changes nothing in the model but its mode.
 
-    The model is put in evaluation mode: no statistics of a batch norm move, and nothing is dropped.
-    ``"gradient_bound"`` needs no backward pass through the model either: it is the norm of the gradient with respect to
-    the model's output, for cross-entropy that of the probabilities less the target's, to which the norm of the whole
-    gradient is bounded in proportion (Katharopoulos & Fleuret 2018, section 3.2).
+    The model is put in evaluation mode, so batch norms keep their statistics and dropout is off.
+    ``"gradient_bound"`` needs no backward pass through the model: it is the norm of the gradient with respect to the
+    model's output, for cross-entropy that of the probabilities less the target's. It bounds the norm of the whole
+    gradient up to a factor (Katharopoulos & Fleuret 2018, section 3.2).
 
     Args:
-      name: of what the loss belongs to, for messages.
-      loss: of each sample, by the model that it is given.
-      model: the model.
-      count: samples.
-      by: what samples are judged by.
+      name: Owner of the loss for messages.
+      loss: Function that computes the loss of each sample by the given model.
+      model: Model to score by.
+      count: Number of samples.
+      kind: Kind of score.
 
     Raises:
-      ConfigError: a loss that is not one number per sample; for ``"gradient_bound"`` also a model whose output is no
-        tensor with a row per sample, or a loss that does not depend on it.
+      ConfigError: The loss is not one number per sample. For ``"gradient_bound"`` also: the model's output is no
+        tensor with a row per sample, or the loss does not depend on it.
     """
-    if model.training:  # to go through all modules for every chunk takes a small model as long as scoring it
+    if model.training:  # visiting all modules for every chunk takes as long as scoring a small model
         model.eval()
     if by == "loss":
         with torch.no_grad():
@@ -58,19 +58,19 @@ def check_scores(name: str, scores: Tensor, step: int) -> None:
     """Checks that samples can be drawn by scores.
 
     Raises:
-      RunLost: scores that are not finite.
-      ConfigError: scores below 0.
+      RunLost: Scores are not finite.
+      ConfigError: Scores are below 0.
     """
-    odd = int((~scores.isfinite()).sum())
-    if odd:
+    num_nonfinite = int((~scores.isfinite()).sum())
+    if num_nonfinite:
         raise RunLost(
-            f"{name}: {odd} of {len(scores)} scores at step {step} are not finite: "
+            f"{name}: {num_nonfinite} of {len(scores)} scores at step {step} are not finite: "
             "lower the learning rate or look at the data there"
         )
-    below = int((scores < 0).sum())
-    if below:
+    num_below = int((scores < 0).sum())
+    if num_below:
         raise ConfigError(
-            f"{name}: {below} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
+            f"{name}: {num_below} of {len(scores)} scores at step {step} are below 0, and samples cannot be drawn by "
             "them: choose scored_by='gradient_bound', or a loss that is never negative"
         )
 
@@ -85,10 +85,10 @@ def _checked(name: str, losses: Tensor, count: int) -> Tensor:
 
 
 class _Tap(nn.Module):
-    """A model whose output is where gradients end.
+    """Model whose output has no graph behind it, so that backward passes end there.
 
     Args:
-      model: the whole.
+      model: Model to wrap.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,8 +105,8 @@ class _Tap(nn.Module):
         return output
 
     def gradient(self, losses: Tensor) -> Tensor | None:
-        """Of the sum of losses with respect to the output; ``None`` where there is none."""
+        """Computes the gradient of the summed losses with respect to the output; None if there is none."""
         if self._output is None or not losses.requires_grad:
             return None
-        found: Tensor | None = torch.autograd.grad(losses.sum(), self._output, allow_unused=True)[0]
-        return found
+        gradient: Tensor | None = torch.autograd.grad(losses.sum(), self._output, allow_unused=True)[0]
+        return gradient

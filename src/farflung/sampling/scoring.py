@@ -1,4 +1,4 @@
-"""Samplers that score samples in a step's wait for exchanges."""
+"""Samplers that score samples while a step waits for exchanges."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ __all__ = ["Scoring", "ScoringSampler", "scores_of", "still"]
 
 
 class ScoringSampler(Sampler):
-    """A sampler whose :meth:`due` names samples to score in a step's wait.
+    """Sampler whose :meth:`plan_wait` names samples to score while a step waits.
 
-    It picks from the samples that one rank holds, so ranks hold shares of the training set; where none are asked for,
-    equal random ones. Of a stream it picks from what a step is to take, and the rest stays.
+    It picks from the samples that one rank holds, so ranks hold shares of the training set, by default equal random
+    ones. From a stream it picks among the samples of the step.
     """
 
     needs_scores = True
     scored_by: ScoredBy = "loss"
-    """What samples are judged by."""
+    """Kind of score."""
     gain: Gain | None = None
-    """Predicted speed-up by drawing by scores; ``None`` if the sampler does not measure it."""
+    """Predicted speed-up by drawing by scores; None if the sampler does not measure it."""
     statistics: Statistics = "batch"
-    """What running statistics are updated by, where samples are scored."""
+    """Source of running statistics, for samplers that score."""
 
     def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        """What to do in a step's wait.
+        """Plans the work of a step's wait.
 
         Args:
-          view: of the step.
-          decide: :meth:`farflung.types.Runtime.decide_own`; whatever is chosen by time goes through it.
+          context: Samples and sizes of the step.
+          decide: :meth:`farflung.types.Runtime.decide_locally`, for choices that depend on time.
         """
         del view, decide
         return Due()
 
     def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
-        """Takes the scores of one chunk, float32, by the model as it was before the step's update."""
+        """Records the scores of one chunk, float32, computed before the step's update."""
 
     def observe(self, spare: Spare) -> None:
-        """Takes what the step had to spare; once a step, after its update."""
+        """Records the times of a step; called once a step, after its update."""
 
     @override
     def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
@@ -76,14 +76,13 @@ class ScoringSampler(Sampler):
 
 
 class Scoring(Extension):
-    """Does what a sampler has due between the backward pass of a step and the merge.
+    """Extension that does the planned work of a sampler between the backward pass of a step and the merge.
 
-    The model is that of the step, before its update; so scores are a step old when they are drawn by, and gradients
-    when they are stepped on.
+    The model is that of the step, before its update. So scores and gradients are one step old when they are used.
 
     Args:
-      sampler: says what is due, and keeps the scores.
-      loop: has samples, model and losses.
+      sampler: Sampler that plans the work and keeps the scores.
+      loop: Training loop with samples, model and losses.
     """
 
     key: ClassVar[str] = "scoring"
@@ -99,7 +98,7 @@ class Scoring(Extension):
 
     @override
     async def while_waiting(self, step: int) -> None:
-        """Does what is due at a step, chunk by chunk."""
+        """Does the work planned for a step, chunk by chunk."""
         compute, view = self._loop.runtime.compute, self._loop.drawing.view_of_rest(step)
         begin, count, score = self._loop.runtime.now(), 0, self._loop.scorer(self._sampler.scored_by)
         due = self._sampler.due(view, self._loop.runtime.decide_own)
@@ -119,7 +118,7 @@ class Scoring(Extension):
 
     @override
     async def after_step(self, result: StepResult) -> None:
-        """Tells the sampler what the step has left for scoring."""
+        """Passes the times of the step to the sampler."""
         wait_s = max(0.0, result.waited_s)
         self._sampler.observe(replace(self._spare, compute_s=result.compute_s, wait_s=wait_s))
 
@@ -134,25 +133,25 @@ class Scoring(Extension):
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[None]:
-    """Inside, no forward pass moves the running statistics of a batch norm."""
-    norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
-    kept = [
-        (each, each.momentum, None if (n := each.num_batches_tracked) is None else n.clone())
-        for each in norms
+    """Keeps the running statistics of batch norms unchanged inside the context."""
+    norms = [norm for norm in model.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
+    saved = [
+        (norm, norm.momentum, None if (n := norm.num_batches_tracked) is None else n.clone())
+        for norm in norms
     ]
-    for each in norms:
-        each.momentum = 0.0
+    for norm in norms:
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for each, momentum, counted in kept:
-            each.momentum = momentum
-            if counted is not None and each.num_batches_tracked is not None:
-                each.num_batches_tracked.copy_(counted)
+        for norm, momentum, counted in saved:
+            norm.momentum = momentum
+            if counted is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(counted)
 
 
 def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) -> Tensor:
-    """One score for each sample of a workload's batch; see :func:`farflung.sampling.scores.scores_by`."""
+    """Computes one score for each sample of a workload's batch; see :func:`farflung.sampling.scores.compute_scores`."""
     return scores_by(
-        f"workload {workload.name}", lambda tapped: workload.loss(tapped, batch), model, len(batch), by
+        f"workload {workload.name}", lambda wrapped: workload.loss(wrapped, batch), model, len(batch), by
     )

@@ -13,22 +13,22 @@ __all__ = ["Uniform"]
 
 
 _LATEST = 1 << 12
-"""Steps whose positions are remembered."""
+"""Number of steps whose positions are remembered."""
 
 
 class Uniform(Sampler):
-    r"""Shuffled passes over the data with one global cursor.
+    r"""Sampler that makes shuffled passes over the data with one global cursor.
 
     Position :math:`p` of the endless sequence of passes holds sample :math:`\pi_{\lfloor p/n \rfloor}(p \bmod n)`,
     where :math:`\pi_e` is a permutation drawn from the seed and the pass. At each step rank :math:`r` of :math:`R`
-    takes the positions :math:`c + rB` to :math:`c + (r+1)B` and the cursor :math:`c` moves on by :math:`RB`, so each
-    sample comes exactly once per pass, whatever the number of replicas and also where it changes.
+    takes the positions :math:`c + rB` to :math:`c + (r+1)B`, and the cursor :math:`c` moves on by :math:`RB`. So each
+    sample comes exactly once per pass, also if the number of replicas changes.
 
-    Where only part of the data is at hand (a stream with a rate), the oldest samples are taken first. Positions that
-    are returned, see :meth:`give_back`, come before those at the cursor.
+    If only part of the data has arrived (a stream with a rate), the oldest samples are taken first. Positions that
+    :meth:`return_batch` returns come before those at the cursor.
 
     Args:
-      seed: equal on all replicas.
+      seed: Seed, equal on all replicas.
     """
 
     has_shared_order = True
@@ -38,58 +38,58 @@ class Uniform(Sampler):
         self._cursor = 0
         self._returned: list[range] = []
         self._latest: dict[int, tuple[list[range], int]] = {}
-        """The positions that all ranks have taken at the latest steps, and how many each."""
+        """Positions that all ranks have taken at each of the latest steps, and the batch size of a rank."""
 
     @override
     def next(self, view: PoolView) -> Draw:
-        """This replica's part of the step's samples."""
+        """Draws this replica's part of the step's samples."""
         if isinstance(view.pool, Tensor):
             return Draw(view.pool[: view.batch_size])
-        taken = self._take(view.size * view.batch_size)
-        self._latest[view.step] = taken, view.batch_size
+        ranges = self._take(view.size * view.batch_size)
+        self._latest[view.step] = ranges, view.batch_size
         self._latest.pop(view.step - _LATEST, None)
-        own = part_of(taken, view.rank * view.batch_size, view.batch_size)
-        found = [self._at(positions.start, len(positions), view.pool) for positions in own]
-        return Draw(found[0] if len(found) == 1 else torch.cat(found))
+        rank_ranges = part_of(ranges, view.rank * view.batch_size, view.batch_size)
+        samples = [self._at(positions.start, len(positions), view.pool) for positions in rank_ranges]
+        return Draw(samples[0] if len(samples) == 1 else torch.cat(samples))
 
     @override
     def give_back(self, step: int, rank: int) -> None:
-        """Return the positions that a rank took at one of the latest steps, so that they are taken again."""
-        taken, count = self._latest[step]
-        self._returned += part_of(taken, rank * count, count)
+        ranges, count = self._latest[step]
+        self._returned += part_of(ranges, rank * count, count)
 
     @override
     def latest(self) -> State:
-        """What a replica that joins needs beside :meth:`state_dict`, so that it gives back as the others do."""
         return {
-            str(step): [count, [[one.start, one.stop] for one in taken]]
-            for step, (taken, count) in self._latest.items()
+            str(step): [count, [[positions.start, positions.stop] for positions in ranges]]
+            for step, (ranges, count) in self._latest.items()
         }
 
     @override
     def state_dict(self) -> State:
-        returned = {"returned": [[one.start, one.stop] for one in self._returned]} if self._returned else {}
+        returned = (
+            {"returned": [[span.start, span.stop] for span in self._returned]} if self._returned else {}
+        )
         return {"cursor": self._cursor, **returned}
 
     @override
     def load_state_dict(self, state: State) -> None:
         self._cursor = int(state["cursor"])
         self._returned = [range(*ends) for ends in state.get("returned", ())]
-        for step, (count, taken) in state.get("latest", {}).items():
-            self._latest[int(step)] = [range(*ends) for ends in taken], count
+        for step, (count, ranges) in state.get("latest", {}).items():
+            self._latest[int(step)] = [range(*ends) for ends in ranges], count
 
     def _take(self, count: int) -> list[range]:
-        taken: list[range] = []
+        ranges: list[range] = []
         while count and self._returned:
             first = self._returned.pop(0)
-            taken.append(first[:count])
+            ranges.append(first[:count])
             if len(first) > count:
                 self._returned.insert(0, first[count:])
-            count -= len(taken[-1])
+            count -= len(ranges[-1])
         if count:
-            taken.append(range(self._cursor, self._cursor + count))
+            ranges.append(range(self._cursor, self._cursor + count))
             self._cursor += count
-        return taken
+        return ranges
 
     def _at(self, first: int, count: int, n: int) -> Tensor:
         parts = []
@@ -103,10 +103,10 @@ class Uniform(Sampler):
 
 
 def part_of(taken: list[range], first: int, count: int) -> list[range]:
-    """The positions from place ``first`` on."""
-    found = []
+    """Returns ``count`` positions of consecutive ranges, from the position ``first`` on."""
+    pieces = []
     for positions in taken:
-        found.append(positions[first : first + count])
-        count -= len(found[-1])
+        pieces.append(positions[first : first + count])
+        count -= len(pieces[-1])
         first = max(0, first - len(positions))
-    return [positions for positions in found if len(positions)]
+    return [positions for positions in pieces if len(positions)]

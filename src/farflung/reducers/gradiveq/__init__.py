@@ -1,4 +1,4 @@
-"""GradiVeQ: slices of convolutions on the principal components of what was summed before, added encoded."""
+"""GradiVeQ: slices of convolutions as coefficients of principal components, summed without decoding."""
 
 from farflung.reducers.gradiveq.reducer import GradiVeQ
 

@@ -1,4 +1,4 @@
-"""The reducer: windows of sums that are watched, and of sums that are compressed by what was seen."""
+"""GradiVeQ reducer: sums are sampled in windows, then compressed by the bases found from the samples."""
 
 from __future__ import annotations
 
@@ -47,57 +47,56 @@ from farflung.types import (
 __all__ = ["GradiVeQ"]
 
 _RATIO = 32.0
-"""Where nothing else is asked for."""
+"""Default of ``ratio``."""
 _NO_VOTE: State = {"vote": 0.0, "start": None}
-"""Of a replica at the start of a window."""
+"""Local state at the start of a window."""
 _NOTHING_LEFT: State = {"residual": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class GradiVeQ(Reducer):
-    r"""Sends slices of convolutions as few coefficients, which are summed as they are.
+    r"""Reducer that sends slices of convolutions as few coefficients, which are summed without decoding.
 
-    Gradients of :math:`L_t` exchanges tell in which directions U, and around which mean :math:`\mu`, the slices of a
-    layer vary. For the next :math:`L_c` exchanges only coefficients travel:
+    Gradients of :math:`L_t` exchanges determine the directions U and the mean :math:`\mu` of the variation of a
+    layer's slices. In the next :math:`L_c` exchanges only coefficients are sent:
 
     .. math::
         q_i = U^\top (w_i g_i - w_i \mu), \qquad \hat g = U \sum_i q_i \Big/ \sum_i w_i + \mu
 
     U holds the first principal components of all slices of a layer: :math:`K / r`, or as many as explain
-    :math:`1 - \lambda` of the variance. All ranks find U by themselves, from the same means. The first exchange that is
-    compressed carries a hash of it instead; where the hashes are unlike, the next one carries rank 0's. What no
-    convolution is stays dense, in the same messages; matrices may be cut too.
+    :math:`1 - \lambda` of the variance. Each rank computes U from the same means. The first compressed exchange
+    carries a hash of it instead; if the hashes differ, the next one carries rank 0's. All other parameters stay
+    dense, in the same messages; matrices may be cut too.
 
-    With ``windows="spread"`` the samples of the next window are taken evenly among the exchanges that are compressed,
-    and a replica adds what it has left out to its next gradient: what lies outside U, and what it has rounded off
-    partial sums on hops. The first part has no components on U, so it waits for the next sample, which is sent whole:
-    :math:`L_c / L_t` exchanges at most. With ``windows="paper"`` samples come one after the other, then those that are
-    compressed, and nothing of what is left out is kept.
+    With ``windows="spread"`` the samples of the next window are spread evenly among the compressed exchanges, and a
+    replica adds its residual to the next gradient: the part outside U, and the rounding of partial sums on hops. The
+    first has no components on U, so it waits for the next sample, which is sent whole: at most :math:`L_c / L_t`
+    exchanges. With ``windows="paper"`` all samples precede the compressed exchanges, and there is no residual.
 
-    Over ``ring``, ranks encode and decode their segments while others are on their way (Algorithm 1); any other
-    collective sums the encoded tensor as a whole. Each bucket has windows of its own.
+    Over ``ring``, ranks encode and decode their segments while others are in transit (Algorithm 1); any other
+    collective sums the encoded tensor as a whole. Each bucket has its own windows.
 
-    A replica sees how much of its own gradient compression leaves out, relative to its size, in spread windows where
-    nothing has waited. It votes in the next exchange for a new window if that has grown to more than ``drift`` times
-    what it was at first with these bases.
+    In spread windows a replica measures the relative share of its own gradient that compression leaves out, if
+    nothing has accumulated. It votes in the next exchange for a new window if the share has grown to more than
+    ``drift`` times its first value with these bases.
 
     Args:
-      slice_size: K, numbers in a slice; each layer has the number of slices that comes closest.
-      matrices: whether weights of two dimensions are cut too.
-      ratio: r, numbers in a slice over those that it travels as; 32 where neither this nor ``variance_left`` is given.
+      slice_size: K, size of a slice; each layer is cut into the number of slices that comes closest.
+      matrices: If True, cut weights of two dimensions too.
+      ratio: r, size of a slice over the number of its coefficients; 32 if ``variance_left`` is not set either.
       variance_left: :math:`\lambda`, share of the variance that U need not explain, in place of ``ratio``.
-      warm_up: so many steps at the start are summed dense, and nothing is learned from them.
+      warm_up: Number of steps at the start that are summed dense and not sampled.
       sample_steps: :math:`L_t`.
       compress_steps: :math:`L_c`.
       windows: ``"spread"`` or ``"paper"``.
-      sample_bits: of QSGD on hops while gradients are sampled; ``None``: they are dense.
-      drift: the bound for a vote.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
+      sample_bits: Bits of QSGD on hops for sampled gradients; None sends them dense.
+      drift: Growth of the share left out at which a replica votes for a new window.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
 
     Raises:
-      ConfigError: an option out of its range, or both ``ratio`` and ``variance_left``.
-      UnknownName: no such collective.
-      Unsupported: collective ``native``, which cannot tell the rounds of several buckets apart.
+      ConfigError: An option is out of range, or ``ratio`` and ``variance_left`` are both set.
+      UnknownName: There is no such collective.
+      Unsupported: Collective ``native``, which cannot tell the rounds of several buckets apart.
 
     References: Yu et al. 2018, eq. (3) to (6), Algorithm 1, and the windows of section 4, where U comes from one
     slice of several. Spread windows, ``ratio``, ``matrices``, the bound of the vote, and the hash are our choice.
@@ -140,7 +139,7 @@ class GradiVeQ(Reducer):
 
     @property
     def method(self) -> str:
-        """Names the costs of the arithmetic."""
+        """Name of the arithmetic for coding costs."""
         return method_of_rounds(self)
 
     @property
@@ -149,28 +148,28 @@ class GradiVeQ(Reducer):
 
     @property
     def _every(self) -> int:
-        """One of so many exchanges is a sample, where samples are spread."""
+        """Number of exchanges from one sample to the next in spread windows."""
         return 1 + self.compress_steps // self.sample_steps
 
     @override
     def exchanges_until(self, times: int) -> int:
-        """Whole windows but for the last, of which the samples, the confirmation and one compressed exchange count."""
-        whole = self.sample_steps + self.compress_steps
+        """Counts whole windows; of the last, the samples, the confirmation and one compressed exchange."""
+        window_exchanges = self.sample_steps + self.compress_steps
         if self._spread:
-            whole = self.sample_steps * self._every + 1
-        return (times - 1) * whole + self.sample_steps + 2
+            window_exchanges = self.sample_steps * self._every + 1
+        return (times - 1) * window_exchanges + self.sample_steps + 2
 
     @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
-        """Refuses a run that it can do nothing for.
+        """Checks that the reducer can compress in this run.
 
         Args:
-          specs: of all that it will carry.
-          steps: of the run, where that is known.
+          specs: Specs of all buckets.
+          steps: Number of steps of the run if known.
 
         Raises:
-          ConfigError: the run ends before the first window's samples are there.
-          Unsupported: the model has nothing that it would cut.
+          ConfigError: The run ends before the samples of the first window are complete.
+          Unsupported: The model has no parameter to cut.
         """
         if not any(self._layout(spec).layers for spec in specs):
             raise Unsupported(
@@ -188,10 +187,10 @@ class GradiVeQ(Reducer):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """The first window, of which nothing is known yet.
+        """Returns the initial state of the first window.
 
         Raises:
-          Unsupported: the tensor is not floating.
+          Unsupported: The tensor is not floating.
         """
         check_floating("gradiveq", spec)
         shared = window.begin(seeds.shared, self._layout(spec))
@@ -199,13 +198,12 @@ class GradiVeQ(Reducer):
 
     @override
     def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
-        """Those of a sample; how much travels of a compressed gradient is learned."""
-        sampled = self.sample_bits is not None and self._layout(spec).layers
-        return () if sampled else (spec.nbytes,)
+        """Returns the bytes of a dense sample; the size of compressed gradients is not known in advance."""
+        is_sampled = self.sample_bits is not None and self._layout(spec).layers
+        return () if is_sampled else (spec.nbytes,)
 
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        """One exchange, as the window's phase asks for it."""
         state, local = slot.state.shared, slot.state.local
         if step < self.warm_up or not state["layout"]["layers"]:
             exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
@@ -215,50 +213,50 @@ class GradiVeQ(Reducer):
         numbers = [local["vote"]] if phase == "compress" else []
         if phase == "confirm":
             numbers = channel.compute(cost("hash"), partial(window.fingerprint, window.list_bases(state)))
-        side = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
-        exchange = Exchange(channel, self.collective, side, step, own.tensor.dtype)
+        packed = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
+        exchange = Exchange(channel, self.collective, packed, step, own.tensor.dtype)
         tensor, residual = numerator(channel, own), local["residual"].get("all")
         slot.state = CodecState(state, {**local, **_NOTHING_LEFT})
-        left = torch.zeros_like(tensor) if self._spread else None
+        unsent = torch.zeros_like(tensor) if self._spread else None
         if residual is not None:
             residual = residual.to(tensor.device)
             channel.compute(CodingCost("add", "", tensor.numel()), partial(tensor.add_, residual))
-        received, loss, waited = [], None, int(phase == "sample")
+        received, loss, num_accumulated = [], None, int(phase == "sample")
         if self._spread and phase == "compress" and state["count"] % self._every == 0:
-            waited = self._every
-        if phase == "compress" and not waited:
+            num_accumulated = self._every
+        if phase == "compress" and not num_accumulated:
             coder = Coder(
-                Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, left
+                Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, unsent
             )
             mean = tensor
             if self.collective == "ring":
-                side = await ring(exchange, coder, method, tensor.device)
+                packed = await ring(exchange, coder, method, tensor.device)
             else:
-                (whole,) = coder.cut(1)
-                encoded = channel.compute(cost("encode"), partial(coder.encode, whole))
-                total, side = await exchange.sum(encoded)
-                channel.compute(cost("decode"), partial(coder.decode, total, whole, float(side[0])))
+                (segment,) = coder.cut(1)
+                encoded = channel.compute(cost("encode"), partial(coder.encode, segment))
+                total, packed = await exchange.sum(encoded)
+                channel.compute(cost("decode"), partial(coder.decode, total, segment, float(packed[0])))
             if not self._spread or state["count"] % self._every == 1:
                 loss = coder.loss
         else:
             if self.sample_bits is None:
-                total, side = await exchange.sum_dense(tensor)
+                total, packed = await exchange.sum_dense(tensor)
             else:
                 codec, seeds = QSGD(bits=self.sample_bits), Seeds(state["seed"], local["seed"])
-                coding = Coding(codec, seeds, step, left, method_of(codec))
-                total, side = await exchange.sum(tensor, coding)
-            mean = mean_of(channel, total, side)
+                coding = Coding(codec, seeds, step, unsent, method_of(codec))
+                total, packed = await exchange.sum(tensor, coding)
+            mean = mean_of(channel, total, packed)
             if phase == "share":
                 received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
-        weight, metadata, sums = side.split([1, len(own.metadata), len(numbers)])
+        weight, metadata, sums = packed.split([1, len(own.metadata), len(numbers)])
 
-        def learn(now: CodecState) -> CodecState:
-            """What the exchange teaches as long as its window's phase lasts, and what it has left out."""
-            teaches = bool(weight and mean.isfinite().all())
-            now = _with_residual(now, left if teaches else residual)
-            if not teaches or any(now.shared[key] != state[key] for key in ("phase", "window")):
-                return now
-            shared, local = now.shared, now.local
+        def learn(current: CodecState) -> CodecState:
+            """Updates the window if its phase is unchanged, and adds the residual."""
+            is_valid = bool(weight and mean.isfinite().all())
+            current = _with_residual(current, unsent if is_valid else residual)
+            if not is_valid or any(current.shared[key] != state[key] for key in ("phase", "window")):
+                return current
+            shared, local = current.shared, current.local
             if phase == "confirm":
                 is_alike = window.is_alike(sums.tolist(), channel.size)
                 shared = {**shared, "phase": "compress" if is_alike else "share", "count": 1}
@@ -272,7 +270,7 @@ class GradiVeQ(Reducer):
                     start = loss if local["start"] is None else local["start"]
                     local = {**local, "vote": float(not loss <= self.drift * start), "start": start}
             if shared["window"] == state["window"]:
-                shared = self._learned(channel, shared, mean, waited)
+                shared = self._learned(channel, shared, mean, num_accumulated)
             return CodecState(shared, local)
 
         return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), metadata, learn)
@@ -298,9 +296,9 @@ class GradiVeQ(Reducer):
 
 
 def _with_residual(now: CodecState, left: Tensor | None) -> CodecState:
-    """Returns a state with one more residual, or none."""
+    """Adds ``unsent`` to the residual of a state, unless it is None."""
     if left is None:
         return now
-    before = now.local["residual"].get("all")
-    residual = left if before is None else before.to(left.device) + left
+    previous = now.local["residual"].get("all")
+    residual = left if previous is None else previous.to(left.device) + left
     return CodecState(now.shared, {**now.local, "residual": {"all": residual}})

@@ -1,4 +1,4 @@
-"""Slices of layers on their bases, and a tensor's journey as such: whole, or segment by segment around a ring."""
+"""Slices of layers in their bases, and their exchange: as a whole, or in segments around a ring."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["Coder", "Layer", "Layout", "Stretch", "ring"]
 
 
 _ALIGNMENT = 64
-"""Bytes; torch's own memory begins at a multiple."""
+"""Alignment in bytes of torch's own memory."""
 _AT_ONCE = 64
-"""Positions that are written together, so that what is read with wide strides stays in the processor's cache."""
+"""Number of positions written together, so that strided reads stay in the processor's cache."""
 
 
 class Layer(NamedTuple):
@@ -33,14 +33,14 @@ class Layer(NamedTuple):
 
     The numbers of a convolution are read in the order height, width, depth, filter, so entry ``(h, w, d, f)`` has the
     index ``((h * W + w) * D + d) * F + f``. A matrix of F outputs and P inputs is read as a kernel of P positions and
-    depth 1. Slices are stretches of that order; zeros fill up the last one.
+    depth 1. Slices are consecutive in that order; the last one is padded with zeros.
 
     Args:
-      start: where its first element is in the flat tensor.
+      start: Index of its first element in the flat tensor.
       filters: F.
       depth: D.
       positions: P, height times width for a convolution.
-      slices: how many.
+      num_slices: Number of slices.
 
     References: Yu et al. 2018, section 2, with TensorFlow's order of a kernel's dimensions; there a slice is a multiple
     of F x D. Other sizes and matrices are our choice.
@@ -58,46 +58,46 @@ class Layer(NamedTuple):
 
     @property
     def slice_numel(self) -> int:
-        """K, numbers in a slice."""
+        """Size K of a slice."""
         return math.ceil(self.numel / self.slices)
 
     def rows(self, tensor: Tensor, first: int, last: int) -> Tensor:
-        """Slices from ``first`` up to ``last`` (excluded) of the flat tensor, shape ``(last - first, K)``."""
-        place, among = self._place(tensor, first, last)
-        flat = place.reshape(-1)[among]
-        missing = (last - first) * self.slice_numel - len(flat)
-        flat = torch.cat((flat, flat.new_zeros(missing))) if missing else aligned(flat)
+        """Reads slices ``first`` to ``last`` (excluded) of the flat tensor, shape ``(last - first, K)``."""
+        view, span = self._place(tensor, first, last)
+        flat = view.reshape(-1)[span]
+        padding = (last - first) * self.slice_numel - len(flat)
+        flat = torch.cat((flat, flat.new_zeros(padding))) if padding else aligned(flat)
         return flat.view(last - first, self.slice_numel)
 
     def put(self, tensor: Tensor, first: int, rows: Tensor) -> None:
-        """Writes slices from ``first`` on, shape ``(n, K)``, where they belong in the flat tensor."""
-        place, among = self._place(tensor, first, first + len(rows))
-        flat = rows.reshape(-1)[: among.stop - among.start]
-        if len(flat) < place.numel():  # positions that other slices have a part of
-            whole = place.reshape(-1)
-            whole[among] = flat
-            flat = whole
-        for there, own in zip(place.split(_AT_ONCE), flat.view(place.shape).split(_AT_ONCE), strict=True):
-            there.copy_(own)
+        """Writes slices from ``first`` on, shape ``(n, K)``, to their places in the flat tensor."""
+        view, span = self._place(tensor, first, first + len(rows))
+        flat = rows.reshape(-1)[: span.stop - span.start]
+        if len(flat) < view.numel():  # positions shared with other slices
+            padded = view.reshape(-1)
+            padded[span] = flat
+            flat = padded
+        for target, source in zip(view.split(_AT_ONCE), flat.view(view.shape).split(_AT_ONCE), strict=True):
+            target.copy_(source)
 
     def _place(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
-        """The positions that slices lie in, a view of shape ``(positions, D, F)``, and which of their numbers."""
+        """Returns a view of the slices' positions, shape ``(positions, D, F)``, and the slices' range in it."""
         begin, end = first * self.slice_numel, min(last * self.slice_numel, self.numel)
         plane = self.depth * self.filters
-        at = begin // plane
-        whole = tensor.narrow(0, self.start, self.numel).view(self.filters, self.depth, self.positions)
-        return whole.permute(2, 1, 0)[at : math.ceil(end / plane)], slice(
-            begin - at * plane, end - at * plane
+        first_position = begin // plane
+        weights = tensor.narrow(0, self.start, self.numel).view(self.filters, self.depth, self.positions)
+        return weights.permute(2, 1, 0)[first_position : math.ceil(end / plane)], slice(
+            begin - first_position * plane, end - first_position * plane
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The weights of a flat tensor that are cut, and what stays dense.
+    """Weights of a flat tensor that are cut into slices, and its dense parts.
 
     Args:
-      layers: those that are cut.
-      dense: first element and length of each stretch of all else.
+      layers: Weights that are cut.
+      dense: First element and length of each other range.
     """
 
     layers: tuple[Layer, ...]
@@ -105,18 +105,18 @@ class Layout:
 
     @staticmethod
     def of(spec: TensorSpec, wished: int, *, matrices: bool = False) -> Layout:
-        """Cuts each convolution, which is a parameter of three dimensions or more: torch's F, D and the kernel's sides.
+        """Cuts each convolution: a parameter of three or more dimensions, torch's F, D and the sides of the kernel.
 
         Args:
-          spec: of the flat tensor.
-          wished: K; a layer is cut into as many slices as come closest to it.
-          matrices: whether parameters of two dimensions are cut too.
+          spec: Spec of the flat tensor.
+          slice_size: Desired K; a layer is cut into the number of slices that comes closest.
+          matrices: If True, cut parameters of two dimensions too.
         """
         layers, dense = [], []
         for part in spec.parts or (Placed(spec.shape, 0),):
             if part.numel and len(part.shape) >= (2 if matrices else 3):
-                filters, *others = part.shape
-                depth, positions = (1, others[0]) if len(others) == 1 else (others[0], math.prod(others[1:]))
+                filters, *dims = part.shape
+                depth, positions = (1, dims[0]) if len(dims) == 1 else (dims[0], math.prod(dims[1:]))
                 longest = math.ceil(part.numel / max(1, round(part.numel / wished)))
                 layers.append(Layer(part.start, filters, depth, positions, math.ceil(part.numel / longest)))
             elif part.numel:
@@ -136,18 +136,18 @@ class Layout:
 
     @property
     def named(self) -> dict[str, Layer]:
-        """The layers by what their bases and means are kept by."""
+        """Layers by the names of their bases and means."""
         return {f"{number:04}": layer for number, layer in enumerate(self.layers)}
 
 
 class Stretch(NamedTuple):
-    """A segment of the encoded tensor, with its borders on slice borders.
+    """Segment of the encoded tensor that ends on slice borders.
 
     Args:
-      first: slice, counted through all layers.
-      last: slice behind its last one.
-      start: of what is dense, the first number.
-      stop: the number behind its last one.
+      first_slice: First slice, counted through all layers.
+      last_slice: Slice behind the last one.
+      dense_start: First number of the dense part.
+      dense_stop: Number behind its last one.
     """
 
     first: int
@@ -157,23 +157,23 @@ class Stretch(NamedTuple):
 
 
 class Coder:
-    r"""Encodes stretches of one replica's tensor, and decodes their sums.
+    r"""Encoder of segments of one replica's tensor, and decoder of their sums.
 
     .. math::
         q_i = U^\top (w_i g_i - w_i \mu), \qquad \hat g = \Big(U \sum_i q_i + \mu \sum_i w_i\Big) \Big/ \sum_i w_i
 
-    so encoding is linear: the encoded tensors of all replicas are added as they are.
+    Encoding is linear, so the encoded tensors of all replicas are summed without decoding.
 
     Args:
-      layout: where slices are.
+      layout: Layout of the slices.
       means: :math:`\mu` of each layer by its name, shape ``(slices, K)``.
       bases: U of each layer, shape ``(K, d)``.
-      tensor: flat, the numerator; overwritten by the mean as it is decoded.
+      tensor: Flat numerator, overwritten by the mean as it is decoded.
       weight: :math:`w_i`.
-      left: flat, as long as the tensor; takes what is left out of the slices that are encoded, and zeros where that is
-        not finite. ``None``: it is lost.
+      residual: Flat tensor that receives the residual of encoded slices, with zeros for non-finite numbers; None
+        discards it.
 
-    References: Yu et al. 2018, eq. (3) to (5); weights and ``left`` are our choice.
+    References: Yu et al. 2018, eq. (3) to (5); weights and ``residual`` are our choice.
     """
 
     def __init__(
@@ -196,25 +196,25 @@ class Coder:
         self._squares: list[Tensor] = []
 
     def cut(self, count: int) -> list[Stretch]:
-        """``count`` stretches of about as many bytes each, in order; they cover the tensor."""
+        """Splits the tensor into ``count`` consecutive segments of about equal bytes."""
         coded = self._borders[-1]
         total = coded + sum(numel for _, numel in self._layout.dense)
         ends = [(0, 0)]
         for number in range(1, count + 1):
-            wished = total * number // count
-            if wished >= coded:
-                ends.append((len(self._sizes), wished - coded))
+            target_numel = total * number // count
+            if target_numel >= coded:
+                ends.append((len(self._sizes), target_numel - coded))
             else:
-                nearest = np.abs(np.array(self._borders) - wished).argmin()  # the first one of two
-                ends.append((int(nearest), 0))
+                border = np.abs(np.array(self._borders) - target_numel).argmin()  # the first one of two
+                ends.append((int(border), 0))
         return [Stretch(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
 
     def sent_numel(self, where: Stretch) -> int:
-        """Numbers that a stretch travels as."""
+        """Counts the numbers of an encoded segment."""
         return self._borders[where.last] - self._borders[where.first] + where.stop - where.start
 
     def numel(self, where: Stretch) -> int:
-        """Numbers of the dense tensor in a stretch."""
+        """Counts the numbers of the dense tensor in a segment."""
         sliced = sum(
             min(last * layer.slice_numel, layer.numel) - first * layer.slice_numel
             for layer, first, last, _, _ in self._within(where)
@@ -222,7 +222,7 @@ class Coder:
         return sliced + where.stop - where.start
 
     def encode(self, where: Stretch) -> Tensor:
-        """The own stretch, flat; shares no memory with the tensor."""
+        """Encodes this rank's segment as a flat tensor that shares no memory."""
         parts = []
         for layer, first, last, mean, basis in self._within(where):
             rows = layer.rows(self._tensor, first, last).to(self.dtype)
@@ -236,36 +236,36 @@ class Coder:
         return torch.cat(parts) if parts else self._tensor.new_empty(0, dtype=self.dtype)
 
     def decode(self, summed: Tensor, where: Stretch, weight: float) -> None:
-        """Writes the mean of a stretch in the tensor's place.
+        """Writes the mean of a segment to its place in the tensor.
 
         Args:
-          summed: of all replicas' encoded stretches.
-          where: the stretch.
-          weight: the sum of all weights; where it is 0 nothing is added or divided.
+          summed: Sum of all replicas' encoded segments.
+          segment: Segment to decode.
+          weight: Sum of all weights; if it is 0, nothing is added or divided.
         """
-        at, by = 0, weight or 1.0
+        position, weight_sum = 0, weight or 1.0
         for layer, first, last, mean, basis in self._within(where):
             count, size = last - first, basis.shape[1]
-            coded = aligned(summed[at : at + count * size]).view(count, size)
-            layer.put(self._tensor, first, (coded @ basis.T).add_(mean * weight).div_(by))
-            at += count * size
+            coded = aligned(summed[position : position + count * size]).view(count, size)
+            layer.put(self._tensor, first, (coded @ basis.T).add_(mean * weight).div_(weight_sum))
+            position += count * size
         for place in self._dense(where):
-            place.copy_(summed[at : at + len(place)] / by)
-            at += len(place)
+            place.copy_(summed[position : position + len(place)] / weight_sum)
+            position += len(place)
 
     @property
     def loss(self) -> float | None:
-        r""":math:`\|g - \hat g\| / \|g\|` of the own slices encoded so far; ``None`` where they are zeros.
+        r""":math:`\|g - \hat g\| / \|g\|` of the slices encoded so far; None if they are zero.
 
-        Found without decoding, for the columns of U are orthonormal.
+        The columns of U are orthonormal, so it needs no decoding.
         """
         if not self._squares:
             return None
-        own, centred, coded = torch.stack(self._squares).double().sum(dim=0).tolist()
-        return None if own == 0.0 else float((max(centred - coded, 0.0) / own) ** 0.5)
+        total, centred, coded = torch.stack(self._squares).double().sum(dim=0).tolist()
+        return None if total == 0.0 else float((max(centred - coded, 0.0) / total) ** 0.5)
 
     def _within(self, where: Stretch) -> Iterator[tuple[Layer, int, int, Tensor, Tensor]]:
-        """Layers in a stretch: which of their slices are, the means of these, and the basis."""
+        """Yields each layer in a segment: first and last slice, their means, and the basis."""
         number = 0
         for layer, mean, basis in self._layers:
             first, last = max(where.first - number, 0), min(where.last - number, layer.slices)
@@ -274,17 +274,17 @@ class Coder:
             number += layer.slices
 
     def _dense(self, where: Stretch) -> Iterator[Tensor]:
-        """What is dense in a stretch, as views of the tensor."""
-        at = 0
+        """Yields the dense parts of a segment, as views of the tensor."""
+        position = 0
         for start, numel in self._layout.dense:
-            first, last = max(where.start - at, 0), min(where.stop - at, numel)
+            first, last = max(where.start - position, 0), min(where.stop - position, numel)
             if first < last:
                 yield self._tensor[start + first : start + last]
-            at += numel
+            position += numel
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor where torch's own memory could be: elsewhere products may round in another way."""
+    """Returns the tensor if its memory is aligned as torch's own, else a copy; products round equally then."""
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
@@ -293,56 +293,56 @@ def _square(rows: Tensor) -> Tensor:
 
 
 async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.device) -> Tensor:
-    """Writes the mean in the tensor's place; returns the sum of the sides.
+    """Writes the mean to the tensor; returns the sum of the metadata.
 
-    On a hop of the first half a rank encodes its own segment while the neighbour's partial sum of it is on its way,
-    and adds the two; on one of the second half it decodes what it has while the next comes.
+    On a hop of the first half a rank encodes its own segment while the neighbor's partial sum is in transit, and
+    adds the two. On a hop of the second half it decodes a segment while the next one is in transit.
 
-    The sides go around in the first half, one on each hop, and are added in rank order; so the sum of the weights is
-    there before anything is decoded, which is our choice, since the paper's nodes weigh alike.
+    The metadata goes around in the first half and is summed in rank order. So the sum of the weights is known before
+    anything is decoded, which is our choice, since the paper's nodes have equal weights.
 
     Args:
-      exchange: whose side it is.
-      coder: of the own tensor, with its equal bases on all ranks.
-      method: what the costs of its arithmetic are called by.
-      device: of the tensor.
+      exchange: Exchange with the metadata.
+      coder: Coder of this rank's tensor, with bases equal on all ranks.
+      method: Name of the arithmetic for coding costs.
+      device: Device of the tensor.
 
     References: Yu et al. 2018, Algorithm 1; borders on slice borders, at about equal bytes, are our choice.
     """
-    channel, side = exchange.channel, exchange.side
+    channel, metadata = exchange.channel, exchange.side
     rank, size = channel.rank, channel.size
-    after, before = (rank + 1) % size, (rank - 1) % size
+    next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
     hop = channel.hops(2 * (size - 1))
-    places = coder.cut(size)
+    segments = coder.cut(size)
 
-    def encode(where: Stretch) -> Tensor:
-        cost = CodingCost("encode", method, coder.numel(where))
-        return channel.compute(cost, partial(coder.encode, where))
+    def encode(segment: Stretch) -> Tensor:
+        cost = CodingCost("encode", method, coder.numel(segment))
+        return channel.compute(cost, partial(coder.encode, segment))
 
-    def decode(summed: Tensor, where: Stretch) -> None:
-        cost = CodingCost("decode", method, coder.numel(where))
-        channel.compute(cost, partial(coder.decode, summed, where, float(sides[0])))
+    def decode(summed: Tensor, segment: Stretch) -> None:
+        cost = CodingCost("decode", method, coder.numel(segment))
+        channel.compute(cost, partial(coder.decode, summed, segment, float(total_metadata[0])))
 
-    async def received(where: Stretch, at: int, *more: Tensor) -> list[Tensor]:
-        expect = (TensorSpec((coder.sent_numel(where),), coder.dtype), *map(TensorSpec.of, more))
-        coded, *rest = (await channel.recv(before, at, expect)).tensors()
-        return [*on_device(Payload((coded,)), device).tensors(), *rest]
+    async def receive(segment: Stretch, segment_hop: int, *extras: Tensor) -> list[Tensor]:
+        expect = (TensorSpec((coder.sent_numel(segment),), coder.dtype), *map(TensorSpec.of, extras))
+        coded, *extra = (await channel.recv(previous_rank, segment_hop, expect)).tensors()
+        return [*on_device(Payload((coded,)), device).tensors(), *extra]
 
-    riding = {rank: side}
-    summed = encode(places[rank])
+    metadata_by_rank = {rank: metadata}
+    summed = encode(segments[rank])
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(Payload((summed, riding[sending])), after, hop + k)
-        own = encode(places[receiving])
-        came, riding[receiving] = await received(places[receiving], hop + k, side)
-        summed = channel.compute(CodingCost("add", "", own.numel()), partial(torch.add, came, own))
+        channel.send(Payload((summed, metadata_by_rank[sending])), next_rank, hop + k)
+        local = encode(segments[receiving])
+        incoming, metadata_by_rank[receiving] = await receive(segments[receiving], hop + k, metadata)
+        summed = channel.compute(CodingCost("add", "", local.numel()), partial(torch.add, incoming, local))
 
-    sides = sum_in_order([riding[each] for each in range(size)])
+    total_metadata = sum_in_order([metadata_by_rank[sender] for sender in range(size)])
     hop += size - 1
     for k in range(size - 1):
         complete = (rank + 1 - k) % size
-        channel.send(Payload((summed,)), after, hop + k)
-        decode(summed, places[complete])
-        (summed,) = await received(places[(rank - k) % size], hop + k)
-    decode(summed, places[(rank + 2) % size])
-    return sides
+        channel.send(Payload((summed,)), next_rank, hop + k)
+        decode(summed, segments[complete])
+        (summed,) = await receive(segments[(rank - k) % size], hop + k)
+    decode(summed, segments[(rank + 2) % size])
+    return total_metadata

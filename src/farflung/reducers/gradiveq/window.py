@@ -1,4 +1,4 @@
-"""What all replicas know of the window they are in, how one becomes the next, and rank 0's bases for all."""
+"""Shared state of a GradiVeQ window, its transitions, and the broadcast of rank 0's bases."""
 
 from __future__ import annotations
 
@@ -35,98 +35,98 @@ __all__ = [
 
 
 Solve: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
-"""Finds a basis from so many numbers, as a part of an exchange."""
+"""Computes a basis, charged with the given number of elements, as part of an exchange."""
 _NOTHING_SEEN: State = {"samples": 0, "added": 0, "seen": {}}
 _DIGITS, _DIGIT_BYTES = 3, 2
-"""Of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
+"""Shape of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
 
 
 def begin(seed: int, layout: Layout) -> State:
-    """The state at the start."""
+    """Returns the initial state."""
     return _sampling({"seed": seed, "layout": layout.state, "window": 0})
 
 
 def list_bases(state: State) -> list[Tensor]:
-    """The bases and, behind them, the means, in the order of the layers."""
+    """Lists the bases, followed by the means, in the order of the layers."""
     return [state[kind][name] for kind in ("bases", "means") for name in sorted(state["bases"])]
 
 
 def add_mean(state: State, mean: Tensor, waited: int) -> State:
-    r"""Adds the mean of one more exchange to what the next bases and means are found from.
+    r"""Adds the mean of an exchange to the sums from which the next bases and means are computed.
 
-    The next :math:`\mu` is the mean of all that has come out since the bases before were found. Residuals are sent in
-    the end, so that is the mean of the gradients, while a sample alone holds those of several.
+    The next :math:`\mu` is the mean of all results since the previous bases. Residuals are sent eventually, so that is
+    the mean of the gradients, while a single sample holds those of several.
 
     Args:
-      state: of now.
-      mean: flat, of all replicas, finite.
-      waited: so many exchanges have added to the part of a sample that lies outside the bases; it is divided by the
-        root, so that it varies as much as that of one. 0: the mean is no sample.
+      state: Current state.
+      mean: Finite flat mean over all replicas.
+      num_accumulated: Number of exchanges accumulated in the part of the sample outside the bases. That part is
+        divided by its root, which restores the variance of one exchange. If 0, the mean is no sample.
     """
-    flat, before = mean.to(working_dtype(mean.dtype)), state["seen"]
-    seen = {"total": flat}
+    flat, previous = mean.to(working_dtype(mean.dtype)), state["seen"]
+    added = {"total": flat}
     for name, layer in Layout.of_state(state["layout"]).named.items() if waited else ():
         rows = layer.rows(flat, 0, layer.slices)
         if name in state["bases"]:
             basis = state["bases"][name].to(flat.device)
             rows = rows - state["means"][name].to(flat.device)
             rows = torch.lerp(rows @ basis @ basis.T, rows, waited**-0.5)
-        seen |= {f"{name}.sum": rows, f"{name}.gram": rows.T @ rows}
+        added |= {f"{name}.sum": rows, f"{name}.gram": rows.T @ rows}
     sums = {
-        key: value + before[key].to(value.device) if key in before else value.clone()
-        for key, value in seen.items()
+        key: value + previous[key].to(value.device) if key in previous else value.clone()
+        for key, value in added.items()
     }
     counts = {"samples": state["samples"] + (waited > 0), "added": state["added"] + 1}
-    return {**state, **counts, "seen": {**before, **sums}}
+    return {**state, **counts, "seen": {**previous, **sums}}
 
 
 def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
-    """All samples are there: finds bases and means.
+    """Computes bases and means once all samples are complete.
 
     Args:
-      state: of now.
-      ratio: K over the columns of a basis; ``None``: as many as explain the variance.
-      left_out: share of the variance that bases need not explain.
-      solve: finds each basis.
+      state: Current state.
+      ratio: K over the columns of a basis; None for as many columns as explain the variance.
+      left_out: Share of the variance that bases need not explain.
+      solve: Solver of each basis.
     """
-    seen, count = state["seen"], state["samples"]
-    total = (seen["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
+    samples, count = state["seen"], state["samples"]
+    total = (samples["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
     bases, means = {}, {}
     for name, layer in Layout.of_state(state["layout"]).named.items():
         means[name] = layer.rows(total, 0, layer.slices)
-        sums = (seen[f"{name}.sum"], seen[f"{name}.gram"])
+        sums = (samples[f"{name}.sum"], samples[f"{name}.gram"])
         bases[name] = solve(layer.slice_numel**2, partial(find_directions, *sums, count, ratio, left_out))
-    found = {"means": means, "bases": bases, "window": state["window"] + 1}
-    return {**state, **_NOTHING_SEEN, **found, "phase": "confirm", "count": 0}
+    solution = {"means": means, "bases": bases, "window": state["window"] + 1}
+    return {**state, **_NOTHING_SEEN, **solution, "phase": "confirm", "count": 0}
 
 
 def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
-    """Finds the directions in which slices vary most about their own means.
+    """Finds the directions in which slices vary most about their means.
 
     Args:
-      sums: of the samples of each slice, shape ``(slices, K)``.
-      gram: sum of the outer products of all samples of all slices, shape ``(K, K)``.
-      count: samples of each slice.
-      ratio: K over d; ``None``: see :func:`count_dimensions`.
-      left_out: for :func:`count_dimensions`.
+      sums: Sum of the samples of each slice, shape ``(slices, K)``.
+      gram: Sum of the outer products of all samples of all slices, shape ``(K, K)``.
+      count: Number of samples of each slice.
+      ratio: K over d; None uses :func:`count_dimensions`.
+      left_out: Share for :func:`count_dimensions`.
 
     Returns:
-      U, shape ``(K, d)``, its columns orthonormal; d is 1 at least, and at most the rank that the samples can have.
+      U of shape ``(K, d)`` with orthonormal columns; d is at least 1, and at most the rank of the samples.
     """
     covariance = (gram - sums.T @ sums / count).nan_to_num_(0.0, 0.0, 0.0)
     variances, directions = torch.linalg.eigh(covariance)
-    found = (
+    num_columns = (
         count_dimensions(variances.flip(0).clamp_(min=0.0), left_out)
         if ratio is None
         else max(1, round(len(gram) / ratio))
     )
-    found = min(found, max(1, len(sums) * (count - 1)))
-    basis: Tensor = directions[:, -found:].flip(1).clone(memory_format=torch.contiguous_format)
+    num_columns = min(num_columns, max(1, len(sums) * (count - 1)))
+    basis: Tensor = directions[:, -num_columns:].flip(1).clone(memory_format=torch.contiguous_format)
     return basis
 
 
 def adopt_bases(state: State, received: list[Tensor]) -> State:
-    """Rank 0's bases are here, in the order of :func:`list_bases`."""
+    """Returns the state with rank 0's bases and means, in the order of :func:`list_bases`."""
     names = sorted(state["bases"])
     bases = dict(zip(names, received[: len(names)], strict=True))
     means = dict(zip(names, received[len(names) :], strict=True))
@@ -134,7 +134,7 @@ def adopt_bases(state: State, received: list[Tensor]) -> State:
 
 
 def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -> State:
-    """Counts an exchange; begins another window after ``steps``, or when ``in_favour`` is a majority of ``size``."""
+    """Counts an exchange; starts a new window after ``steps``, or if ``num_votes`` is a majority of ``size``."""
     count = state["count"] + 1
     if count >= steps or 2 * in_favour > size:
         return _sampling(state)
@@ -142,21 +142,21 @@ def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -
 
 
 def _sampling(state: State) -> State:
-    found = {"window": state["window"] + 1, "means": {}, "bases": {}}
-    return {**state, **_NOTHING_SEEN, **found, "phase": "sample", "count": 0}
+    cleared = {"window": state["window"] + 1, "means": {}, "bases": {}}
+    return {**state, **_NOTHING_SEEN, **cleared, "phase": "sample", "count": 0}
 
 
 def count_dimensions(variances: Tensor, left_out: float) -> int:
-    r"""The smallest d that explains all variance but a share.
+    r"""Counts the dimensions that explain all variance but a share: the smallest d.
 
     .. math:: \sum_{k \le d} s_k \ge (1 - \lambda) \sum_k s_k
 
     Args:
-      variances: s, the largest first.
+      variances: s in descending order.
       left_out: :math:`\lambda`.
 
     Returns:
-      At least 1, so that a slice that did not change in the window is not left out for ever, which is our choice.
+      At least 1, so that a slice without variance in the window is still sent, which is our choice.
 
     References: Yu et al. 2018, eq. (6).
     """
@@ -166,51 +166,51 @@ def count_dimensions(variances: Tensor, left_out: float) -> int:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
-    """Numbers whose sums over the replicas say whether all have the same bits: digits of a hash and their squares."""
-    found = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
+    """Computes digits of a hash and their squares, whose sums over the replicas show if all hashes are equal."""
+    hasher = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
     for tensor in tensors:
-        found.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
-    whole = found.digest()
+        hasher.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+    digest = hasher.digest()
     digits = [
-        float(int.from_bytes(whole[at : at + _DIGIT_BYTES])) for at in range(0, len(whole), _DIGIT_BYTES)
+        float(int.from_bytes(digest[start : start + _DIGIT_BYTES]))
+        for start in range(0, len(digest), _DIGIT_BYTES)
     ]
     return [*digits, *(digit * digit for digit in digits)]
 
 
 def is_alike(summed: Sequence[float], size: int) -> bool:
-    """Whether fingerprints that sum to this over ``size`` replicas were equal.
+    """Returns True if the fingerprints that sum to ``summed`` over ``size`` replicas are equal.
 
-    The inequality of Cauchy and Schwarz is an equality for equal numbers alone.
+    The Cauchy-Schwarz inequality is an equality for equal numbers only.
     """
     digits, squares = summed[:_DIGITS], summed[_DIGITS:]
     return all(size * square == digit * digit for digit, square in zip(digits, squares, strict=True))
 
 
 async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: int) -> list[Tensor]:
-    """Rank 0's bases and means, on all ranks.
+    """Broadcasts rank 0's bases and means.
 
-    Bases may be larger than the tensor that they are for, and no message may be; so they go in pieces as long as that.
+    Bases may be larger than their tensor, and a message may not; so they are sent in pieces of at most that length.
 
     Args:
-      channel: the exchange's.
-      own: this rank's, in the order of :func:`list_bases`; all ranks have equal K, and may have unlike d.
-      piece_numel: the most numbers in a message.
+      channel: Channel of the exchange.
+      local_tensors: Bases and means of this rank, in the order of :func:`list_bases`; K is equal on all ranks.
+      piece_numel: Largest number of elements in a message.
 
     Raises:
-      ProtocolError: rank 0's do not fit the own tensor.
+      ProtocolError: Rank 0's bases do not fit this rank's.
     """
 
-    async def received(hop: int, like: Tensor) -> Tensor:
-        """What rank 0 sends, on all ranks."""
+    async def broadcast(hop: int, tensor: Tensor) -> Tensor:
         if channel.rank:
-            (came,) = (await channel.recv(0, hop, (TensorSpec.of(like),))).tensors()
-            return moved(came, like.device)
+            (incoming,) = (await channel.recv(0, hop, (TensorSpec.of(tensor),))).tensors()
+            return moved(incoming, tensor.device)
         for peer in others(channel):
-            channel.send(Payload((like,)), peer, hop)
-        return like
+            channel.send(Payload((tensor,)), peer, hop)
+        return tensor
 
     bases, means = own[: len(own) // 2], own[len(own) // 2 :]
-    columns = (await received(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
+    columns = (await broadcast(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
     if not all(1 <= d <= len(basis) for d, basis in zip(columns, bases, strict=True)):
         raise ProtocolError(
             f"rank 0 sent bases of {columns} columns: do all ranks run the same model and recipe?"
@@ -219,8 +219,10 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
         mean.shape for mean in means
     ]
     sizes = [math.prod(shape) for shape in shapes]
-    flat = means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([one.reshape(-1) for one in own])
+    flat = (
+        means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([tensor.reshape(-1) for tensor in own])
+    )
     pieces = cut(len(flat), math.ceil(len(flat) / piece_numel))
     hop = channel.hops(len(pieces))
-    came = torch.cat([await received(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
-    return [part.view(shape).clone() for part, shape in zip(came.split(sizes), shapes, strict=True)]
+    numbers = torch.cat([await broadcast(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
+    return [part.view(shape).clone() for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
