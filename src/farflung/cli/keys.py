@@ -23,12 +23,11 @@ class MakeKeys:
     """
 
     folder: tyro.conf.Positional[Path]
-    """Where to keep them; made, for its owner alone (mode 700), when it is not there."""
+    """Folder of the keys; created for its owner alone (mode 700), when it does not exist."""
     name: str
-    """What to call this machine."""
+    """Name of this machine."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         file, public = make_keys(self.folder, self.name)
         print(f"key         {public}")
         print(f"copy        {file}  to the folder of keys of every other machine, and theirs here")

@@ -1,4 +1,4 @@
-"""``farflung simulate``: trains in virtual time, with the real arithmetic on a modelled clock."""
+"""``farflung simulate``: trains in virtual time, with real arithmetic on a modelled clock."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Simulate(RunCommand):
     """
 
     compute_on: str = "cpu"
-    """Torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, which all of them share. Times are
-    those of --device, whatever computes."""
+    """Torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, shared by all of them.
+    Times are those of --device, on any hardware.
+    """
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})

@@ -1,4 +1,4 @@
-"""``farflung retime``, ``traffic`` and ``trace``: what the folder of a run that has ended tells."""
+"""``farflung retime``, ``traffic`` and ``trace``: evaluations of the folder of a finished run."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ class Retime(OutputOptions):
     run_folder: tyro.conf.Positional[Path]
     """The folder of a run of farflung simulate."""
     network: str | None = None
-    """Instead of the run's: a name or a TOML file."""
+    """Network to use instead of the run's: a name or a TOML file."""
     device: str | None = None
-    """Instead of the run's: a name or a TOML file."""
+    """Device to use instead of the run's: a name or a TOML file."""
     out: Path | None = None
     """The new run's folder; beside the old one when not given."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.runs import RunFolder, retime
 
-        before = SimulatedConfig.stored_in(RunFolder(self.run_folder))
-        network, device = self.network or str(before["network"]), self.device or str(before["device"])
-        stored = self.run_folder.resolve()  # which has a name where this one is a dot
+        config = SimulatedConfig.stored_in(RunFolder(self.run_folder))
+        network, device = self.network or str(config["network"]), self.device or str(config["device"])
+        stored = self.run_folder.resolve()  # has a name even if the path is a dot
         out = self.out or stored.with_name(f"{stored.name}-on-{Path(network).stem}-{Path(device).stem}")
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
             run = retime(self.run_folder, network=network, device=device, out=out, show=progress)
@@ -63,7 +62,6 @@ class Traffic:
     """Print JSON on stdout and nothing else: for each kind and sender the bytes to each rank."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.report import sent_by_kind, traffic_table
         from farflung.runs import RunFolder
 
@@ -91,7 +89,6 @@ class Trace:
     """The file; trace.json in the run's folder when not given."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.report import chrome_trace
         from farflung.runs import RunFolder
 
