@@ -163,8 +163,8 @@ def _hear(link: socket.socket) -> Any:
 def _back(link: socket.socket, port: int, token: int) -> str:
     """Connects to the host at the other end of a connection; returns why it failed, or an empty string."""
     try:
-        with socket.create_connection((link.getpeername()[0], port), timeout=PATIENCE_S / 2) as sock:
-            _say(sock, {"token": token})
+        with socket.create_connection((link.getpeername()[0], port), timeout=PATIENCE_S / 2) as outgoing:
+            _say(outgoing, {"token": token})
     except OSError as error:
         return error.strerror or str(error)
     return ""

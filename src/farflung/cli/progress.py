@@ -179,7 +179,7 @@ class Progress(Bar):
         self._rate = ""
         self._told: set[tuple[str, int]] = set()
         self._followed = followed
-        """The rank whose events are shown."""
+        """Rank whose events are shown."""
 
     def __call__(self, event: Event) -> None:
         """Handles one event; of other ranks, only their start matters."""
