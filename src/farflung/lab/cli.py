@@ -76,7 +76,7 @@ class RunInLab:
             raise LabError(f"{reason}; farflung lab --check says more")
         with ExitStack() as stack:
             outputs = [stack.enter_context(_output(self.logs, node)) for node in range(self.nodes)]
-            stop_fd = stack.enter_context(_bell())
+            stop = stack.enter_context(_bell())
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-lab-")))
             sock = stack.enter_context(listener(folder))
             lab = stack.enter_context(
@@ -94,13 +94,7 @@ class RunInLab:
                 environment[EVENTS] = sock.getsockname()
             environment[NETWORK] = self.network
             result = run_job(
-                lab,
-                command,
-                environment,
-                outputs,
-                plan=plan,
-                told=sock if self._trains else None,
-                bell=stop_fd,
+                lab, command, environment, outputs, plan=plan, told=sock if self._trains else None, bell=stop
             )
         if self.report is not None:
             self.report.parent.mkdir(parents=True, exist_ok=True)
