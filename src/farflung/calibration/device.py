@@ -79,7 +79,7 @@ def calibrate(
     coding: Sequence[CodingTask] = (),
     sharing: Sharing | None = None,
     clock: Callable[[], float] | None = None,
-    begins: Callable[[str], None] = lambda what: None,
+    begins: Callable[[str], None] = lambda name: None,
 ) -> Calibration:
     """Times the passes of a replica's step, and the arithmetic and the messages of its exchanges.
 

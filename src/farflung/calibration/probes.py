@@ -33,7 +33,7 @@ SAMPLES = 8
 
 
 def forward_flops(work: Workload, seed: int = 0) -> float:
-    """Counts the float operations of a forward pass per sample: matrix products and convolutions, two per product.
+    """Counts the operations of a forward pass per sample: of matrix products and convolutions, two per product.
 
     For :func:`farflung.devices.device_profile`, which knows devices by their operations per second.
 
@@ -191,7 +191,7 @@ def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
 
 
 def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
-    """Measures processor seconds at one end of each message, of the communication threads and of the process."""
+    """Measures processor seconds at one end of a message, of communication threads and of the process."""
     payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
 
     async def run_replica(comm: Communicator) -> None:

@@ -28,17 +28,17 @@ __all__ = ["Calibrate"]
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Measure what a workload takes on this machine, as the profile of a device.
+    """Measure a workload on this machine, as the profile of a device.
 
-    Times forward pass, backward pass and optimizer, whole and layer by layer, what codecs and reducers compute, and
-    what messages take, and predicts and measures the memory of a step. The profile is TOML; farflung simulate takes
-    it with --device FILE.
+    Times the forward pass, the backward pass and the optimizer, as a whole and layer by layer, the computations
+    of codecs and reducers, and messages. Predicts and measures the memory of a step. The profile is TOML, for
+    farflung simulate --device FILE.
     """
 
     workload: str = "fashion-mnist/cnn"
-    """What to measure; see farflung list workloads."""
+    """Workload to measure; see farflung list workloads."""
     data: str | None = None
-    """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
+    """Source of the data: auto, packaged or full, for workloads that offer the choice."""
     batch_size: int | None = None
     """Samples in a step; the workload's own number when not given."""
     optimizer: str | None = None
@@ -48,8 +48,7 @@ class Calibrate:
     threads: int = 1
     """Threads of torch; the workers of farflung train have one each."""
     codecs: tuple[str, ...] | None = None
-    """Codecs to time, as recipes write them, for example "topk(density=0.1)"; when neither these nor reducers are
-    given, all of either, with their default options."""
+    """Codecs to time, as in recipes, for example "topk(density=0.1)"; by default all codecs and reducers."""
     reducers: tuple[str, ...] | None = None
     """Reducers to time, for example "powersgd(rank=4)"."""
     replicas: int = 1
@@ -59,7 +58,7 @@ class Calibrate:
     out: Path | None = None
     """Write the profile to this file; print it when not given."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print what was measured as JSON."""
+    """Print the measurement as JSON."""
 
     def run(self) -> int:
         sharing = Sharing(self.replicas, self.threads)

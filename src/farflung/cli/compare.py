@@ -24,16 +24,16 @@ __all__ = ["Compare"]
     without=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
 )
 class Compare(OutputOptions):
-    """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and where the time goes.
+    """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and parts of the time.
 
-    Each recipe trains once for each seed, with real arithmetic; what it takes on the other networks is timed from that
-    run, where its learning does not depend on the network. A comparison that was interrupted goes on where it stopped
-    when it is started again with the same --out.
+    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network,
+    its time on other networks is computed from that run. An interrupted comparison continues when it is started
+    again with the same --out.
     """
 
     recipes: tuple[str, ...] = COMPARED
-    """Recipes, each with changes in brackets if wished: synchronous(codec=topk(density=0.01), learning_rate=0.02).
-    The first is what the others are measured against."""
+    """Recipes, with optional changes in brackets: synchronous(codec=topk(density=0.01), learning_rate=0.02). The
+    first is the baseline."""
     networks: tuple[str, ...] = ("wifi-10mbps",)
     """Networks, by name or as TOML files."""
     seeds: tuple[int, ...] = (0,)

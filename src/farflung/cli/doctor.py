@@ -38,21 +38,21 @@ SETTINGS = Path("/proc/sys/net/ipv4")
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say whether this machine can run, and measure the way to other machines.
+    """Check this machine, and measure the connection to other machines.
 
-    On one machine: farflung doctor --serve. On another: farflung doctor HOST:PORT, with the port that the first has
-    printed. Reached or not in both directions, round trip, throughput, clocks and versions. Exit code 1 where one is
-    not reached.
+    On one machine, run farflung doctor --serve; on another, farflung doctor HOST:PORT with the port that the
+    first has printed. Reports connections in both directions, round trip, throughput, clocks and versions. Exit
+    code 1 if a machine cannot be reached.
     """
 
     peers: tyro.conf.Positional[tuple[str, ...]] = ()
     """Machines to measure, each as HOST:PORT."""
     serve: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Answer other machines until Ctrl-C. Whatever reaches the port can measure this machine's network meanwhile."""
+    """Answer other machines until Ctrl-C. Anyone who reaches the port can measure this machine's network."""
     port: int = 0
     """Port to listen on: with --serve for others, else for connections back; 0: any port that is free."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print what was found as JSON."""
+    """Print the results as JSON."""
 
     def run(self) -> int:
         (port,) = ports_in(self.port)

@@ -19,7 +19,7 @@ class MakeKeys:
     Writes FOLDER/NAME.secret, which never leaves this machine and must stay readable by its owner alone (mode 600),
     and FOLDER/NAME.public. Copy NAME.public into the folder of every other machine, and theirs into this one: a run
     started with --keys FOLDER accepts only the owners of the keys there. No file is ever overwritten; to
-    change a machine's keys, or to put a machine out, remove its files. Both files are PEM.
+    change a machine's keys, or to exclude a machine, remove its files. Both files are PEM.
     """
 
     folder: tyro.conf.Positional[Path]

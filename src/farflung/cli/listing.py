@@ -36,11 +36,11 @@ Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, 
 
 @dataclass(frozen=True)
 class List:
-    """List what farflung knows by name; with a name, all figures of that one.
+    """List the parts of farflung by name; with a name, all figures of that one.
 
-    Codecs: each encodes a million normally distributed values of float32 with its default options. Its error is the
-    norm of what it leaves out over that of the gradient. error_feedback(CODEC) is for codecs that are biased and leave
-    out much. Networks and devices: with a name, where the figures come from.
+    Codecs: each encodes a million normally distributed float32 values with default options. Its error is the
+    norm of its residual over that of the gradient. Biased codecs with large errors need error_feedback(CODEC).
+    Networks and devices: with a name, the source of the figures.
     """
 
     what: tyro.conf.Positional[Literal["recipes", "codecs", "workloads", "networks", "devices", "data"]]

@@ -93,7 +93,7 @@ class Bar:
             self._live = None
 
     def start(self, state: str, total: float, done: float = 0.0) -> None:
-        """Starts to count other work, of which ``done`` units need no time."""
+        """Starts to count other work, of which ``num_done`` units need no time."""
         self.state, self.total, self.done = state, total, done
         self._began, self._paced = self._clock(), None
 

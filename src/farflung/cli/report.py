@@ -26,15 +26,15 @@ __all__ = ["PageServer", "Report", "Watch", "page_data"]
 
 @dataclass(frozen=True)
 class Report:
-    """Write one page of HTML about runs: what they learned, when, and where their time went.
+    """Write one HTML page about runs: learning curves, and the parts of their time.
 
-    The page asks no other address for anything, so it can be sent and kept. Runs need not have come to their end.
+    The page loads nothing from elsewhere, so it can be sent and kept. Runs may be unfinished.
     """
 
     run_folders: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs of farflung train or farflung simulate; several are compared."""
     out: Path | None = None
-    """The file; report.html when not given, in the run's folder where there is one run."""
+    """HTML file; by default report.html, in the run's folder if only one is given."""
 
     def run(self) -> int:
         if not self.run_folders:
@@ -48,13 +48,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run in the browser while it goes on: the page of farflung report, whose figures are kept up to date.
+    """Show a run in the browser while it goes on: the page of farflung report with current figures.
 
     Only this machine can see it. Ctrl-C ends it, and leaves the run alone.
     """
 
     run_folder: tyro.conf.Positional[Path]
-    """The folder of a run of farflung train or farflung simulate, which need not have begun a step."""
+    """Folder of a run of farflung train or farflung simulate, even before its first step."""
     port: int = 0
     """Port on loopback; a free one when not given."""
 

@@ -28,9 +28,9 @@ class Worker:
 
     torchrun --no-python ... farflung worker -- python train.py
 
-    The program itself calls farflung.attach(elastic=...) or is farflung train --elastic; one that it starts in turn is
-    not certified. It gets the signals that this command gets. This command ends with its exit code, or with 128 more
-    than the number of the signal that has ended it.
+    The program must itself call farflung.attach(elastic=...) or be farflung train --elastic; its child
+    processes are not certified. Signals are forwarded to it. The exit code is the program's, or 128 plus the
+    number of the signal that ended it.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]] = ()

@@ -40,27 +40,27 @@ class RunInLab:
     """
 
     command: tyro.conf.Positional[tuple[str, ...]] = ()
-    """After --: the program that is started at every node, with RANK, WORLD_SIZE, MASTER_ADDR and the like. train and
-    its options need no dashes before them."""
+    """After --: program to start at every node, with RANK, WORLD_SIZE, MASTER_ADDR and so on. train and its
+    options need no dashes before them."""
     network: str = "wifi-10mbps"
-    """The network profile: a name, or a file ending in .toml."""
+    """Network profile: a name, or a file ending in .toml."""
     nodes: int = 4
     """Number of nodes, each with a network of its own."""
     congestion_control: str | None = None
-    """Congestion control of the nodes' TCP, as the kernel names it; the profile's, or this machine's, by default."""
+    """Congestion control of the nodes' TCP, by the kernel's name; the profile's or this machine's by default."""
     logs: Path | None = None
     """Folder for the output of each worker, in rank-0.log and so on; this terminal when not given."""
     report: Path | None = None
     """JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times count from
-    the first step; of another program there are no steps, and times count from its start."""
+    """TOML file with faults: crash, hang, cut, throttle, lose, restore. With train, times count from the first
+    step; with another program, from its start."""
     seed: int = 0
     """Seed of jitter and loss."""
     any_delay: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Take delays as this machine makes them where it cannot keep the profile's, such as 0.1 ms; see the report."""
+    """Accept this machine's delays if it cannot keep the profile's, such as 0.1 ms; see the report."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Say what this machine can do, and why not, and measure the links. Runs no program."""
+    """Print this machine's abilities and what it lacks, and measure the links. Runs no program."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print only the output of the workers."""
 
@@ -125,7 +125,7 @@ class RunInLab:
 
     @property
     def _trains(self) -> bool:
-        """True if the workers of the program report their events."""
+        """Returns True if the workers of the program report their events."""
         program, *arguments = self.command
         return arguments[:3] == ["-m", "farflung", "train"] or (
             Path(program).name == "farflung" and arguments[:1] == ["train"]

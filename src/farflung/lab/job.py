@@ -89,10 +89,10 @@ def run_job(
                 child.kill()
             break
         deadline = min(kill_at, stage.due())
-        watched: list[Child | socket.socket | int] = [*lab.watched()]
-        watched += [source for source in (bell, told) if source is not None]
+        sources: list[Child | socket.socket | int] = [*lab.watched()]
+        sources += [source for source in (bell, told) if source is not None]
         timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select(watched, [], [], timeout_s)
+        ready, _, _ = select.select(sources, [], [], timeout_s)
         for child in running:
             child.wait(0.0)
         if told is not None and told in ready:

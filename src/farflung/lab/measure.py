@@ -117,12 +117,12 @@ class Measured:
 
     @property
     def fits(self) -> bool:
-        """True if delay and speed are within :data:`TOLERANCE`, and chance explains the loss."""
+        """Returns True if delay and speed are within :data:`TOLERANCE`, and chance explains the loss."""
         return max(self.latency_off, self.bandwidth_off) <= TOLERANCE and not self.loss_off
 
     @property
     def usable(self) -> bool:
-        """True if all but the delay is accurate, and packets arrive."""
+        """Returns True if all but the delay is accurate, and packets arrive."""
         return self.bandwidth_off <= TOLERANCE and not self.loss_off and math.isfinite(self.latency_s)
 
 
@@ -186,9 +186,9 @@ def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
     delays: dict[Pair, list[float]] = {(a, b): [] for a in range(nodes) for b in range(nodes) if a != b}
     missing = PINGS * len(delays)
 
-    def receive_pings(until: float) -> None:
+    def receive_pings(deadline: float) -> None:
         nonlocal missing
-        for _, arrived_s, ping in _receive(sockets, until) if missing else ():
+        for _, arrived_s, ping in _receive(sockets, deadline) if missing else ():
             src, dst, sent_s = _PING.unpack(ping)
             delays[src, dst].append(arrived_s - sent_s)
             missing -= 1
@@ -328,8 +328,8 @@ def _transfer(
                 numbers = range(start, min(start + batch_size, packets))
                 data = b"".join(_NUMBER.pack(number) + bytes(_DATAGRAM - _NUMBER.size) for number in numbers)
                 sockets[src].sendto(data, (address_of(dst), _PORT))
-        until = time.monotonic() + patience_s
-        for node, arrived_s, datagram in _receive(sockets, until, lambda: count_missing() <= lost() - base):
+        end_s = time.monotonic() + patience_s
+        for node, arrived_s, datagram in _receive(sockets, end_s, lambda: count_missing() <= lost() - base):
             arrivals[node].append((arrived_s, *_NUMBER.unpack_from(datagram)))
             if not count_missing():
                 break

@@ -21,7 +21,7 @@ BUFFER_S = 1.0
 """Capacity of a queue for one pair, in seconds of bandwidth; packets that reach a full queue are lost."""
 SEGMENT_BITS = 8.0 * 1500
 BURST_S = 0.01
-"""Maximum gap of a pair's packets with equal jitter; otherwise fixed order would keep the delay near its maximum."""
+"""Maximum gap of a pair's packets with equal jitter; else fixed order would keep the delay near its maximum."""
 LEAST_BUFFER_NBYTES = 256 * 1024
 """Minimum capacity of a queue for one pair."""
 

@@ -295,8 +295,8 @@ def _shared(recipes: Sequence[str]) -> tuple[str, str]:
     first = min(recipes, key=len, default="")
     if len(set(recipes)) < 2:
         return "", ""
-    starts = [""] + [first[:at] for at in range(1, len(first)) if first[at - 1] in "(= "]
-    ends = [""] + [first[at:] for at in range(1, len(first)) if first[at] in "(,)"]
+    starts = [""] + [first[:i] for i in range(1, len(first)) if first[i - 1] in "(= "]
+    ends = [""] + [first[i:] for i in range(1, len(first)) if first[i] in "(,)"]
     return max(
         (
             (start, end)
@@ -316,7 +316,7 @@ def _shared(recipes: Sequence[str]) -> tuple[str, str]:
 
 def _is_whole(text: str) -> bool:
     """Returns True if a text is not empty and closes each bracket that it opens."""
-    depth = [text[:at].count("(") - text[:at].count(")") for at in range(1, len(text) + 1)]
+    depth = [text[:i].count("(") - text[:i].count(")") for i in range(1, len(text) + 1)]
     return bool(depth) and min(depth) >= 0 and depth[-1] == 0
 
 

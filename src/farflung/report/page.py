@@ -74,11 +74,11 @@ CHARTS = (
     _Chart(BUFFERS, "Samples held", "samples", {"": ("held", None)}, None),
     _Chart(BUFFERS, "Waited for samples", "seconds of the step", {"": ("data_s", None)}, None),
     _Chart(SAMPLING, "Scores of the newest group", "score",
-           {f"{q} %": ("score_quantiles", at) for at, q in enumerate((5, 25, 50, 75, 95))}, fmean),
+           {f"{q} %": ("score_quantiles", i) for i, q in enumerate((5, 25, 50, 75, 95))}, fmean),
     _Chart(SAMPLING, "Batches by scores over uniform ones", "factor",
            {"second moment of gradients": ("variance_ratio", None), "gain in steps, predicted": ("gain", None)}, fmean),
     _Chart(SAMPLING, "Ranks since the scores before", "share of samples",
-           {f"moved by less than {most} %": (f"rank_within_{most}", None) for most in (5, 10)}, fmean),
+           {f"moved by less than {limit} %": (f"rank_within_{limit}", None) for limit in (5, 10)}, fmean),
     _Chart(SAMPLING, "Samples in the newest group", "samples", {"": ("scored", None)}, fmean),
     _Chart(SAMPLING, "Groups of scores", "steps",
            {"groups": ("groups", None), "age of the scores before": ("score_age", None)}, fmean),
@@ -301,9 +301,9 @@ def _shares(run: ReportedRun, title: str) -> Iterator[Figure]:
 
 def _traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the table of payload bytes that each rank has sent, by kind."""
-    ended = {rank: events for rank, events in run.events.items() if run.courses[rank].ended}
-    if sent := sent_by_kind(ended) if ended else {}:
-        rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in ended]
+    finished = {rank: events for rank, events in run.events.items() if run.courses[rank].ended}
+    if sent := sent_by_kind(finished) if finished else {}:
+        rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in finished]
         yield _table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
 
 
@@ -364,7 +364,7 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
       is_live: Whether the page polls its server for newer figures.
 
     Raises:
-      DataError: An event or the summary is damaged; other errors of :func:`farflung.files.reading` are possible.
+      DataError: An event or the summary is damaged. Other errors of :func:`farflung.files.reading` may occur.
       MissingExtra: rich is not installed.
     """
     several = len(runs) > 1

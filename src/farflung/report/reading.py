@@ -105,7 +105,7 @@ class RankCourse:
 def rank_courses(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, RankCourse]:
     """Reads the events of all replicas on one clock, that of the replicas that began first.
 
-    The first step that a joiner shares with them sets its clock; until it has one, the end of the step before does.
+    The first step shared with them sets a joiner's clock; without one, the end of the step before does.
 
     Raises:
       DataError: An event lacks a number.
