@@ -72,7 +72,7 @@ def run_job(
       Unsupported, ConfigError: The lab cannot carry out the plan.
       LabError: The delay line ended.
     """
-    stage = LabStage(lab, plan or FaultPlan(), told=told is not None)
+    faults = LabStage(lab, plan or FaultPlan(), told=told is not None)
     baseline = [lab.counters(node) for node in range(lab.nodes)]
     lab.begin()
     start = time.monotonic()
@@ -81,14 +81,14 @@ def run_job(
     stops, kill_at = 0, math.inf
     while running := [child for child in lab.workers if child is not None and child.exit_code is None]:
         lab.check_line()
-        stage.go_on()
-        if is_hung := stage.is_hung_for_good():
+        faults.go_on()
+        if is_hung := faults.is_hung_for_good():
             logging.getLogger("farflung").warning("only workers that hang for ever are left: they are killed")
         if is_hung or stops > 1 or time.monotonic() >= kill_at:
             for child in running:
                 child.kill()
             break
-        deadline = min(kill_at, stage.due())
+        deadline = min(kill_at, faults.due())
         sources: list[Child | socket.socket | int] = [*lab.watched()]
         sources += [source for source in (bell, told) if source is not None]
         timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
@@ -96,7 +96,7 @@ def run_job(
         for child in running:
             child.wait(0.0)
         if told is not None and told in ready:
-            stage.hear(json.loads(told.recv(1 << 20)))
+            faults.hear(json.loads(told.recv(1 << 20)))
             kill_at = time.monotonic() + STOP_S if stops else math.inf
         if bell is not None and bell in ready:
             os.read(bell, 1)
@@ -104,10 +104,10 @@ def run_job(
             kill_at = time.monotonic() + STOP_S
             for node in range(lab.nodes):
                 lab.signal(node, signal.SIGINT)
-    stage.injector.warn_of_missed()
+    faults.injector.warn_of_missed()
     exit_codes = [None if child is None else child.exit_code for child in lab.workers]
     codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in exit_codes]
     counters = tuple(lab.counters(node) - baseline[node] for node in range(lab.nodes))
     seconds = time.monotonic() - start
-    steps_s = tuple(stage.began[node] - start if node in stage.began else None for node in range(lab.nodes))
+    steps_s = tuple(faults.began[node] - start if node in faults.began else None for node in range(lab.nodes))
     return JobResult(tuple(codes), counters, lab.lost(), seconds, stops > 0, steps_s)

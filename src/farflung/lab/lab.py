@@ -75,7 +75,7 @@ class Lab:
     Args:
       profile: Network profile.
       nodes: Number of nodes.
-      fair: Whether ways share a capacity equally; see :class:`farflung.lab.queues.Queues`.
+      fair: Whether pairs share a capacity equally; see :class:`farflung.lab.queues.Queues`.
       congestion_control: Congestion control of the nodes' TCP, as the kernel names it; ``None`` for the
         profile's or this machine's.
       seed: Seed of jitter and loss.
@@ -219,7 +219,7 @@ class Lab:
         self._tell({"do": "begin"})
 
     def change(self, src: int, dst: int, condition: Condition) -> None:
-        """Sets the condition of the way from one node to another."""
+        """Sets the condition of the link from one node to another."""
         self._tell({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
 
     def reset(self, src: int, dst: int) -> None:

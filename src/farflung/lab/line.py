@@ -44,7 +44,7 @@ def run_line(
 ) -> None:
     """Creates the nodes, hands their namespaces over, and carries packets until ``control`` is closed.
 
-    The devices end with this process, and with them every way between the nodes.
+    The devices end with this process, and with them every link between the nodes.
 
     Args:
       control: Stream of lines of JSON, each of which gets a reply.

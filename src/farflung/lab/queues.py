@@ -28,7 +28,7 @@ LEAST_BUFFER_NBYTES = 256 * 1024
 
 @dataclass(slots=True)
 class _Way:
-    """State of the way from one node to another."""
+    """State of an ordered pair of nodes."""
 
     src: int
     dst: int
@@ -117,7 +117,7 @@ class _Queue:
 class Queues:
     """Queues for all capacities of a profile, which packets pass in turn before the delay of their pair.
 
-    Hand over packets with :meth:`enqueue`; at :meth:`get_due_s`, take arrived ones from :meth:`pop_arrived`. As
+    Hand over packets with :meth:`enqueue`; at :meth:`get_next_time`, take arrived ones from :meth:`pop_arrived`. As
     in virtual time, :class:`farflung.network.Wiring` decides which capacities a packet uses, and how often.
 
     Args:

@@ -41,7 +41,7 @@ def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
 
 
 class LabStage(Stage):
-    """Stage that carries out a fault plan in a lab.
+    """Fault environment of a lab, which carries out a plan on real processes and links.
 
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them
     with their connections open; ``leave`` sends them SIGUSR1, by which a replica of an elastic run leaves;
@@ -120,7 +120,7 @@ class LabStage(Stage):
         return all(child is None or child.exit_code is not None for child in self._lab.workers)
 
     def is_hung_for_good(self) -> bool:
-        """Returns True if every running worker hangs, and no fault's end or restore will wake it."""
+        """Returns True if every running worker hangs, and no fault's end or restore will resume it."""
         restorable = {
             fault.rank
             for fault in self.injector.missed
