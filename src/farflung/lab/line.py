@@ -153,8 +153,8 @@ class _Line:
         match order:
             case {"do": "early", "seconds": float(seconds)}:
                 queues.early_s = seconds
-            case {"do": "lose", "now": bool(now)}:
-                queues.loses = now
+            case {"do": "lose", "now": bool(is_lossy)}:
+                queues.loses = is_lossy
             case {"do": "begin"}:
                 queues.begin_s = time.monotonic()
             case {"do": "change", "src": int(src), "dst": int(dst), "condition": dict(condition)}:
