@@ -1,4 +1,4 @@
-"""Measures a workload on this machine: the device profile from which virtual time models it."""
+"""Measurement of a workload on this machine, as a device profile for virtual time."""
 
 from typing import TYPE_CHECKING
 

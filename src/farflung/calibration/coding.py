@@ -1,4 +1,4 @@
-"""Measures what coding takes on this machine: the reducers themselves, with a stopwatch around what they compute."""
+"""Measurement of coding on this machine: real reducers, with a stopwatch around their computations."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ __all__ = ["CodingTask", "coding_points", "coding_tasks", "ladder", "tensors_lik
 T = TypeVar("T")
 
 REPLICAS = 2
-"""Ranks that exchange with each other while the stopwatch runs, unless said otherwise; each computes for itself."""
+"""Default number of ranks that exchange while the stopwatch runs; each computes for itself."""
 WARM_UP = 2
-"""Exchanges that are not counted: the first ones allocate."""
+"""Number of first exchanges that are not counted, since they allocate."""
 LATE = 1 << 20
-"""A step at which no method warms up any more."""
+"""Step at which no method warms up any more."""
 SMALLEST, GROWTH, LARGEST = 1 << 10, 4, 1 << 22
-"""Sizes that are measured, in elements; what is larger grows with its size."""
+"""Sizes that are measured, in elements; times of larger tensors are extrapolated."""
 SPACING = 1.5
-"""The least ratio of two neighbouring sizes that are kept."""
+"""Minimum ratio of two neighbouring sizes."""
 KERNEL = (16, 16)
 """Filters and depth of a convolution in place of a matrix."""
 _WAYS: tuple[Literal["gather", "two", "hops"], ...] = ("gather", "two", "hops")
 
 
 class CodingTask(NamedTuple):
-    """A codec or reducer to be measured.
+    """Codec or reducer to measure.
 
     Args:
-      name: as recipes write it.
-      reducers: by which it is carried; the ways of a codec.
+      name: Name as in recipes.
+      reducers: Reducers that run it; for a codec, one for each kind of all-reduce.
     """
 
     name: str
@@ -66,29 +66,29 @@ class CodingTask(NamedTuple):
 def coding_tasks(
     codecs: Iterable[str] | None = None, reducers: Iterable[str] | None = None
 ) -> list[CodingTask]:
-    """What to measure, plain sums first.
+    """Builds the tasks to measure, plain sums first.
 
     Args:
-      codecs: text as in recipes; every codec of the registry with its default options when neither is given.
-      reducers: likewise, without the one around codecs.
+      codecs: Codecs as in recipes; if neither argument is given, all registered ones with default options.
+      reducers: Reducers, likewise, without the one around codecs.
 
     Raises:
-      BadInput: no such codec or reducer, or not an option of it.
+      BadInput: A codec, a reducer or an option is unknown.
     """
     if codecs is None and reducers is None:
         codecs, reducers = CODECS, (name for name in REDUCERS if name != "codec")
-    found = {"identity": CodingTask("identity", (CodecReducer(),))}
+    tasks = {"identity": CodingTask("identity", (CodecReducer(),))}
     for text in codecs or ():
         codec: Codec = build("codec", text, CODECS)
-        found.setdefault(text, CodingTask(text, tuple(CodecReducer(codec, phases=way) for way in _WAYS)))
+        tasks.setdefault(text, CodingTask(text, tuple(CodecReducer(codec, phases=p) for p in _WAYS)))
     for text in reducers or ():
         reducer: Reducer = build("reducer", text, REDUCERS)
-        found.setdefault(text, CodingTask(text, (reducer,)))
-    return list(found.values())
+        tasks.setdefault(text, CodingTask(text, (reducer,)))
+    return list(tasks.values())
 
 
 def ladder(largest: int = LARGEST) -> list[TensorSpec]:
-    """Flat tensors of one matrix each, up to a size."""
+    """Builds flat tensors of one matrix each, up to a size."""
     specs = []
     numel = SMALLEST
     while numel <= min(largest, LARGEST):
@@ -99,15 +99,15 @@ def ladder(largest: int = LARGEST) -> list[TensorSpec]:
 
 
 def tensors_like(buckets: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """What to measure with for a model: its buckets, and a ladder of smaller tensors, for what is cut into segments.
+    """Returns a model's buckets and a ladder of smaller tensors, which stand for segments.
 
     Args:
-      buckets: of its gradients; those that are larger than the ladder goes are left out.
+      buckets: Buckets of its gradients; those larger than the ladder are left out.
     """
-    own = {spec.numel: spec for spec in buckets if spec.numel <= LARGEST}
+    sizes = {spec.numel: spec for spec in buckets if spec.numel <= LARGEST}
     rungs = ladder(max(spec.numel for spec in buckets))
-    between = [rung for rung in rungs if not any(rung.numel <= numel < SPACING * rung.numel for numel in own)]
-    return [*between, *own.values()]
+    gaps = [r for r in rungs if not any(r.numel <= numel < SPACING * r.numel for numel in sizes)]
+    return [*gaps, *sizes.values()]
 
 
 def coding_points(
@@ -119,51 +119,51 @@ def coding_points(
     clock: Callable[[], float] = time.thread_time,
     begins: Callable[[str], None] = lambda name: None,
 ) -> dict[tuple[str, str], Points]:
-    """Medians of what is computed in exchanges, by operation and method, for :class:`farflung.devices.CodingRates`.
+    """Measures median times of exchanges by operation and method, for :class:`farflung.devices.CodingRates`.
 
-    Replicas of virtual time carry random numbers by each reducer. Whatever their exchanges charge to a modelled device
-    is timed, so what is measured has the names of what is charged.
+    Replicas of virtual time exchange random numbers by each reducer. Every operation that is charged to a
+    modelled device is timed under the same name.
 
     Args:
-      tasks: what to measure.
-      specs: of the tensors.
-      rounds: exchanges that count, of each tensor by each reducer.
-      replicas: how many exchange with each other; the more, the smaller the segments that are measured.
-      clock: in seconds; by default those of this thread's processor, whatever else the machine does.
-      begins: is told the name of what is measured next.
+      tasks: Tasks to measure.
+      specs: Tensors to exchange.
+      rounds: Number of counted exchanges, of each tensor by each reducer.
+      replicas: Number of replicas; the more, the smaller the measured segments.
+      clock: Function that returns seconds; by default, this thread's processor time.
+      on_begin: Callback that gets the name of the next task.
     """
-    taken: dict[CodingCost, list[float]] = {}
+    durations: dict[CodingCost, list[float]] = {}
     for task in tasks:
         begins(task.name)
         for reducer in task.reducers:
             for spec in specs:
-                with suppress(Unsupported):  # a codec that cannot go this way
-                    _exchange(reducer, _fitting(reducer, spec), rounds, replicas, clock, taken)
+                with suppress(Unsupported):  # a codec without this kind of all-reduce
+                    _exchange(reducer, _fitting(reducer, spec), rounds, replicas, clock, durations)
     points: dict[tuple[str, str], dict[int, float]] = {}
-    for cost, seconds in taken.items():
+    for cost, seconds in durations.items():
         if cost.numel:
             points.setdefault((cost.operation, cost.method), {})[cost.numel] = statistics.median(seconds)
-    asked = {spec.numel for spec in specs}
-    return {key: _thinned(of_key, asked) for key, of_key in points.items()}
+    requested = {spec.numel for spec in specs}
+    return {key: _thinned(values, requested) for key, values in points.items()}
 
 
 def _thinned(points: Mapping[int, float], asked: Collection[int]) -> Points:
-    """By rising size; of sizes close to each other, which segments of unlike tensors are, the largest."""
-    kept: list[tuple[int, float]] = []
+    """Sorts points by size; of sizes close to each other, as of unequal segments, keeps the largest."""
+    thinned: list[tuple[int, float]] = []
     for numel in sorted(points, reverse=True):
-        if not kept or numel in asked or numel * SPACING <= kept[-1][0]:
-            kept.append((numel, float(f"{points[numel]:.4g}")))
-    return tuple(reversed(kept))
+        if not thinned or numel in asked or numel * SPACING <= thinned[-1][0]:
+            thinned.append((numel, float(f"{points[numel]:.4g}")))
+    return tuple(reversed(thinned))
 
 
 class _TimedChannel(ExchangeChannel):
-    """A channel with a stopwatch around what is computed.
+    """Channel with a stopwatch around computations.
 
     Args:
-      comm: of one replica.
-      step: of the exchange.
-      clock: in seconds.
-      taken: takes the seconds.
+      comm: Communicator of one replica.
+      step: Step of the exchange.
+      clock: Function that returns seconds.
+      durations: Collects the seconds of each operation.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class _TimedChannel(ExchangeChannel):
 
 
 def _fitting(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
-    """The tensor, as one convolution where the reducer has no use for what it is made of."""
+    """Returns the tensor, as one convolution if the reducer does not support its parts."""
     try:
         reducer.check([spec])
     except Unsupported:
@@ -198,20 +198,20 @@ def _exchange(
     taken: dict[CodingCost, list[float]],
 ) -> None:
     world = VirtualWorld(replicas)
-    unlike = max(WARM_UP, reducer.exchanges_until(1))
+    warm_up = max(WARM_UP, reducer.exchanges_until(1))
 
-    async def replica(rank: int) -> None:
+    async def run_replica(rank: int) -> None:
         comm = world.runtimes[rank].comm
         slot = StateSlot(reducer.init(spec, Seeds(0, rank)))
         noise = torch.Generator().manual_seed(rank)
         gradient = torch.randn(spec.numel, generator=noise).to(spec.dtype)
-        for step in range(LATE, LATE + unlike + rounds):
-            # Kinds of exchanges that are seldom count even where they come early.
-            counted = taken if step >= LATE + WARM_UP else {}
-            channel = _TimedChannel(comm, step, clock, counted)
-            own = Contribution(gradient.clone(), 1.0, torch.zeros(0, dtype=torch.float64))
-            result = await reducer.reduce(channel, slot, own, step=step)
+        for step in range(LATE, LATE + warm_up + rounds):
+            # Rare kinds of exchanges count even if they come early.
+            recorded = taken if step >= LATE + WARM_UP else {}
+            channel = _TimedChannel(comm, step, clock, recorded)
+            contribution = Contribution(gradient.clone(), 1.0, torch.zeros(0, dtype=torch.float64))
+            result = await reducer.reduce(channel, slot, contribution, step=step)
             if result.learn is not None:
                 slot.state = result.learn(slot.state)
 
-    world.run([replica(rank) for rank in range(replicas)])
+    world.run([run_replica(rank) for rank in range(replicas)])

@@ -1,4 +1,4 @@
-"""Measures a workload on this machine, layer by layer."""
+"""Measurement of a workload on this machine, layer by layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from farflung.types import Batch, Dataset, TensorSpec, Workload
 __all__ = ["Calibration", "Spread", "calibrate"]
 
 WARM_UP = 3
-"""Steps that are not counted: the first ones allocate."""
+"""Number of first steps that are not counted, since they allocate."""
 ROUNDS_EACH = 3
-"""Steps that are timed for each exchange that is, and for each round of messages."""
+"""Number of timed steps for each timed exchange and each round of messages."""
 
 
 class Spread(NamedTuple):
-    """Quartiles of what the rounds took."""
+    """Quartiles of a duration over all rounds."""
 
     low: float
     median: float
@@ -39,24 +39,24 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of two values or more."""
+        """Computes the quartiles of at least two values."""
         return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured.
+    """Result of a calibration.
 
     Args:
-      device: medians, as a profile.
-      names: of its layers.
-      batch_size: samples in each pass.
-      rounds: how many of each pass.
-      forward_s: seconds per sample.
-      backward_s: seconds per sample.
-      optimizer_s: seconds per step.
-      predicted_nbytes: the memory of a step, by :func:`farflung.devices.training_nbytes`.
-      measured_nbytes: the most that tensors took at a time in such a step.
+      device: Profile with medians.
+      names: Names of its layers.
+      batch_size: Number of samples in each pass.
+      rounds: Number of each pass.
+      forward_s: Seconds of the forward pass per sample.
+      backward_s: Seconds of the backward pass per sample.
+      optimizer_s: Seconds of the optimizer per step.
+      predicted_nbytes: Memory of a step by :func:`farflung.devices.training_nbytes`.
+      measured_nbytes: Peak memory of tensors in such a step.
     """
 
     device: DeviceProfile
@@ -79,28 +79,27 @@ def calibrate(
     coding: Sequence[CodingTask] = (),
     sharing: Sharing | None = None,
     clock: Callable[[], float] | None = None,
-    begins: Callable[[str], None] = lambda what: None,
+    begins: Callable[[str], None] = lambda name: None,
 ) -> Calibration:
     """Times the passes of a replica's step, and the arithmetic and the messages of its exchanges.
 
-    Passes are timed whole first, then once more with a look at the clock after each layer; the layers' shares of the
-    second are laid over the medians of the first, so that looking costs nothing. A layer is a module with parameters
-    of its own; what comes between two of them counts to the one after it in its pass. The loss counts to the last
-    layer. What a replica that trains alone takes for a step beyond its passes is the step's own: loading samples,
-    bookkeeping.
+    Whole passes are timed first, then once more with a clock after each layer. The layers' shares of the second
+    are scaled to the medians of the first, so that the clock costs nothing. A layer is a module with its own
+    parameters; work between two layers counts to the later one in its pass. The loss counts to the last layer.
+    The step's own time is that of a replica that trains alone beyond its passes, as for loading samples.
 
     Args:
-      work: what to measure.
-      training: batch size and optimizer.
-      rounds: of each pass; of exchanges and messages there are a third as many.
-      name: of the device.
-      coding: the codecs and reducers to measure; none: neither these nor messages.
-      sharing: of the machine, with as many threads as torch has now; one replica of one thread when not given.
-      clock: in seconds; the sharing's when not given.
-      begins: is told what is measured next.
+      work: Workload to measure.
+      training: Batch size and optimizer.
+      rounds: Number of each pass; a third as many exchanges and messages are measured.
+      name: Name of the device.
+      coding: Codecs and reducers to measure; if empty, messages are not measured either.
+      sharing: Sharing of the machine, with as many threads as torch has; by default one replica of one thread.
+      clock: Function that returns seconds; by default that of ``sharing``.
+      on_begin: Callback that gets the name of the next measurement.
 
     Raises:
-      ConfigError: fewer than two rounds, or a batch larger than the training set.
+      ConfigError: The rounds are fewer than two, or the batch is larger than the training set.
     """
     if rounds < 2:
         raise ConfigError(f"--rounds {rounds}: must be 2 or more")
@@ -118,25 +117,25 @@ def calibrate(
             begins("forward and backward")
             for _ in range(WARM_UP):
                 step.run()
-            taken = [step.run() for _ in range(rounds)]
+            steps = [step.run() for _ in range(rounds)]
             with step.watched():
-                watched = [step.run() for _ in range(rounds)]
-            whole_s = whole_steps_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
+                watched_steps = [step.run() for _ in range(rounds)]
+            step_s = whole_steps_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
             rates = _rates(coding, step.specs, max(1, rounds // ROUNDS_EACH), clock, sharing, begins)
-        predicted, layers_of = step.predicted_nbytes(), step.layers
+        predicted, layer_sizes = step.predicted_nbytes(), step.layers
         del step
         measured = peak_nbytes(lambda: _two_steps(work, train, training, clock))
     size = training.batch_size
-    forward = Spread.of([one.forward_s / size for one in taken])
-    backward = Spread.of([one.backward_s / size for one in taken])
-    optimizer = Spread.of([one.optimizer_s for one in taken])
+    forward = Spread.of([times.forward_s / size for times in steps])
+    backward = Spread.of([times.backward_s / size for times in steps])
+    optimizer = Spread.of([times.optimizer_s for times in steps])
     shares = zip(
-        _medians([one.layers_forward_s for one in watched], forward.median),
-        _medians([one.layers_backward_s for one in watched], backward.median),
+        _medians([times.layers_forward_s for times in watched_steps], forward.median),
+        _medians([times.layers_backward_s for times in watched_steps], backward.median),
         strict=True,
     )
     layers = tuple(
-        Layer(numel, fore, back) for (_, numel), (fore, back) in zip(layers_of, shares, strict=True)
+        Layer(numel, fore, back) for (_, numel), (fore, back) in zip(layer_sizes, shares, strict=True)
     )
     passes_s = size * (forward.median + backward.median) + optimizer.median
     device = DeviceProfile(
@@ -145,11 +144,11 @@ def calibrate(
         layers=layers,
         coding=rates,
         cores=sharing.cores,
-        step_s=max(0.0, whole_s - passes_s),
+        step_s=max(0.0, step_s - passes_s),
     )
     return Calibration(
         device,
-        tuple(name for name, _ in layers_of),
+        tuple(name for name, _ in layer_sizes),
         size,
         rounds,
         forward,
@@ -161,7 +160,7 @@ def calibrate(
 
 
 def _forever(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
-    """What is measured, over and over."""
+    """Repeats all measured work for ever."""
     while True:
         for _ in range(rounds):
             step.run()
@@ -179,7 +178,7 @@ def _rates(
     sharing: Sharing,
     begins: Callable[[str], None],
 ) -> CodingRates | None:
-    """What exchanges of these buckets take; ``None`` where nothing is to be measured."""
+    """Measures the rates of exchanges of these buckets; returns ``None`` if ``coding`` is empty."""
     if not coding:
         return None
     points = coding_points(coding, tensors_like(specs), rounds=rounds, clock=clock, begins=begins)
@@ -188,14 +187,14 @@ def _rates(
 
 
 def _medians(rounds: Sequence[Sequence[float]], whole: float) -> list[float]:
-    """The median of each layer, all of them together as long as ``whole``."""
+    """Returns the median of each layer, scaled so that their sum is ``total_s``."""
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     total = sum(medians)
-    return [whole * one / total if total else whole / len(medians) for one in medians]
+    return [whole * median / total if total else whole / len(medians) for median in medians]
 
 
 class _Taken(NamedTuple):
-    """One step: seconds of its passes and, where it was watched, of each layer in them."""
+    """Seconds of one step's passes and, if watched, of each layer in them."""
 
     forward_s: float
     backward_s: float
@@ -205,7 +204,7 @@ class _Taken(NamedTuple):
 
 
 class _Step:
-    """The passes of a replica's step on one batch."""
+    """Passes of a replica's step on one batch."""
 
     def __init__(
         self, work: Workload, train: Dataset, training: Training, clock: Callable[[], float]
@@ -216,7 +215,7 @@ class _Step:
         self._optimizer = training.make_optimizer(self._model.parameters())
         self._buckets = GradientBuckets(self._model.named_parameters())
         self.layers: list[tuple[str, int]] = []
-        """Names and numbers of parameters of the layers that are watched."""
+        """Names and numbers of parameters of the watched layers."""
         self._forward_at: list[float] = []
         self._backward_at: list[float] = []
 
@@ -231,36 +230,36 @@ class _Step:
         self._optimizer.step()
         end = clock()
         self._buckets.clear()
-        fore = _between(self._forward_at, begin, forward)
-        back = _between(self._backward_at[::-1], forward, backward)
-        return _Taken(forward - begin, backward - forward, end - backward, fore, back[::-1])
+        fores = _between(self._forward_at, begin, forward)
+        backs = _between(self._backward_at[::-1], forward, backward)
+        return _Taken(forward - begin, backward - forward, end - backward, fores, backs[::-1])
 
     def _loss(self) -> Tensor:
         return self._work.loss(self._model, self._batch).mean()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within it, layers note when they were through."""
-        hooks, seen = [], set[int]()
+        """Records the time at which each layer ends, inside the block."""
+        hooks, ids = [], set[int]()
 
-        def note(times: list[float], index: int) -> None:
+        def stamp(times: list[float], index: int) -> None:
             times[index] = self._clock()
 
         for name, module in self._model.named_modules():
-            own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
-            seen.update(map(id, own))  # tied parameters count once
-            if not own:
+            params = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in ids]
+            ids.update(map(id, params))  # tied parameters count once
+            if not params:
                 continue
             index = len(self.layers)
-            self.layers.append((name or "model", sum(parameter.numel() for parameter in own)))
+            self.layers.append((name or "model", sum(parameter.numel() for parameter in params)))
             self._forward_at.append(0.0)
             self._backward_at.append(0.0)
-            hooks.append(module.register_forward_hook(lambda *_, index=index: note(self._forward_at, index)))
+            hooks.append(module.register_forward_hook(lambda *_, index=index: stamp(self._forward_at, index)))
             hooks += [
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, index=index: note(self._backward_at, index)
+                    lambda _, index=index: stamp(self._backward_at, index)
                 )
-                for parameter in own
+                for parameter in params
             ]
         try:
             yield
@@ -273,37 +272,37 @@ class _Step:
         return [bucket.spec for bucket in self._buckets.buckets]
 
     def predicted_nbytes(self) -> int:
-        """Of a step, by the formula."""
+        """Predicts the memory of a step."""
         training = self._training
         sgd = isinstance(self._optimizer, torch.optim.SGD)
         kind = "momentum" if sgd and training.momentum else type(self._optimizer).__name__.lower()
         parameters = [p for p in self._model.parameters() if p.requires_grad]
-        besides = [*self._model.parameters(), *self._model.buffers(), self._batch.inputs, self._batch.targets]
+        inputs = [*self._model.parameters(), *self._model.buffers(), self._batch.inputs, self._batch.targets]
         sample = (self._batch.inputs.nbytes + self._batch.targets.nbytes) / training.batch_size
         return training_nbytes(
             sum(p.nbytes for p in parameters),
             training.batch_size,
             optimizer=kind,
             sample_nbytes=sample,
-            activations_nbytes=saved_nbytes(self._loss, besides) / training.batch_size,
+            activations_nbytes=saved_nbytes(self._loss, inputs) / training.batch_size,
         )
 
 
 def _two_steps(work: Workload, train: Dataset, training: Training, clock: Callable[[], float]) -> None:
-    """The second has the optimizer's state."""
+    """Runs two steps, of which the second has the optimizer's state."""
     step = _Step(work, train, training, clock)
     step.run()
     step.run()
 
 
 def _between(ends: Sequence[float], begin: float, end: float) -> list[float]:
-    """How long each took that was through at these times, one after the other; the last takes what is left."""
-    found: list[float] = []
-    before = begin
-    for at in ends:
-        through = min(max(at, before), end)
-        found.append(through - before)
-        before = through
-    if found:
-        found[-1] += end - before
-    return found
+    """Splits a duration at the times when layers ended; the last layer gets the remainder."""
+    durations: list[float] = []
+    previous = begin
+    for time_s in ends:
+        finish = min(max(time_s, previous), end)
+        durations.append(finish - previous)
+        previous = finish
+    if durations:
+        durations[-1] += end - previous
+    return durations

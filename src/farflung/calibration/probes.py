@@ -1,4 +1,4 @@
-"""Measures one quantity each: operations, memory, the rest of a step, messages on loopback."""
+"""Measurements of single quantities: operations, memory, the rest of a step, and messages on loopback."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SAMPLES = 8
 
 
 def forward_flops(work: Workload, seed: int = 0) -> float:
-    """Float operations of a forward pass, per sample: the matrix products and convolutions, two for each product.
+    """Counts the operations of a forward pass per sample: of matrix products and convolutions, two per product.
 
     For :func:`farflung.devices.device_profile`, which knows devices by their operations per second.
 
     Args:
-      work: what is to be trained.
-      seed: of the model's weights and of dropout.
+      work: Workload to train.
+      seed: Seed of the model's weights and of dropout.
     """
     with RandomState.scope():
         RandomState(derive(seed, "replica", 0)).install()
@@ -56,22 +56,22 @@ def forward_flops(work: Workload, seed: int = 0) -> float:
 
 
 def peak_nbytes(fn: Callable[[], object]) -> int:
-    """The most bytes that the tensors made by ``fn`` took at one time; storage that several share counts once.
+    """Returns the peak memory of tensors created by ``fn``; shared storage counts once.
 
-    Looked at after each operation, so what an operation takes for its own work is not in it, nor what the process
-    takes besides: libraries, the device's context.
+    Memory is measured after each operation. It excludes temporary memory of operations, and what the process
+    uses for libraries or the device's context.
 
     Args:
-      fn: what to run, once.
+      fn: Function to run once.
     """
-    with _Living() as living:
+    with _Living() as tracker:
         fn()
-    peak: int = living.peak
+    peak: int = tracker.peak
     return peak
 
 
 class _Living(DispatchMode):  # type: ignore[misc]
-    """Follows the storage of every tensor that an operation returns."""
+    """Dispatch mode that tracks the storage of every tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,52 +82,52 @@ class _Living(DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 reference = StorageRef(storage)
                 self._storages[reference.cdata] = reference, storage.nbytes()
-        gone = [key for key, (storage, _) in self._storages.items() if storage.expired()]
-        for key in gone:
+        expired = [key for key, (storage, _) in self._storages.items() if storage.expired()]
+        for key in expired:
             del self._storages[key]
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
-        return made
+        return result
 
 
 def whole_steps_s(
     work: Workload, training: Training, *, warm_up: int, rounds: int, clock: Callable[[], float]
 ) -> float:
-    """The median of whole steps of a replica that trains alone, in seconds; its exchanges go nowhere.
+    """Returns the median seconds of the steps of a replica that trains alone and exchanges nothing.
 
     Args:
-      work: what to train.
-      training: batch size and optimizer.
-      warm_up: steps that are not counted.
-      rounds: steps that are.
-      clock: in seconds.
+      work: Workload to train.
+      training: Batch size and optimizer.
+      warm_up: Number of steps that are not counted.
+      rounds: Number of counted steps.
+      clock: Function that returns seconds.
     """
     sampler = Uniform(seed=derive(training.seed, "sampler"))
     parts = Parts(CodecReducer(), Synchronous(), sampler, InMemory())
-    took: list[float] = []
+    durations: list[float] = []
 
-    async def steps(replica: Replica) -> None:
+    async def run_steps(replica: Replica) -> None:
         for _ in range(warm_up + rounds):
             begin = clock()
             await replica.step()
-            took.append(clock() - begin)
+            durations.append(clock() - begin)
 
     runtime = WallRuntime(0, 1, None)
     try:
-        runtime.run(steps(Replica(runtime, work, training, parts, Telemetry(0))))
+        runtime.run(run_steps(Replica(runtime, work, training, parts, Telemetry(0))))
     finally:
         runtime.close()
-    return statistics.median(took[warm_up:])
+    return statistics.median(durations[warm_up:])
 
 
 SMALL_NBYTES, LARGE_NBYTES = 1 << 10, 1 << 22
 SMALL_COUNT, LARGE_COUNT = 100, 6
-"""Messages of a round: each is answered by the next, as in exchanges, where replicas wait for each other."""
+"""Messages of a round, each answered by the next, as in exchanges, where replicas wait for each other."""
 WARM_UP = 1
 
 
@@ -135,9 +135,9 @@ class MessageCosts(NamedTuple):
     """Processor seconds at each end of a message, in the order of :class:`farflung.devices.CodingRates`.
 
     Args:
-      message_s: whatever its size.
-      copy_s_per_byte: of its bytes.
-      encrypt_s_per_byte: besides, where it is encrypted.
+      message_s: Seconds per message of any size.
+      copy_s_per_byte: Seconds per byte.
+      encrypt_s_per_byte: Additional seconds per byte if encrypted.
     """
 
     message_s: float
@@ -146,33 +146,33 @@ class MessageCosts(NamedTuple):
 
 
 def message_costs(*, rounds: int = 5, turns: float = 1.0) -> MessageCosts:
-    """Medians of rounds of small and of large messages, plain and encrypted, halved between the two ends.
+    """Measures medians of small and of large messages, plain and encrypted, for one of the two ends.
 
-    Of a message, what the communication threads take counts; of its bytes all that this process takes, so nothing else
-    may run in it: the communication threads copy them through the kernel, and encrypt them.
+    A message costs the time of the communication threads. Its bytes cost the time of the whole process, since
+    these threads copy them through the kernel and encrypt them; so nothing else may run in it.
 
     Args:
-      rounds: of each kind.
-      turns: how many times as long everything takes, because others have their turns.
+      rounds: Number of rounds of each kind.
+      slowdown: Factor by which everything slows down because replicas take turns.
 
     Raises:
-      RunLost: the sockets failed.
+      RunLost: The sockets failed.
     """
     message_s, plain_s = _pair(False, rounds)
-    _, hidden_s = _pair(True, rounds)
-    found = (message_s, plain_s, max(0.0, hidden_s - plain_s))
-    return MessageCosts(*(float(f"{turns * seconds:.4g}") for seconds in found))
+    _, encrypted_s = _pair(True, rounds)
+    costs = (message_s, plain_s, max(0.0, encrypted_s - plain_s))
+    return MessageCosts(*(float(f"{turns * seconds:.4g}") for seconds in costs))
 
 
 def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
-    """Processor seconds at one end, of a message and of each byte."""
+    """Measures processor seconds at one end, of a message and of each byte."""
     store = dist.HashStore()
 
-    def begin(rank: int) -> WallRuntime:
+    def create_runtime(rank: int) -> WallRuntime:
         return WallRuntime(rank, 2, store, endpoint=Endpoint(encrypt=encrypt))
 
-    with ThreadPoolExecutor(2) as both:
-        runtimes = list(both.map(begin, (0, 1)))
+    with ThreadPoolExecutor(2) as pool:
+        runtimes = list(pool.map(create_runtime, (0, 1)))
         try:
             small, large = (
                 [_round(runtimes, first + number, nbytes, count) for number in range(WARM_UP + rounds)][
@@ -184,17 +184,17 @@ def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
                 )
             )
         finally:
-            list(both.map(WallRuntime.close, runtimes))
+            list(pool.map(WallRuntime.close, runtimes))
     fixed_s, small_s = map(statistics.median, zip(*small, strict=True))
     _, large_s = map(statistics.median, zip(*large, strict=True))
     return fixed_s, max(0.0, large_s - small_s) / (LARGE_NBYTES - SMALL_NBYTES)
 
 
 def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
-    """Processor seconds at one end of each of ``count`` messages: of the communication threads, and of all."""
+    """Measures processor seconds at one end of a message, of communication threads and of the process."""
     payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
 
-    async def replica(comm: Communicator) -> None:
+    async def run_replica(comm: Communicator) -> None:
         for hop in range(count):
             tag = Tag(Purpose.MEASURE.at(number), 0, hop)
             if hop % 2 == comm.rank:
@@ -202,10 +202,10 @@ def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int
             else:
                 await comm.recv(1 - comm.rank, tag)
 
-    def taken() -> tuple[float, float]:
+    def read_cpu_s() -> tuple[float, float]:
         return sum(runtime.communication_cpu_s for runtime in runtimes), time.process_time()
 
-    before = taken()
-    for task in [runtime.launch(replica(runtime.comm)) for runtime in runtimes]:
+    before = read_cpu_s()
+    for task in [runtime.launch(run_replica(runtime.comm)) for runtime in runtimes]:
         task.wait()
-    return [(after - then) / (2 * count) for after, then in zip(taken(), before, strict=True)]
+    return [(after - baseline) / (2 * count) for after, baseline in zip(read_cpu_s(), before, strict=True)]

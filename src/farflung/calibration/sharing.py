@@ -1,4 +1,4 @@
-"""A machine that several replicas share, as each of them finds it."""
+"""Sharing of one machine by several replicas."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Sharing", "company"]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many compute at once, and on how many processors.
+    """Number of replicas that compute at the same time, and of their processors.
 
     Args:
-      replicas: on this machine.
-      threads: of torch, in each.
-      processors: that all of them may use; this process's when not given.
+      replicas: Number of replicas on this machine.
+      threads: Number of torch threads of each.
+      processors: Number of processors for all of them; this process's by default.
 
     Raises:
-      ConfigError: none, or replicas of several threads that have to take turns, which no clock of one tells apart.
+      ConfigError: A number is below 1, or replicas of several threads take turns, which cannot be measured.
     """
 
     replicas: int = 1
@@ -45,32 +45,32 @@ class Sharing:
 
     @property
     def turns(self) -> float:
-        """How many times as long everything takes because others have their turns."""
+        """Factor by which everything slows down because replicas take turns."""
         return max(1.0, self.replicas * self.threads / self.processors)
 
     @property
     def cores(self) -> float:
-        """For :class:`farflung.devices.DeviceProfile`: 2 where what codes takes no turn from what computes."""
+        """Cores for :class:`farflung.devices.DeviceProfile`; 2 if coding and computing never take turns."""
         return min(2.0, 2 * self.processors / (self.replicas * (self.threads + 1)))
 
     def clock(self) -> float:
-        """Seconds for what one thread does: of its processor, and the turns that others would have meanwhile.
+        """Returns seconds of one thread's work: its processor time, and the turns of other replicas.
 
-        What else the machine does has no part in it. With several threads of torch's, seconds on the wall.
+        Other load on the machine does not count. With several torch threads, it returns wall clock time.
         """
         return time.perf_counter() if self.threads > 1 else self.turns * time.thread_time()
 
 
 @contextmanager
 def company(others: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
-    """Inside, other processes work too, so that memory and caches are shared as they would be.
+    """Runs neighbours in other processes inside the block, which share memory and caches as replicas would.
 
     Args:
-      others: how many.
-      work: what each does, piece by piece, for as long as it is asked.
+      count: Number of neighbours.
+      work: Function that does each neighbour's work, piece by piece, until it is stopped.
 
     Raises:
-      RunLost: one of them has ended by itself.
+      RunLost: A neighbour has ended by itself.
     """
     parent, pids = os.getpid(), list[int]()
     try:
@@ -80,11 +80,11 @@ def company(others: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
                 _keep_company(work, parent)
             pids.append(pid)
         yield
-        ended = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]]
-        if ended:
-            pids = [pid for pid in pids if pid not in ended]
+        ended_pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]]
+        if ended_pids:
+            pids = [pid for pid in pids if pid not in ended_pids]
             raise RunLost(
-                f"{len(ended)} of {others} processes that were to compute beside this one have ended"
+                f"{len(ended_pids)} of {others} processes that were to compute beside this one have ended"
             )
     finally:
         for pid in pids:
@@ -93,7 +93,7 @@ def company(others: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
 
 
 def _keep_company(work: Callable[[], Iterator[None]], parent: int) -> None:
-    """Works until the process that asked for it is gone; never returns."""
+    """Works until the parent process is gone; never returns."""
     try:
         for _ in work():
             if os.getppid() != parent:

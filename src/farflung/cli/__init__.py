@@ -1,3 +1,3 @@
-"""The ``farflung`` command, which the extra ``cli`` is for; it starts in :mod:`farflung.cli.main`."""
+"""The ``farflung`` command of the extra ``cli``; its entry point is :mod:`farflung.cli.main`."""
 
 __all__: list[str] = []

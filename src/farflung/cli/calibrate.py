@@ -1,4 +1,4 @@
-"""``farflung calibrate``: measures a workload on this machine, for simulations of machines like it."""
+"""``farflung calibrate``: measures a workload on this machine, for simulations of similar machines."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = ["Calibrate"]
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Measure what a workload takes on this machine, as the profile of a device.
+    """Measure a workload on this machine, as the profile of a device.
 
-    Times forward pass, backward pass and optimizer, whole and layer by layer, what codecs and reducers compute, and
-    what messages take, and predicts and measures the memory of a step. The profile is TOML; farflung simulate takes
-    it with --device FILE.
+    Times the forward pass, the backward pass and the optimizer, as a whole and layer by layer, the computations
+    of codecs and reducers, and messages. Predicts and measures the memory of a step. The profile is TOML, for
+    farflung simulate --device FILE.
     """
 
     workload: str = "fashion-mnist/cnn"
-    """What to measure; see farflung list workloads."""
+    """Workload to measure; see farflung list workloads."""
     data: str | None = None
-    """Where data comes from: auto, packaged or full, for workloads that offer the choice."""
+    """Source of the data: auto, packaged or full, for workloads that offer the choice."""
     batch_size: int | None = None
     """Samples in a step; the workload's own number when not given."""
     optimizer: str | None = None
@@ -46,23 +46,21 @@ class Calibrate:
     rounds: int = 30
     """Steps to time; medians are kept."""
     threads: int = 1
-    """Of torch; the workers of farflung train have one each."""
+    """Threads of torch; the workers of farflung train have one each."""
     codecs: tuple[str, ...] | None = None
-    """Codecs to time, as recipes write them, for example "topk(density=0.1)"; when neither these nor reducers are
-    given, all of either, with their default options."""
+    """Codecs to time, as in recipes, for example "topk(density=0.1)"; by default all codecs and reducers."""
     reducers: tuple[str, ...] | None = None
     """Reducers to time, for example "powersgd(rank=4)"."""
     replicas: int = 1
-    """How many of them share this machine; the others compute while one is measured."""
+    """Number of replicas that share this machine; the others compute while one is measured."""
     name: str | None = None
-    """Of the device; this machine's name when not given."""
+    """Name of the device; this machine's name when not given."""
     out: Path | None = None
     """Write the profile to this file; print it when not given."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print what was measured as JSON."""
+    """Print the measurement as JSON."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         sharing = Sharing(self.replicas, self.threads)
         if self.out is not None and self.out.exists():
             raise ConfigError(f"--out {self.out}: the file exists; choose another name or remove it")
@@ -73,45 +71,45 @@ class Calibrate:
             work.defaults, {"batch_size": self.batch_size, "optimizer": self.optimizer}
         )
         coding = coding_tasks(self.codecs, self.reducers)
-        before = torch.get_num_threads()
+        threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
             with Bar("measuring", len(coding) + 2, thread=False) as bar:
                 bar.line(f"measures {bar.total} things, one after the other")
-                done = count()
+                position = count()
 
-                def begins(what: str) -> None:
-                    bar.about = what
-                    bar.advance(next(done))
+                def show_name(name: str) -> None:
+                    bar.about = name
+                    bar.advance(next(position))
 
-                found = calibrate(
+                result = calibrate(
                     work,
                     training,
                     rounds=self.rounds,
                     name=self.name or platform.node() or "device",
                     coding=coding,
                     sharing=sharing,
-                    begins=begins,
+                    begins=show_name,
                 )
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(threads)
         quartiles = (
-            f"{name} {one.low:.3g} to {one.high:.3g}"
-            for name, one in {"forward": found.forward_s, "backward": found.backward_s}.items()
+            f"{name} {spread.low:.3g} to {spread.high:.3g}"
+            for name, spread in {"forward": result.forward_s, "backward": result.backward_s}.items()
         )
-        beside = f", one of {self.replicas} replicas at once" if self.replicas > 1 else ""
+        company = f", one of {self.replicas} replicas at once" if self.replicas > 1 else ""
         notes = [
-            f"{self.workload}, batches of {found.batch_size}, on {platform.processor() or platform.machine()}, "
-            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}{beside}",
-            f"medians of {found.rounds} steps; quartiles, in seconds per sample: {', '.join(quartiles)}",
-            f"memory of a step, in bytes: {found.predicted_nbytes} predicted, {found.measured_nbytes} measured",
+            f"{self.workload}, batches of {result.batch_size}, on {platform.processor() or platform.machine()}, "
+            f"{self.threads} of {os.cpu_count()} cores, torch {torch.__version__}{company}",
+            f"medians of {result.rounds} steps; quartiles, in seconds per sample: {', '.join(quartiles)}",
+            f"memory of a step, in bytes: {result.predicted_nbytes} predicted, {result.measured_nbytes} measured",
         ]
-        text = device_toml(found.device, found.names, notes)
+        text = device_toml(result.device, result.names, notes)
         if self.out is not None:
             write_text(self.out, text)
             stderr_console().print(f"profile  {self.out}", soft_wrap=True, markup=False)
         if self.json:
-            print(json.dumps(self._json(found)))
+            print(json.dumps(self._json(result)))
         elif self.out is None:
             print(text, end="")
         return 0
@@ -132,8 +130,8 @@ class Calibrate:
             "predicted_nbytes": found.predicted_nbytes,
             "measured_nbytes": found.measured_nbytes,
             "layers": [
-                {"name": name, "numel": one.numel, "forward_s": one.forward_s, "backward_s": one.backward_s}
-                for name, one in zip(found.names, found.device.layers, strict=True)
+                {"name": name, "numel": x.numel, "forward_s": x.forward_s, "backward_s": x.backward_s}
+                for name, x in zip(found.names, found.device.layers, strict=True)
             ],
             "message_s": rates.message_s,
             "copy_s_per_byte": rates.copy_s_per_byte,

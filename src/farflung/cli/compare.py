@@ -1,4 +1,4 @@
-"""``farflung compare``: which way of training wins on which network, found out in virtual time."""
+"""``farflung compare``: compares recipes on networks in virtual time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["Compare"]
     without=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
 )
 class Compare(OutputOptions):
-    """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and where the time goes.
+    """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and parts of the time.
 
-    Each recipe trains once for each seed, with real arithmetic; what it takes on the other networks is timed from that
-    run, where its learning does not depend on the network. A comparison that was interrupted goes on where it stopped
-    when it is started again with the same --out.
+    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network,
+    its time on other networks is computed from that run. An interrupted comparison continues when it is started
+    again with the same --out.
     """
 
     recipes: tuple[str, ...] = COMPARED
-    """Recipes, each with changes in brackets if wished: synchronous(codec=topk(density=0.01), learning_rate=0.02).
-    The first is what the others are measured against."""
+    """Recipes, with optional changes in brackets: synchronous(codec=topk(density=0.01), learning_rate=0.02). The
+    first is the baseline."""
     networks: tuple[str, ...] = ("wifi-10mbps",)
     """Networks, by name or as TOML files."""
     seeds: tuple[int, ...] = (0,)
@@ -46,10 +46,9 @@ class Compare(OutputOptions):
     """The folder of all runs, the table and the picture; a new one under runs/ when not given."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.runs import compare
 
-        said = given(self, {*SimulatedConfig.settings(), "target"})
+        settings = given(self, {*SimulatedConfig.settings(), "target"})
         out = self.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
         with ComparisonProgress(quiet=self.quiet or self.json) as progress, asked_to_stop() as stop:
             comparison = compare(
@@ -59,17 +58,17 @@ class Compare(OutputOptions):
                 out=out,
                 show=progress,
                 stop_asked=stop.is_set,
-                **said,
+                **settings,
             )
         rows, target = comparison.rows, comparison.target
         picture = comparison.picture(out / "compare.png")
         if self.json:
-            found: dict[str, Json] = {
+            header: dict[str, Json] = {
                 "simulated": True,
                 "target": target,
-                "device": said.get("device", DEVICE),
+                "device": settings.get("device", DEVICE),
             }
-            print(json.dumps({**found, "rows": [row.to_json() for row in rows], "folder": str(out)}))
+            print(json.dumps({**header, "rows": [row.to_json() for row in rows], "folder": str(out)}))
             return 0
         console = stdout_console()
         console.print(comparison.table(console.width))

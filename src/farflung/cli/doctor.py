@@ -1,4 +1,4 @@
-"""``farflung doctor``: says whether this machine can run, and what the way to others is like."""
+"""``farflung doctor``: checks this machine and measures its connection to others."""
 
 from __future__ import annotations
 
@@ -32,30 +32,29 @@ OPTIONAL = (
     "matplotlib tyro confluent-kafka pyroute2 scikit-learn lightning accelerate transformers tensorboard wandb trackio "
     "mlflow"
 )
-"""What extras install."""
+"""Packages that extras install."""
 SETTINGS = Path("/proc/sys/net/ipv4")
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say whether this machine can run, and measure the way to other machines.
+    """Check this machine, and measure the connection to other machines.
 
-    On one machine: farflung doctor --serve. On another: farflung doctor HOST:PORT, with the port that the first has
-    printed. Reached or not in both directions, round trip, throughput, clocks and versions. Exit code 1 where one is
-    not reached.
+    On one machine, run farflung doctor --serve; on another, farflung doctor HOST:PORT with the port that the
+    first has printed. Reports connections in both directions, round trip, throughput, clocks and versions. Exit
+    code 1 if a machine cannot be reached.
     """
 
     peers: tyro.conf.Positional[tuple[str, ...]] = ()
     """Machines to measure, each as HOST:PORT."""
     serve: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Answer other machines until Ctrl-C. Whatever reaches the port can measure this machine's network meanwhile."""
+    """Answer other machines until Ctrl-C. Anyone who reaches the port can measure this machine's network."""
     port: int = 0
-    """Where to listen: with --serve for others, else for connections back from them; 0: any port that is free."""
+    """Port to listen on: with --serve for others, else for connections back; 0: any port that is free."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print what was found as JSON."""
+    """Print the results as JSON."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         (port,) = ports_in(self.port)
         peers = {text: _address(text) for text in self.peers}
         if self.serve and (peers or self.json):
@@ -65,33 +64,33 @@ class Doctor:
         machine = _machine([host for host, _ in peers.values()])
         if not self.json:
             print_table(["of this machine", ""], machine.items())
-        found: dict[str, Probed] = {}
+        results: dict[str, Probed] = {}
         troubles = []
         for text, address in peers.items():
             try:
-                one = found[text] = probe(address, port=port)
+                result = results[text] = probe(address, port=port)
             except OSError as error:
                 troubles.append(f"{text}: not reached: {error.strerror or error}")
             else:
-                if one.back:
-                    troubles.append(f"{text}: cannot connect back to this machine: {one.back}")
+                if result.back:
+                    troubles.append(f"{text}: cannot connect back to this machine: {result.back}")
         if self.json:
-            rows: list[Json] = [{"peer": text, **asdict(one)} for text, one in found.items()]
+            rows: list[Json] = [{"peer": text, **asdict(result)} for text, result in results.items()]
             print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))
-        elif found:
+        elif results:
             lines = [
                 {
                     "peer": text,
-                    "connects back": "no" if one.back else "yes",
-                    "round trip": f"{1e3 * one.round_trip_s:.3g} ms",
-                    "to it": f"{one.there_bps / 1e6:.4g} Mbit/s",
-                    "from it": f"{one.here_bps / 1e6:.4g} Mbit/s",
-                    "its clock": f"{1e3 * one.clock_s:+.3g} ms",
-                    "its version": one.version
-                    if one.version == farflung.__version__
-                    else f"{one.version}, here {farflung.__version__}",
+                    "connects back": "no" if result.back else "yes",
+                    "round trip": f"{1e3 * result.round_trip_s:.3g} ms",
+                    "to it": f"{result.there_bps / 1e6:.4g} Mbit/s",
+                    "from it": f"{result.here_bps / 1e6:.4g} Mbit/s",
+                    "its clock": f"{1e3 * result.clock_s:+.3g} ms",
+                    "its version": result.version
+                    if result.version == farflung.__version__
+                    else f"{result.version}, here {farflung.__version__}",
                 }
-                for text, one in found.items()
+                for text, result in results.items()
             ]
             print_table([*lines[0]], [[*line.values()] for line in lines])
         for trouble in troubles:
@@ -100,12 +99,12 @@ class Doctor:
 
 
 def _address(text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
-    if found is None or not 0 < int(found[3]) < 1 << 16:
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
         raise ConfigError(f"{text}: must be HOST:PORT, an address of IPv6 in brackets")
-    host = found[1] or found[2]
+    host = match[1] or match[2]
     check_host(host, text)
-    return host, int(found[3])
+    return host, int(match[3])
 
 
 def _serve(port: int) -> int:
@@ -124,7 +123,7 @@ def _serve(port: int) -> int:
 
 
 def _machine(hosts: list[str]) -> dict[str, str]:
-    """Returns what this machine has, by name."""
+    """Returns properties of this machine, by name."""
     packages = dict.fromkeys(OPTIONAL.split(), "")
     for name in packages:
         with suppress(PackageNotFoundError):
@@ -137,41 +136,41 @@ def _machine(hosts: list[str]) -> dict[str, str]:
         for n in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
     masters = hosts or [host for host in (os.environ.get("MASTER_ADDR"),) if host]
-    ways = ", ".join(f"{route_to(host)} to {host}" for host in dict.fromkeys(masters))
-    without = "under torchrun the address on the way to MASTER_ADDR"
+    routes = ", ".join(f"{route_to(host)} to {host}" for host in dict.fromkeys(masters))
+    fallback = "under torchrun the address on the way to MASTER_ADDR"
     return {
         "farflung": f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
         "torch": f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices",
-        "installed": ", ".join(f"{name} {found}" for name, found in packages.items() if found),
-        "not installed": ", ".join(name for name, found in packages.items() if not found)
+        "installed": ", ".join(f"{name} {release}" for name, release in packages.items() if release),
+        "not installed": ", ".join(name for name, release in packages.items() if not release)
         or "nothing is missing",
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{total:.3g} GB, {free:.3g} GB of it unused",
         "open files": f"{soft}; runs raise that as far as they need, up to {hard}",
         "congestion control": _congestion(),
         "interfaces": _interfaces(),
-        "messages and gloo use": ways or f"{loopback_address()}, or {without}",
+        "messages and gloo use": routes or f"{loopback_address()}, or {fallback}",
         "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
         "samples from Kafka": "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'",
     }
 
 
 def _congestion() -> str:
-    """The kernel's default, which farflung uses, and whether bbr could be."""
+    """Describes the kernel's default congestion control, which farflung uses, and whether bbr is available."""
     try:
-        default, known = (
+        default, available = (
             (SETTINGS / name).read_text(encoding="ascii").strip()
             for name in ("tcp_congestion_control", "tcp_available_congestion_control")
         )
     except OSError:
         return "not known"
-    bbr = "is available" if "bbr" in known.split() else "is not: modprobe tcp_bbr"
+    bbr = "is available" if "bbr" in available.split() else "is not: modprobe tcp_bbr"
     return f"{default}, the kernel's default, is used" + ("" if default == "bbr" else f"; bbr {bbr}")
 
 
 def _interfaces() -> str:
-    found = []
+    interfaces = []
     for _, name in socket.if_nameindex():
         with suppress(ConfigError):  # without an address of IPv4
-            found.append(f"{name} {interface_address(name)}")
-    return ", ".join(found) or "none with an address"
+            interfaces.append(f"{name} {interface_address(name)}")
+    return ", ".join(interfaces) or "none with an address"

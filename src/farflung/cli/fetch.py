@@ -22,14 +22,13 @@ class Data:
     """
 
     what: tyro.conf.Positional[Literal["fetch"]]
-    """What to do."""
+    """Action to perform."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """Which data set; see farflung list data. Also module:name, for a farflung.data.Source."""
+    """Data set to fetch; see farflung list data. Also module:name, for a farflung.data.Source."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Show no progress."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         source = source_named(self.name)
         try:
             folder = fetch(source, progress=sys.stderr.isatty() and not self.quiet)

@@ -19,16 +19,15 @@ class MakeKeys:
     Writes FOLDER/NAME.secret, which never leaves this machine and must stay readable by its owner alone (mode 600),
     and FOLDER/NAME.public. Copy NAME.public into the folder of every other machine, and theirs into this one: a run
     started with --keys FOLDER accepts only the owners of the keys there. No file is ever overwritten; to
-    change a machine's keys, or to put a machine out, remove its files. Both files are PEM.
+    change a machine's keys, or to exclude a machine, remove its files. Both files are PEM.
     """
 
     folder: tyro.conf.Positional[Path]
-    """Where to keep them; made, for its owner alone (mode 700), when it is not there."""
+    """Folder of the keys; created for its owner alone (mode 700), when it does not exist."""
     name: str
-    """What to call this machine."""
+    """Name of this machine."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         file, public = make_keys(self.folder, self.name)
         print(f"key         {public}")
         print(f"copy        {file}  to the folder of keys of every other machine, and theirs here")

@@ -1,4 +1,4 @@
-"""``farflung list``: what recipes, codecs, workloads, networks, devices and data sets are named."""
+"""``farflung list``: the names of recipes, codecs, workloads, networks, devices and data sets."""
 
 from __future__ import annotations
 
@@ -25,35 +25,34 @@ __all__ = ["List"]
 
 Row: TypeAlias = "dict[str, Json]"
 SHAPE = (1024, 1024)
-"""Of the float32 tensor that each codec encodes: a layer of normally distributed gradients."""
+"""Shape of the float32 tensor that each codec encodes: a layer of normally distributed gradients."""
 SMALL = 0.02
-"""An error below this share of the gradient's norm is lost in the noise of its batch."""
+"""Relative error of a gradient below which the noise of its batch hides it."""
 
 
 Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
-"""The names of a table's rows, and what gives the figures of a name and its cells by column."""
+"""Names of a table's rows, and a function that returns the figures of a name and its cells by column."""
 
 
 @dataclass(frozen=True)
 class List:
-    """List what farflung knows by name; with a name, all figures of that one.
+    """List the parts of farflung by name; with a name, all figures of that one.
 
-    Codecs: each encodes a million normally distributed values of float32 with its default options. Its error is the
-    norm of what it leaves out over that of the gradient. error_feedback(CODEC) is for codecs that are biased and leave
-    out much. Networks and devices: with a name, where the figures come from.
+    Codecs: each encodes a million normally distributed float32 values with default options. Its error is the
+    norm of its residual over that of the gradient. Biased codecs with large errors need error_feedback(CODEC).
+    Networks and devices: with a name, the source of the figures.
     """
 
     what: tyro.conf.Positional[Literal["recipes", "codecs", "workloads", "networks", "devices", "data"]]
-    """Which table."""
+    """Table to list."""
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
     """Show this one alone, in full."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
-        known, describe = LISTINGS[self.what]()
-        names = list(known)
+        entries, describe = LISTINGS[self.what]()
+        names = list(entries)
         if self.name is not None:
             if self.name not in names:
                 raise UnknownName(self.what.removesuffix("s"), self.name, names)
@@ -70,32 +69,32 @@ class List:
 
 def _words(value: Json) -> str:
     if isinstance(value, dict):
-        return "\n".join(f"{key} {_words(one)}" for key, one in value.items())
+        return "\n".join(f"{key} {_words(item)}" for key, item in value.items())
     return "" if value is None else str(value)
 
 
 def _documented(thing: Callable[..., object]) -> Row:
-    """Gives the docstring of a class or a function: its first line, and what follows."""
-    what, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", docstring_of(thing)).partition("\n")
-    return {"what": what, "about": about.strip() or None}
+    """Reads a docstring of a class or function: its first line, and the remaining text."""
+    summary, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", docstring_of(thing)).partition("\n")
+    return {"what": summary, "about": about.strip() or None}
 
 
 def _recipes() -> Listing:
     from farflung.handle import carries
     from farflung.recipes import RECIPES, Recipe
 
-    plain = Recipe().members
+    defaults = Recipe().members
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         recipe = RECIPES[name]
-        attach, what = carries(recipe), recipe.summary
+        attach, summary = carries(recipe), recipe.summary
         parts: dict[str, Json] = {**recipe.members}
         row: Row = {
-            "name": name, "what": what, "parts": parts, "attach_alone": attach == "yes", "attach": attach
+            "name": name, "what": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
         }  # fmt: skip
-        own = [f"{family} {member}" for family, member in parts.items() if member != plain[family]]
-        own_parts = ", ".join(own) or "the plain ones"
-        return row, {"recipe": name, "what": what, "parts of its own": own_parts, "with attach": attach}
+        changes = [f"{family} {member}" for family, member in parts.items() if member != defaults[family]]
+        text = ", ".join(changes) or "the plain ones"
+        return row, {"recipe": name, "what": summary, "parts of its own": text, "with attach": attach}
 
     return sorted(RECIPES), describe
 
@@ -149,52 +148,52 @@ def _workloads() -> Listing:
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         task, source = workload(name), data_of(name)
-        at_hand, where, counts = _samples_of(task, source)
-        documented, used = _documented(WORKLOADS[name]), task.defaults
+        is_present, place, counts = _samples_of(task, source)
+        documented, config = _documented(WORKLOADS[name]), task.defaults
         parameters = sum(p.numel() for p in task.model(generator(0, "model")).parameters())
         row: Row = {
             "name": name,
             **documented,
             "samples": None if counts is None else {"train": counts[0], "test": counts[1]},
             "parameters": parameters,
-            "defaults": dict(used),
+            "defaults": dict(config),
             "data": None if source is None else source.name,
-            "at_hand": at_hand,
-            "where": where,
+            "at_hand": is_present,
+            "where": place,
         }
         return row, {
             "workload": name,
             "what": str(documented["what"]).rstrip("."),
             "samples": "?" if counts is None else f"{counts[0]:,} + {counts[1]:,}",
             "parameters": f"{parameters:,}",
-            "settings": f"batch {used['batch_size']}, rate {used['learning_rate']:g}, {used['steps']:,} steps",
-            "data": where,
+            "settings": f"batch {config['batch_size']}, rate {config['learning_rate']:g}, {config['steps']:,} steps",
+            "data": place,
         }
 
     return sorted(WORKLOADS), describe
 
 
 def _samples_of(task: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
-    """Tells whether the data of a workload is at hand, where it is, and how many samples train and test.
+    """Returns whether a workload's data is present, its location, and the numbers of training and test samples.
 
-    Only small sets are read to be counted: official files hold a number that is known.
+    Official files have a known number of samples, so only small sets are read for counting.
     """
     from farflung.data.source import find
 
-    location, known = None, None if source is None else source.samples
+    location, counts = None, None if source is None else source.samples
     try:
         if source is not None:
             location = find(source)
             if location is None:
-                return False, f"absent; {source.remedy}", known
+                return False, f"absent; {source.remedy}", counts
             if location.kind == "packaged":
-                known = None
-        if known is None:
+                counts = None
+        if counts is None:
             train, test = task.datasets()
-            known = len(train), len(test)
+            counts = len(train), len(test)
     except DataError as error:
-        return False, str(error), None if location is not None else known
-    return True, "made up" if location is None else _place(location), known
+        return False, str(error), None if location is not None else counts
+    return True, "made up" if location is None else _place(location), counts
 
 
 def _place(location: Location) -> str:
@@ -224,7 +223,7 @@ def _devices() -> Listing:
 
 
 def _in_short(source: str) -> str:
-    """Gives the figures that a source begins with, up to where they are from."""
+    """Returns the figures at the beginning of a source, without their origin."""
     figures = re.split(r"(?<!al)\. |: ", source.removeprefix("Our choice: "), maxsplit=1)[0]
     return textwrap.shorten(figures.rstrip("."), 90, placeholder=" ...")
 
@@ -232,10 +231,10 @@ def _in_short(source: str) -> str:
 def _data() -> Listing:
     from farflung.data import entries
 
-    found = {entry.source.name: entry for entry in entries()}
+    by_name = {entry.source.name: entry for entry in entries()}
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
-        entry, source, location = found[name], found[name].source, found[name].location
+        entry, source, location = by_name[name], by_name[name].source, by_name[name].location
         kind = None if location is None else location.kind
         row: Row = {
             "name": name,
@@ -258,7 +257,7 @@ def _data() -> Listing:
             "how to get it": "" if kind in ("folder", "cache") else source.remedy,
         }
 
-    return found, describe
+    return by_name, describe
 
 
 LISTINGS: dict[str, Callable[[], Listing]] = {

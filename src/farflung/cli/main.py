@@ -1,4 +1,4 @@
-"""The command line: sub-commands as dataclasses, errors on one line, exit code 2 for bad input."""
+"""The command line: sub-commands are dataclasses, errors are one line, and bad input gives exit code 2."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Command(Protocol):
-    """A sub-command: its fields are its options."""
+    """Sub-command whose fields are its options."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
+        """Runs the command and returns the exit code."""
         ...
 
 
@@ -53,18 +53,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keys": ("farflung.cli.keys", "MakeKeys"),
     "coded": ("farflung.coded.cli", "Coded"),
 }
-"""Module and class of each sub-command, which is imported only where it is the one that runs."""
+"""Module and class of each sub-command; a module is imported only if its command runs."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs ``farflung`` with ``args``; returns the exit code.
+    """Runs ``farflung`` with ``args`` and returns the exit code.
 
-    Without them this process is the command: it has computed nothing yet.
+    Without ``args``, this process is the command and has computed nothing yet.
     """
     try:
-        said = sys.argv[1:] if args is None else args
-        command = _parse(said)
-        with _workers_ahead() if args is None and said[0] == "train" else contextlib.nullcontext():
+        words = sys.argv[1:] if args is None else args
+        command = _parse(words)
+        with _workers_ahead() if args is None and words[0] == "train" else contextlib.nullcontext():
             return command.run()
     except FarflungError as error:
         sys.stdout.flush()
@@ -79,9 +79,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _workers_ahead() -> AbstractContextManager[None]:
-    """Has the process forked off whose forks the workers are, where this machine starts them.
+    """Starts the process that forks the workers, if this machine starts them.
 
-    What all of them need is imported before, so that it is imported once.
+    Modules that all workers need are imported first, so that they are imported once.
     """
     from farflung.runs import forked_ahead, workers  # noqa: F401
     from farflung.wall import LaunchEnv
@@ -96,53 +96,55 @@ def _imported(module: str, name: str) -> Callable[..., Command]:
 
 
 def _named(module: str, name: str) -> Callable[..., Command]:
-    def named() -> Command:
+    def run_stub() -> Command:
         raise AssertionError("only what has been imported runs")
 
-    named.__doc__ = read_docstring(module, name)
-    return named
+    run_stub.__doc__ = read_docstring(module, name)
+    return run_stub
 
 
 def spoken(command: type[T]) -> type[T]:
-    """Names the kind of value of each option that may be left out, in a command's help, and no default.
+    """Labels each optional option with the kind of its value, in a command's help, and hides its default.
 
-    One that is true or false is a pair of flags: a file may have set it, so the command line can unset it.
+    A boolean option becomes a pair of flags, so that the command line can unset what a file has set.
     """
     for name, hint in get_type_hints(command, include_extras=True).items():
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         if get_origin(plain) in (UnionType, Union) and get_args(plain)[-1] is type(None):
             kind, *words = get_args(plain)[:-1]
-            named = "|".join((kind.__name__.upper(), *(word for one in words for word in get_args(one))))
-            metavar = None if kind is bool else named
-            said = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-            command.__annotations__[name] = Annotated[hint, tyro.conf.DisallowNone, said]
+            text = "|".join(
+                (kind.__name__.upper(), *(word for literal in words for word in get_args(literal)))
+            )
+            metavar = None if kind is bool else text
+            metadata = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            command.__annotations__[name] = Annotated[hint, tyro.conf.DisallowNone, metadata]
     return command
 
 
 def with_dashes(args: Sequence[str]) -> list[str]:
-    """The command line with dashes before what the nodes are to run: ``lab ... train ...`` is short for
+    """Inserts dashes before the command of the nodes: ``lab ... train ...`` is short for
     ``lab ... -- farflung train ...``.
     """
-    said = list(args)
-    if said[:1] != ["lab"] or "train" not in said:
-        return said
-    place = said.index("train")
-    if "--" in said[:place]:
-        return said
-    return [*said[:place], "--", sys.executable, "-m", "farflung", *said[place:]]
+    words = list(args)
+    if words[:1] != ["lab"] or "train" not in words:
+        return words
+    index = words.index("train")
+    if "--" in words[:index]:
+        return words
+    return [*words[:index], "--", sys.executable, "-m", "farflung", *words[index:]]
 
 
 _TYPES = ConstructorRegistry()
-"""How options of some types are read."""
+"""Parsers of options of some types."""
 
 
 @_TYPES.primitive_rule
 def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
-    """Refuses an empty path, which ``Path`` takes for the current folder."""
+    """Refuses an empty path, which ``Path`` would read as the current folder."""
     if option.type is not Path:
         return None
 
-    def made(words: list[str]) -> Path:
+    def parse(words: list[str]) -> Path:
         if not words[0]:
             raise ValueError("empty")
         return Path(words[0])
@@ -150,21 +152,21 @@ def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="PATH",
-        instance_from_str=made,
+        instance_from_str=parse,
         is_instance=lambda value: isinstance(value, Path),
         str_from_instance=lambda path: [str(path)],
     )
 
 
 def _parse(args: Sequence[str]) -> Command:
-    words, said = with_dashes(args), io.StringIO()
-    # Of those that do not run the parser gets what they are for and no options.
+    words, stderr = with_dashes(args), io.StringIO()
+    # For commands that do not run, the parser gets their purpose and no options.
     chosen = [*COMMANDS] if words[:1] == ["--tyro-print-completion"] else words[:1]
     commands = {
         name: _imported(*home) if name in chosen else _named(*home) for name, home in COMMANDS.items()
     }
     try:
-        with contextlib.redirect_stderr(said), _TYPES:
+        with contextlib.redirect_stderr(stderr), _TYPES:
             command: Command = tyro.extras.subcommand_cli_from_dict(
                 commands,
                 prog="farflung",
@@ -176,11 +178,11 @@ def _parse(args: Sequence[str]) -> Command:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise ConfigError(f"{_first_words(said.getvalue())}; see farflung --help") from None
+        raise ConfigError(f"{_first_words(stderr.getvalue())}; see farflung --help") from None
 
 
 def _first_words(boxed: str) -> str:
-    """The first sentence inside the frame that tyro draws around an error."""
+    """Returns the first sentence inside the frame that tyro draws around an error."""
     words: list[str] = []
     for line in boxed.splitlines():
         text = line.strip("│ ")

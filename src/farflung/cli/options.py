@@ -1,4 +1,4 @@
-"""What all commands that make a run have in common: its options, and what it says at its end."""
+"""Options that all commands of a run share, and the printing of its result."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ __all__ = [
 ]
 
 ENDPOINT = settings_of(Endpoint)
-"""The options of how a process connects to its peers."""
+"""Options of a process's connections to its peers."""
 KEPT = {
-    name: one
-    for name, one in settings_of(RunOptions).items()
+    name: option
+    for name, option in settings_of(RunOptions).items()
     if name in ("out", "resume", "replay", "trace", "log_to")
 }
-"""The options of what a run keeps and where, in either world."""
+"""Options of the files that a run keeps, real or simulated."""
 
 T = TypeVar("T")
 
 
 def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
-    """A decorator that gives a command an option for each setting of a run, where it has none of that name.
+    """Returns a decorator that adds options for a run's settings to a command, unless it has one of that name.
 
     Args:
-      kind: of the run.
-      without: settings that are no options.
+      config_class: Class of the run's settings.
+      exclude: Settings without an option.
     """
-    return with_options({name: one for name, one in kind.settings().items() if name not in without})
+    return with_options({name: setting for name, setting in kind.settings().items() if name not in without})
 
 
 def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]]:
-    """A decorator that gives a command an option for each of some settings, where it has none of that name."""
+    """Returns a decorator that adds an option for each setting to a command, unless it has one of that name."""
 
-    def give(command: type[T]) -> type[T]:
+    def add_options(command: type[T]) -> type[T]:
         for name, setting in settings.items():
             if not hasattr(command, name):
-                words = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
-                about = tyro.conf.arg(help=f"{words.rstrip('.')}.")
+                text = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
+                about = tyro.conf.arg(help=f"{text.rstrip('.')}.")
                 kind: Any = setting.kind
                 if setting.words:
                     kind |= Literal[setting.words]
@@ -73,17 +73,17 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
                 setattr(command, name, None)
         return command
 
-    return give
+    return add_options
 
 
 @dataclass(frozen=True)
 @with_options(KEPT)
 class RunCommand:
-    """A command that makes a run, in either world."""
+    """Command that starts a run, real or simulated."""
 
     kind: ClassVar[type[RunConfig]] = RunConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset()
-    """Keys of files that the command for the other world has, and this one leaves alone."""
+    """Keys of files that this command ignores, since only the other world's command has them."""
 
     config: Path | None = None
     """Take settings from this file: TOML with the names of options as keys, or the config.json of a run. Options on
@@ -94,17 +94,17 @@ class RunCommand:
     """Show no progress."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
-        command, filed = self, dict[str, Any]()
+        """Runs the command and returns the exit code."""
+        command, file_settings = self, dict[str, Any]()
         with nullcontext() if self.config is None else naming(self.config):
             if self.config is not None:
                 options, settings = settings_of(type(self)), self.kind.settings()
-                known = {name: one for name, one in options.items() if name not in ("config", "resume")}
-                read = read_settings(self.config, known, ignored=self.elsewhere)
-                filed = {name: value for name, value in read.items() if name in settings}
+                allowed = {name: o for name, o in options.items() if name not in ("config", "resume")}
+                read = read_settings(self.config, allowed, ignored=self.elsewhere)
+                file_settings = {name: value for name, value in read.items() if name in settings}
                 missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
                 command = replace(self, **missing)
-            run = command.prepare(filed, given(self, self.kind.settings()))
+            run = command.prepare(file_settings, given(self, self.kind.settings()))
         return command.start(run)
 
     @abstractmethod
@@ -113,15 +113,15 @@ class RunCommand:
 
     @abstractmethod
     def start(self, run: Prepared[Any]) -> int:
-        """Makes the run; returns the exit code."""
+        """Executes the run and returns the exit code."""
 
     def make(self, run: Prepared[Any], begin: Callable[[Sink], Run], *, leads: bool = True) -> Run:
-        """Makes the run, shows how far it has come, and prints its summary.
+        """Executes the run, shows its progress, and prints its summary.
 
         Args:
-          run: what is made.
-          begin: makes it, with a sink of its events.
-          leads: whether this process prints anything.
+          run: Prepared run.
+          begin: Function that executes the run, with a sink for its events.
+          is_lead: Whether this process prints anything.
         """
         from farflung.cli.progress import Progress
         from farflung.report import partition_table
@@ -130,23 +130,23 @@ class RunCommand:
         if run.shares and not quiet:
             stderr_console().print(partition_table(run.shares, run.config.split_text))
         with Progress(quiet=quiet or not leads, simulated=self.kind is SimulatedConfig) as progress:
-            ended = begin(progress)
+            result = begin(progress)
         if leads:
-            finish(ended, as_json=bool(self.json))
-        return ended
+            finish(result, as_json=bool(self.json))
+        return result
 
 
 def read_settings(path: Path, known: Mapping[str, Setting], ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Reads the settings in a file; its keys are the names of options, with ``-`` or ``_``.
+    """Reads the settings in a file, whose keys are names of options with ``-`` or ``_``.
 
     Args:
-      path: TOML, or JSON where the name ends in ``.json``.
-      known: the options there are.
-      ignored: keys that another command has, and that are left alone here.
+      path: TOML file, or JSON if the name ends in ``.json``.
+      options: Allowed options.
+      ignored_keys: Keys of another command, which are skipped.
 
     Raises:
-      ConfigError: the file cannot be read, or has a key or a value that it should not have; names file and key, and
-        what should be there.
+      ConfigError: The file cannot be read, or has an unknown key or a bad value; names file, key and expected
+        value.
     """
     settings: dict[str, Any] = {}
     with reading(path, "holds no settings"):
@@ -170,18 +170,18 @@ def read_settings(path: Path, known: Mapping[str, Setting], ignored: Collection[
 
 
 def given(command: object, settings: Collection[str]) -> dict[str, Any]:
-    """Those of some settings that are on a command line."""
-    said = {name: getattr(command, name, None) for name in settings}
-    return {name: value for name, value in said.items() if value is not None}
+    """Returns the values of the options that are given on a command line."""
+    values = {name: getattr(command, name, None) for name in settings}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def endpoint_of(command: object) -> Endpoint:
-    """How a process connects to its peers, by a command line."""
+    """Builds the endpoint that a command line describes."""
     return Endpoint(**given(command, ENDPOINT))
 
 
 def finish(run: Run, *, as_json: bool) -> None:
-    """Prints the summary of a run, and where its files are."""
+    """Prints the summary of a run and the paths of its files."""
     if as_json:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, everything else on stderr."""
+"""Output of commands: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class OutputOptions:
 
 
 def stdout_console() -> Console:
-    """Makes a console on stdout, of a fixed width where that is not a terminal."""
+    """Creates a console on stdout, of fixed width unless it is a terminal."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def stderr_console() -> Console:
-    """Makes a console on stderr whose bar is for terminals alone, whatever the environment says of colours."""
-    terminal = False
+    """Creates a console on stderr whose bar needs a real terminal, whatever the environment requests."""
+    is_terminal = False
     with suppress(Exception):
-        terminal = sys.stderr.isatty()
+        is_terminal = sys.stderr.isatty()
     return Console(
-        stderr=True, force_terminal=None if terminal else False, force_jupyter=False, highlight=False
+        stderr=True, force_terminal=None if is_terminal else False, force_jupyter=False, highlight=False
     )
 
 
 def print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Prints ``lines`` of cells below the names of their columns; the first is never wrapped, and no cell is cut."""
+    """Prints ``lines`` of cells below column names; never wraps the first column and never truncates a cell."""
     table = Table()
-    for place, name in enumerate(columns):
-        table.add_column(name, no_wrap=place == 0, style="bold" if place == 0 else None, overflow="fold")
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=index == 0, style="bold" if index == 0 else None, overflow="fold")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     stdout_console().print(table)

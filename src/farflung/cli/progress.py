@@ -26,24 +26,24 @@ __all__ = ["Bar", "ComparisonProgress", "Progress", "clock_text"]
 
 REFRESHES_PER_S = 5
 RATE_STEPS = 50
-"""Steps that the rate of samples is taken over."""
+"""Number of steps over which the rate of samples is averaged."""
 WIDEST = 110
 
 
 class Bar:
-    """How much of some work is done, with the time left, and a line of figures below.
+    """Progress bar with the time left, and a line of figures below.
 
-    A terminal is written to from a thread of its own, so that a slow one holds up nothing. An error of the terminal is
-    never raised. Printing the object itself gives the bar as it stands.
+    A terminal is written to from a separate thread, so a slow one delays nothing. Errors of the terminal are
+    never raised. Printing the object itself renders the bar as it stands.
 
     Args:
-      state: stands before the bar.
-      total: units of work; 0 where the number is not known.
-      quiet: shows nothing at all.
-      thread: draws on a thread; otherwise at each change, so that nothing runs beside the work.
-      unit: describes an amount of work.
-      console: where to; stderr when not given.
-      clock: gives seconds.
+      state: Text before the bar.
+      total: Units of work; 0 if unknown.
+      quiet: Whether to show nothing at all.
+      thread: Whether to draw on a thread; otherwise at each change, so that nothing runs beside the work.
+      unit: Function that formats an amount of work.
+      console: Console to draw on; stderr by default.
+      clock: Function that returns seconds.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Bar:
         self._paced: tuple[float, float] | None = None
 
     def open(self) -> None:
-        """Shows the bar, in a terminal."""
+        """Displays the bar, in a terminal."""
         with suppress(Exception):
             if self._console.is_interactive and self._console.is_terminal and not self._quiet:
                 live = _Live(
@@ -77,7 +77,7 @@ class Bar:
                     refresh_per_second=REFRESHES_PER_S,
                     redirect_stdout=False,  # it may be a file
                 )
-                self._live = live  # before it starts: if that fails half-way, there is something to stop
+                self._live = live  # set before the start, so that a failed start can be stopped
                 live.start()
 
     def __enter__(self) -> Self:
@@ -93,12 +93,12 @@ class Bar:
             self._live = None
 
     def start(self, state: str, total: float, done: float = 0.0) -> None:
-        """Counts other work from now on, of which ``done`` units need no time."""
+        """Starts to count other work, of which ``num_done`` units need no time."""
         self.state, self.total, self.done = state, total, done
         self._began, self._paced = self._clock(), None
 
     def advance(self, done: float) -> None:
-        """Sets the units that are done; the first call gives no pace, since the first unit warms up."""
+        """Sets the number of units done; the first call only starts the pace, since the first unit warms up."""
         self.done, self._advanced = done, self._clock()
         if self._paced is None:
             self._paced = done, self._advanced
@@ -116,44 +116,44 @@ class Bar:
         self.state, self._ended = state, self._clock()
 
     def line(self, words: str, *, always: bool = False) -> None:
-        """Prints a line where there is no bar, or ``always``."""
+        """Prints a line if no bar is shown, or always with ``force``."""
         if not self._quiet and (always or self._live is None):
             with suppress(Exception):
                 self._console.print(Text(words), soft_wrap=True)
 
     def left(self) -> str:
-        """Describes the time left; empty before there is a pace, and after the end."""
+        """Formats the time left; empty before the pace is known and after the end."""
         if self._paced is None or self.done <= self._paced[0] or self._ended is not None:
             return ""
         pace = (self._advanced - self._paced[1]) / (self.done - self._paced[0])
         return f"{clock_text(pace * (self.total - self.done) - self._clock() + self._advanced)} left"
 
     def figures(self) -> Iterable[str]:
-        """Gives what stands below the bar."""
+        """Returns the figures below the bar."""
         return [self.about]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The bar and, below it, the figures."""
+        """Renders the bar and, below it, the figures."""
         elapsed = (self._clock() if self._ended is None else self._ended) - self._began
         count = f"{self._unit(self.done)}/{self._unit(self.total)}" if self.total else ""
-        words = "  ".join(filter(None, (count, clock_text(elapsed), self.left())))
-        head = Table.grid(Column(), Column(ratio=1), Column(), padding=(0, 1))
-        head.width = min(options.max_width, WIDEST)
+        text = "  ".join(filter(None, (count, clock_text(elapsed), self.left())))
+        grid = Table.grid(Column(), Column(ratio=1), Column(), padding=(0, 1))
+        grid.width = min(options.max_width, WIDEST)
         bar = ProgressBar(total=max(1, self.total), completed=self.done, complete_style="cyan")
-        head.add_row(Text(self.state, style="bold"), bar, Text(words, no_wrap=True))
-        yield head
+        grid.add_row(Text(self.state, style="bold"), bar, Text(text, no_wrap=True))
+        yield grid
         yield Text("  ".join(self.figures()), no_wrap=True, overflow="ellipsis", style="dim")
 
 
 class Progress(Bar):
-    """A sink that shows how far a run has come; elsewhere than in a terminal, evaluations and checkpoints.
+    """Sink that shows the progress of a run; outside a terminal, only evaluations and checkpoints.
 
-    Elapsed time is that of this machine; samples per second are on the run's own clock. Bytes sent are those of rank 0.
-    Further arguments are those of :class:`Bar`.
+    Elapsed time is that of this machine; samples per second are on the run's own clock. Bytes sent are those of
+    rank 0. Other arguments are those of :class:`Bar`.
 
     Args:
-      simulated: the events come from a simulator; its time and rates are marked as simulated.
-      followed: the rank whose events are shown at first.
+      is_simulated: Whether events come from a simulator; its time and rates are marked as simulated.
+      followed_rank: Rank whose events are shown at first.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Progress(Bar):
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        what = "simulator" if simulated else "workers"
-        super().__init__(f"starting: the {what}", quiet=quiet, console=console, clock=clock)
+        source = "simulator" if simulated else "workers"
+        super().__init__(f"starting: the {source}", quiet=quiet, console=console, clock=clock)
         self._simulated = simulated
         self._up: set[int] = set()
         self._replicas: set[int] = set()
@@ -179,10 +179,10 @@ class Progress(Bar):
         self._rate = ""
         self._told: set[tuple[str, int]] = set()
         self._followed = followed
-        """The rank whose events are shown."""
+        """Rank whose events are shown."""
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event; those of junior ranks only say that their replica has begun."""
+        """Handles one event; of other ranks, only their start matters."""
         with suppress(Exception):
             if event["event"] == "hello":
                 self._up.add(int(number(event, "rank")))
@@ -215,7 +215,7 @@ class Progress(Bar):
             self._first, self._begin_t, self._t = int(first), t, t
             self.start("simulating" if self._simulated else "training", steps, first)
             self._recent.clear()
-            if self._first == 0:  # after a resume the samples so far come with the first step
+            if self._first == 0:  # after a resume the first step has the samples so far
                 self._recent.append((0, 0.0))
         elif kind == "step":
             self._step(event)
@@ -241,12 +241,12 @@ class Progress(Bar):
             self._rate = f"{(self._recent[-1][0] - self._recent[0][0]) / seconds:,.0f} samples/s"
 
     def _tell(self, event: Event, words: str) -> None:
-        """Prints a line; what is repeated at the end of a run is told once."""
-        what = (str(event["event"]), int(number(event, "step")))
-        if what not in self._told:
-            self._told.add(what)
-            after = f"{clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
-            self.line(f"step {what[1]:,} of {self.total:,.0f}, {after}: {words}")
+        """Prints a line for an event, once even if the event is repeated at the end of a run."""
+        key = (str(event["event"]), int(number(event, "step")))
+        if key not in self._told:
+            self._told.add(key)
+            elapsed = f"{clock_text(self._t - self._begin_t)}{' simulated' if self._simulated else ''}"
+            self.line(f"step {key[1]:,} of {self.total:,.0f}, {elapsed}: {words}")
 
     @override
     def figures(self) -> Iterable[str]:
@@ -266,9 +266,9 @@ class Progress(Bar):
 
 
 class ComparisonProgress(Bar):
-    """A sink that counts the steps of several runs; elsewhere than in a terminal, a line for each run at its end.
+    """Sink that counts the steps of several runs; outside a terminal, prints a line at the end of each run.
 
-    Further arguments are those of :class:`Bar`.
+    Other arguments are those of :class:`Bar`.
     """
 
     def __init__(
@@ -282,11 +282,11 @@ class ComparisonProgress(Bar):
         self._runs, self._number, self._through = 0, 0, 0.0
 
     @override
-    def __enter__(self) -> Self:  # what is refused has no bar
+    def __enter__(self) -> Self:  # refused input shows no bar
         return self
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event of the comparison, or of a run."""
+        """Handles one event of the comparison, or of a run."""
         kind = event["event"]
         if kind == "compare":
             self._runs, self.total = int(number(event, "rows")), number(event, "steps")
@@ -295,16 +295,16 @@ class ComparisonProgress(Bar):
             self._number += 1
             self._through += number(event, "steps")
             self.state, self.about = f"run {self._number} of {self._runs}", str(event["name"])
-        elif kind == "row_end":  # of a run that was stored already no step was counted
+        elif kind == "row_end":  # no step of a stored run was counted
             self.skip(self._through - self.done)
-            left = self.left() if self.done < self.total else ""
-            self.line(f"{self.state}: {self.about}{f'; about {left}' if left else ''}")
+            remaining = self.left() if self.done < self.total else ""
+            self.line(f"{self.state}: {self.about}{f'; about {remaining}' if remaining else ''}")
         elif kind == "step" and event["rank"] == 0:
             self.advance(self.done + 1)
 
 
 class _Live(Live):
-    """Ignores that a terminal cannot be written to, and tries again."""
+    """Display that ignores errors of the terminal and tries again."""
 
     @override
     def refresh(self) -> None:
@@ -313,5 +313,5 @@ class _Live(Live):
 
 
 def clock_text(seconds: float) -> str:
-    """Describes a duration as hours, minutes and seconds."""
+    """Formats a duration as hours, minutes and seconds."""
     return str(timedelta(seconds=int(max(0.0, seconds))))

@@ -1,4 +1,4 @@
-"""``farflung report`` and ``farflung watch``: runs as a page of HTML, when they have ended and while they go on."""
+"""``farflung report`` and ``farflung watch``: pages of HTML about finished runs and runs that go on."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ __all__ = ["PageServer", "Report", "Watch", "page_data"]
 
 @dataclass(frozen=True)
 class Report:
-    """Write one page of HTML about runs: what they learned, when, and where their time went.
+    """Write one HTML page about runs: learning curves, and the parts of their time.
 
-    The page asks no other address for anything, so it can be sent and kept. Runs need not have come to their end.
+    The page loads nothing from elsewhere, so it can be sent and kept. Runs may be unfinished.
     """
 
     run_folders: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs of farflung train or farflung simulate; several are compared."""
     out: Path | None = None
-    """The file; report.html when not given, in the run's folder where there is one run."""
+    """HTML file; by default report.html, in the run's folder if only one is given."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         if not self.run_folders:
             raise ConfigError("give the folder of a run, or of several")
         page = report_page(page_data(self.run_folders))
@@ -49,24 +48,23 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run in the browser while it goes on: the page of farflung report, whose figures are kept up to date.
+    """Show a run in the browser while it goes on: the page of farflung report with current figures.
 
     Only this machine can see it. Ctrl-C ends it, and leaves the run alone.
     """
 
     run_folder: tyro.conf.Positional[Path]
-    """The folder of a run of farflung train or farflung simulate, which need not have begun a step."""
+    """Folder of a run of farflung train or farflung simulate, even before its first step."""
     port: int = 0
-    """Of loopback; a free one when not given."""
+    """Port on loopback; a free one when not given."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
-        page_data([self.run_folder])  # what cannot be shown is refused here
+        page_data([self.run_folder])  # refuses a run that cannot be shown
         try:
             server = PageServer(self.run_folder, self.port)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {self.port}: {error}") from None
-        # Not by an exception, which Python drops where it happens to be in a destructor.
+        # Shuts down without an exception, which Python would drop in a destructor.
         with server, on_stop(lambda: Thread(target=server.shutdown, daemon=True).start()):
             stdout_console().print(f"http://127.0.0.1:{server.server_port}/", soft_wrap=True)
             server.serve_forever()
@@ -74,10 +72,10 @@ class Watch:
 
 
 def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]:
-    """Gathers what a page shows of runs, as their folders are now.
+    """Loads the data of a page from the current files of runs.
 
     Raises:
-      BadInput: a folder has no run, or a damaged one.
+      BadInput: A folder has no run, or a damaged one.
     """
     runs = []
     for path in folders:
@@ -92,11 +90,11 @@ def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a run to this machine alone, its figures read anew for each request.
+    """Server of a run's page for this machine alone, which reads the figures anew for each request.
 
     Args:
-      folder: of the run.
-      port: of loopback; 0 is a free one.
+      folder: Folder of the run.
+      port: Port on loopback; 0 for a free one.
     """
 
     def __init__(self, folder: Path, port: int) -> None:
@@ -110,11 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers with the page, or with its figures."""
-        here = f"127.0.0.1:{self.server.server_port}"
+        address = f"127.0.0.1:{self.server.server_port}"
         status, kind, text = HTTPStatus.OK, "text/html", ""
-        if self.headers.get("Host") not in (here, f"localhost:{self.server.server_port}"):
-            # A site whose name has been made to point here would otherwise be let in by the browser.
-            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers at {here} alone"
+        if self.headers.get("Host") not in (address, f"localhost:{self.server.server_port}"):
+            # Otherwise the browser would admit a site whose name resolves to this machine.
+            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers at {address} alone"
         elif self.path not in ("/", "/data.json"):
             status, text = HTTPStatus.NOT_FOUND, "not there"
         else:

@@ -1,4 +1,4 @@
-"""``farflung simulate``: trains in virtual time, with the real arithmetic on a modelled clock."""
+"""``farflung simulate``: trains in virtual time, with real arithmetic on a modelled clock."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Simulate"]
 @dataclass(frozen=True)
 @with_settings(SimulatedConfig, without=("encrypt", "threads"))
 class Simulate(RunCommand):
-    """Train in virtual time: as farflung train would, on a network and devices that need not be there.
+    """Train in virtual time: like farflung train, on a modelled network and modelled devices.
 
     The arithmetic is real, and parameters and bytes sent are those of real workers; only the clock is modelled.
     """
 
     compute_on: str = "cpu"
-    """Torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, which all of them share. Times are
-    those of --device, whatever computes."""
+    """Torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, shared by all of them.
+    Times are those of --device, on any hardware."""
 
     kind: ClassVar[type[RunConfig]] = SimulatedConfig
     elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})

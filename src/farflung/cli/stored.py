@@ -1,4 +1,4 @@
-"""``farflung retime``, ``traffic`` and ``trace``: what the folder of a run that has ended tells."""
+"""``farflung retime``, ``traffic`` and ``trace``: evaluations of the folder of a finished run."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ __all__ = ["Retime", "Trace", "Traffic"]
 
 @dataclass(frozen=True)
 class Retime(OutputOptions):
-    """Time a simulated run anew on another network or other devices, without its arithmetic.
+    """Time a simulated run again on another network or other devices, without its arithmetic.
 
-    What the replicas learned stays as it was, and every time is that of a fresh simulation. A run whose decision log
-    holds decisions by time or arrival is refused: it might have learned something else there.
+    What the replicas learned is unchanged, and every time is that of a fresh simulation. A run whose decision
+    log has decisions by time or arrival is refused, since it might learn something else there.
     """
 
     run_folder: tyro.conf.Positional[Path]
-    """The folder of a run of farflung simulate."""
+    """Folder of a run of farflung simulate."""
     network: str | None = None
-    """Instead of the run's: a name or a TOML file."""
+    """Network to use instead of the run's: a name or a TOML file."""
     device: str | None = None
-    """Instead of the run's: a name or a TOML file."""
+    """Device to use instead of the run's: a name or a TOML file."""
     out: Path | None = None
-    """The new run's folder; beside the old one when not given."""
+    """Folder of the new run; by default beside the old one."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.runs import RunFolder, retime
 
-        before = SimulatedConfig.stored_in(RunFolder(self.run_folder))
-        network, device = self.network or str(before["network"]), self.device or str(before["device"])
-        stored = self.run_folder.resolve()  # which has a name where this one is a dot
+        config = SimulatedConfig.stored_in(RunFolder(self.run_folder))
+        network, device = self.network or str(config["network"]), self.device or str(config["device"])
+        stored = self.run_folder.resolve()  # has a name even if the path is a dot
         out = self.out or stored.with_name(f"{stored.name}-on-{Path(network).stem}-{Path(device).stem}")
         with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
             run = retime(self.run_folder, network=network, device=device, out=out, show=progress)
@@ -52,18 +51,17 @@ class Retime(OutputOptions):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Show how many bytes each replica has sent to each other in a run that has ended, by purpose.
+    """Show the bytes that each replica sent to each other in a finished run, by purpose.
 
-    Payloads are counted from tensors, in real and in simulated runs alike. Gradients are whatever steps exchange.
+    Payloads are counted from tensors, in real and simulated runs. Gradients are all that steps exchange.
     """
 
     run_folder: tyro.conf.Positional[Path]
-    """The folder of a run of farflung train or farflung simulate."""
+    """Folder of a run of farflung train or farflung simulate."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON on stdout and nothing else: for each kind and sender the bytes to each rank."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.report import sent_by_kind, traffic_table
         from farflung.runs import RunFolder
 
@@ -79,19 +77,18 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Trace:
-    """Write what each replica did and when as a trace of Chrome's, to be opened at https://ui.perfetto.dev.
+    """Write the activities of each replica as a Chrome trace, for https://ui.perfetto.dev.
 
-    With steps and their parts, evaluations, checkpoints and changes of the members; with exchanges where the run was
-    traced (--trace). Perfetto opens the file in the browser and sends it nowhere.
+    Contains steps and their parts, evaluations, checkpoints and changes of members, and exchanges if the run
+    was traced (--trace). Perfetto opens the file in the browser and sends it nowhere.
     """
 
     run_folder: tyro.conf.Positional[Path]
-    """The folder of a run of farflung train or farflung simulate."""
+    """Folder of a run of farflung train or farflung simulate."""
     out: Path | None = None
-    """The file; trace.json in the run's folder when not given."""
+    """Trace file; by default trace.json in the run's folder."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         from farflung.report import chrome_trace
         from farflung.runs import RunFolder
 

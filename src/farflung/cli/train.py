@@ -1,4 +1,4 @@
-"""``farflung train``: trains on workers of this machine, or joins a run that torchrun has started."""
+"""``farflung train``: trains on workers of this machine, or joins a run of torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imports torch, which help does without
 __all__ = ["Train"]
 
 OPTIONS = settings_of(RunOptions)
-"""The options of a run beside its settings."""
+"""Options of a run that are not settings."""
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,5 @@ class Train(RunCommand):
 
         env = LaunchEnv.read()
         with ready_to_train(run) as begin:
-            ended = self.make(run, begin, leads=env is None or env.rank == 0)
-        return 130 if ended.summary.get("interrupted") else 0
+            result = self.make(run, begin, leads=env is None or env.rank == 0)
+        return 130 if result.summary.get("interrupted") else 0

@@ -28,28 +28,27 @@ class Worker:
 
     torchrun --no-python ... farflung worker -- python train.py
 
-    The program itself calls farflung.attach(elastic=...) or is farflung train --elastic; one that it starts in turn is
-    not certified. It gets the signals that this command gets. This command ends with its exit code, or with 128 more
-    than the number of the signal that has ended it.
+    The program must itself call farflung.attach(elastic=...) or be farflung train --elastic; its child
+    processes are not certified. Signals are forwarded to it. The exit code is the program's, or 128 plus the
+    number of the signal that ended it.
     """
 
     command: tyro.conf.Positional[tuple[str, ...]] = ()
     """After --: the program and its arguments."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         if not self.command:
             raise ConfigError("no program is given: farflung worker -- python train.py")
         fd = Page.to_inherit()
         page = Page(fd)
-        dies = partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None
+        setup_child = partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None
         try:
             child = subprocess.Popen(
                 self.command,
                 env={**os.environ, SUPERVISOR: f"{os.getpid()}:{fd}"},
                 pass_fds=[fd],
-                process_group=0,  # a signal to this group comes to the program once, from here
-                preexec_fn=dies,  # noqa: PLW1509 (there are no threads)
+                process_group=0,  # the program gets a signal to this group once, from here
+                preexec_fn=setup_child,  # noqa: PLW1509 (there are no threads)
             )
         except OSError as error:
             raise ConfigError(f"{self.command[0]}: cannot be started ({error.strerror})") from None

@@ -1,4 +1,4 @@
-"""The lab: real processes on this machine, joined by links as slow as a network profile says."""
+"""The lab: real processes on this machine, joined by links as slow as a network profile specifies."""
 
 from farflung.lab.abilities import Ability, abilities, why_not
 from farflung.lab.job import JobResult, run_job

@@ -1,4 +1,4 @@
-"""The calls of Linux for namespaces and mounts, which Python 3.11 lacks."""
+"""Linux calls for namespaces and mounts, which Python 3.11 lacks."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
 def unshare(flags: int) -> None:
-    """The calling process gets namespaces of its own.
+    """Moves the calling process to new namespaces of its own.
 
     Raises:
-      OSError: it may not, or the kernel has none of that kind.
+      OSError: The call is not permitted, or the kernel lacks such namespaces.
     """
     check_call("unshare", LIBC.unshare(flags))
 
 
 def enter_network(namespace: int) -> None:
-    """The calling thread moves to a network namespace, given by a descriptor of it.
+    """Moves the calling thread to a network namespace, given by a descriptor of it.
 
     Raises:
-      OSError: it may not.
+      OSError: The call is not permitted.
     """
     check_call("setns", LIBC.setns(namespace, CLONE_NEWNET))
 
 
 @contextlib.contextmanager
 def inside(namespace: int) -> Iterator[None]:
-    """The calling thread is in a network namespace for a while; sockets made there stay there."""
+    """Moves the calling thread to a network namespace inside the block; sockets created there stay there."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter_network(namespace)
@@ -57,10 +57,10 @@ def inside(namespace: int) -> Iterator[None]:
 
 
 def mount_own_proc() -> None:
-    """A new process namespace's first process shows its own processes under ``/proc``, to itself and its children.
+    """Mounts ``/proc`` anew, so that a process namespace's first process and its children see only their own.
 
     Raises:
-      OSError: it may not.
+      OSError: The call is not permitted.
     """
     unshare(CLONE_NEWNS)
     check_call("mount", LIBC.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))

@@ -1,4 +1,4 @@
-"""What a machine must be able to do for a lab, each thing tried."""
+"""Abilities that a machine needs for a lab, each tested by trying it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Ability", "abilities", "why_not"]
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Something that a machine can do, or not.
+    """Ability that a machine has or lacks.
 
     Args:
-      what: in a few words.
-      trouble: why it cannot; empty where it can.
-      needed: whether a lab is impossible without.
-      use: what a lab needs it for.
+      name: Name of the ability.
+      trouble: Reason why it is missing; empty if the machine has it.
+      is_required: Whether a lab is impossible without it.
+      use: Purpose of the ability in a lab.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Ability:
 
 
 def abilities() -> list[Ability]:
-    """Everything that a lab makes use of, tried in child processes that leave nothing behind."""
+    """Tries everything that a lab uses, in child processes that leave nothing behind."""
     return [
         Ability(
             "Linux",
@@ -56,8 +56,8 @@ def abilities() -> list[Ability]:
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a lab, on one line; ``None`` where it can."""
-    missing = [f"{one.what} ({one.trouble})" for one in abilities() if one.needed and one.trouble]
+    """Explains in one line which ability this machine lacks for a lab; returns ``None`` if none."""
+    missing = [f"{x.what} ({x.trouble})" for x in abilities() if x.needed and x.trouble]
     return f"no lab on this machine: {missing[0]}" if missing else None
 
 
@@ -83,20 +83,20 @@ def _congestion_control() -> str:
 
 
 def _tried(attempt: Callable[[], None]) -> str:
-    """What went wrong when a child process tried; empty: nothing."""
+    """Returns the error of an attempt in a child process; empty if it succeeded."""
     if sys.platform != "linux":
         return "needs Linux"
-    ear, bell = os.pipe()
+    reader, writer = os.pipe()
 
-    def tell() -> None:
+    def report_error() -> None:
         try:
             attempt()
         except OSError as error:
-            os.write(bell, str(error).encode())
+            os.write(writer, str(error).encode())
 
-    child = Child(tell, keep=[bell])
-    os.close(bell)
-    with os.fdopen(ear, "rb") as heard:
-        said = heard.read().decode()
+    child = Child(report_error, keep=[writer])
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        message = stream.read().decode()
     child.wait()
-    return said
+    return message

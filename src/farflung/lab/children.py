@@ -15,22 +15,22 @@ __all__ = ["Child"]
 
 
 class Child:
-    """A fork of this process that runs a function and ends; of this one's descriptors it has only those it is given.
+    """Fork of this process that runs a function and ends; it keeps only the given descriptors.
 
     Args:
-      fn: what it runs; its result is the exit code.
-      keep: descriptors to keep beside standard input, output and error.
+      fn: Function to run; its result is the exit code.
+      keep: Descriptors to keep beside standard input, output and error.
     """
 
     def __init__(self, fn: Callable[[], int | None], keep: Iterable[int] = ()) -> None:
         with warnings.catch_warnings():
-            # The child runs none of the code that other threads may have been in the middle of.
+            # The child runs no code that other threads may be in the middle of.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
-                gc.freeze()  # what the parent has left is not the child's to end
+                gc.freeze()  # the child must not finalize the parent's garbage
                 _close_all_but(keep)
                 code = fn() or 0
             except BaseException:
@@ -40,14 +40,14 @@ class Child:
                 os._exit(code)
         self._fd = os.pidfd_open(self.pid)
         self.exit_code: int | None = None
-        """Of its end, minus the signal's number where one ended it; ``None`` while it runs."""
+        """Exit code, or minus the number of the signal that ended the child; ``None`` while it runs."""
 
     def fileno(self) -> int:
-        """Readable once the child has ended."""
+        """Returns a descriptor that is readable once the child has ended."""
         return self._fd
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code, or ``None`` where it still runs after so long."""
+        """Waits for the end and returns the exit code, or ``None`` if the child still runs after that time."""
         if self.exit_code is None and select.select([self._fd], [], [], timeout_s)[0]:
             _, status = os.waitpid(self.pid, 0)
             self.exit_code = os.waitstatus_to_exitcode(status)
@@ -55,7 +55,7 @@ class Child:
         return self.exit_code
 
     def kill(self) -> None:
-        """Ends it if it still runs, and waits until it has ended."""
+        """Kills the child if it still runs, and waits for its end."""
         if self.exit_code is None:
             signal.pidfd_send_signal(self._fd, signal.SIGKILL)
             self.wait()

@@ -1,4 +1,4 @@
-"""``farflung lab``: runs a program on nodes of this machine that are joined by the links of a profile."""
+"""``farflung lab``: runs a program on nodes of this machine, joined by the links of a profile."""
 
 from __future__ import annotations
 
@@ -40,32 +40,31 @@ class RunInLab:
     """
 
     command: tyro.conf.Positional[tuple[str, ...]] = ()
-    """After --: the program that is started at every node, with RANK, WORLD_SIZE, MASTER_ADDR and the like. train and
-    its options need no dashes before them."""
+    """After --: program to start at every node, with RANK, WORLD_SIZE, MASTER_ADDR and so on. train and its
+    options need no dashes before them."""
     network: str = "wifi-10mbps"
-    """The network profile: a name, or a file ending in .toml."""
+    """Network profile: a name, or a file ending in .toml."""
     nodes: int = 4
-    """How many nodes, each with a network of its own."""
+    """Number of nodes, each with a network of its own."""
     congestion_control: str | None = None
-    """Of the nodes' TCP, as the kernel names it; the profile's when not given, or this machine's."""
+    """Congestion control of the nodes' TCP, by the kernel's name; the profile's or this machine's by default."""
     logs: Path | None = None
-    """A folder for what each worker says, in rank-0.log and so on; on this terminal when not given."""
+    """Folder for the output of each worker, in rank-0.log and so on; this terminal when not given."""
     report: Path | None = None
-    """A JSON file for what was measured before the run and counted in it."""
+    """JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """A TOML file that says what goes wrong: crash, hang, cut, throttle, lose, restore. With train, times count from
-    the first step; of another program there are no steps, and times count from its start."""
+    """TOML file with faults: crash, hang, cut, throttle, lose, restore. With train, times count from the first
+    step; with another program, from its start."""
     seed: int = 0
-    """Of jitter and loss."""
+    """Seed of jitter and loss."""
     any_delay: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Take delays as this machine makes them where it cannot keep the profile's, such as 0.1 ms; see the report."""
+    """Accept this machine's delays if it cannot keep the profile's, such as 0.1 ms; see the report."""
     check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Say what this machine can do, and why not, and measure the links. Runs no program."""
+    """Print this machine's abilities and what it lacks, and measure the links. Runs no program."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Say nothing beside what the workers say."""
+    """Print only the output of the workers."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
         if self.nodes < 1:
             raise ConfigError(f"--nodes {self.nodes}: must be 1 or more")
         profile = network_profile(self.network).for_nodes(self.nodes)
@@ -73,13 +72,13 @@ class RunInLab:
             return self._check()
         command = _found(self.command)
         plan = self._plan()
-        if (lacking := why_not()) is not None:
-            raise LabError(f"{lacking}; farflung lab --check says more")
+        if (reason := why_not()) is not None:
+            raise LabError(f"{reason}; farflung lab --check says more")
         with ExitStack() as stack:
             outputs = [stack.enter_context(_output(self.logs, node)) for node in range(self.nodes)]
-            bell = stack.enter_context(_bell())
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-lab-")))
-            told = stack.enter_context(listener(scratch))
+            stop = stack.enter_context(_bell())
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-lab-")))
+            sock = stack.enter_context(listener(folder))
             lab = stack.enter_context(
                 Lab(profile, self.nodes, congestion_control=self.congestion_control, seed=self.seed)
             )
@@ -92,10 +91,10 @@ class RunInLab:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             environment.pop(EVENTS, None)
             if self._trains:
-                environment[EVENTS] = told.getsockname()
+                environment[EVENTS] = sock.getsockname()
             environment[NETWORK] = self.network
             result = run_job(
-                lab, command, environment, outputs, plan=plan, told=told if self._trains else None, bell=bell
+                lab, command, environment, outputs, plan=plan, told=sock if self._trains else None, bell=stop
             )
         if self.report is not None:
             self.report.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,7 @@ class RunInLab:
         return INTERRUPTED if result.stopped else max(result.exit_codes)
 
     def _plan(self) -> FaultPlan:
-        """What goes wrong; says from when its times count."""
+        """Loads the fault plan; prints the origin of its times."""
         if self.faults is None:
             return FaultPlan()
         plan = load_faults(self.faults)
@@ -126,20 +125,20 @@ class RunInLab:
 
     @property
     def _trains(self) -> bool:
-        """Whether the program is one whose workers tell of their events."""
+        """Returns True if the workers of the program report their events."""
         program, *arguments = self.command
         return arguments[:3] == ["-m", "farflung", "train"] or (
             Path(program).name == "farflung" and arguments[:1] == ["train"]
         )
 
     def _check(self) -> int:
-        found = abilities()
+        rows = abilities()
         print_table(
             ["needs", "here", "for"],
-            ([one.what, one.trouble or "yes", one.use] for one in found),
+            ([ability.what, ability.trouble or "yes", ability.use] for ability in rows),
         )
-        if (lacking := why_not()) is not None:
-            raise LabError(lacking)
+        if (reason := why_not()) is not None:
+            raise LabError(reason)
         with Lab(
             network_profile(self.network), self.nodes, congestion_control=self.congestion_control
         ) as lab:
@@ -189,7 +188,7 @@ def _output(folder: Path | None, node: int) -> Iterator[int | None]:
 
 @contextmanager
 def _bell() -> Iterator[int]:
-    """A descriptor from which a byte comes for every signal to stop."""
-    ear, bell = socket.socketpair()
-    with ear, bell, on_stop(lambda: bell.send(b".")):
-        yield ear.fileno()
+    """Yields a descriptor from which each stop signal makes one byte readable."""
+    reader, writer = socket.socketpair()
+    with reader, writer, on_stop(lambda: writer.send(b".")):
+        yield reader.fileno()

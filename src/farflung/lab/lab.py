@@ -1,4 +1,4 @@
-"""A lab: nodes with networks of their own on this machine, joined by links as slow as a profile says."""
+"""A lab: nodes with networks of their own on this machine, joined by links as slow as a profile specifies."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from farflung.types import Json
 __all__ = ["Counters", "Lab"]
 
 PORT = 29500
-"""Where rank 0's store listens, at its own node."""
+"""Port of rank 0's store, at its own node."""
 PACKET_S = 500e-6
-"""How long the largest packet takes on the fastest link: packets share links in pieces of this size."""
+"""Maximum time of the largest packet on the fastest link: packets share links in pieces of this size."""
 SMALLEST, LARGEST = 1500, 65536
 ATTEMPTS = 3
-"""How often the pairs are measured before a lab is refused."""
+"""Number of measurements of the pairs before a lab is refused."""
 LINE_ENDED = "the delay line ended: the nodes no longer reach each other"
 PATIENCE_S = 20.0
-"""How long the line may take to make the nodes, and to answer."""
+"""Time limit of the line to create the nodes, and to reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a node's interface has counted.
+    """Counters of a node's interface.
 
     Args:
-      sent_nbytes: with IP and TCP headers, once for each packet.
-      sent_packets: packets; a large one counts once.
-      received_nbytes: the same of what came.
-      received_packets: the same.
+      sent_nbytes: Bytes sent, with IP and TCP headers once for each packet.
+      sent_packets: Packets sent; a large one counts once.
+      received_nbytes: Bytes received, likewise.
+      received_packets: Packets received, likewise.
     """
 
     sent_nbytes: int
@@ -61,28 +61,28 @@ class Counters:
     received_packets: int
 
     def __sub__(self, other: Counters) -> Counters:
-        """What was counted since."""
+        """Returns what was counted since ``baseline``."""
         pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Counters(*(now - before for now, before in pairs))
+        return Counters(*(count - baseline_count for count, baseline_count in pairs))
 
 
 class Lab:
-    """Nodes of a profile, each in a network namespace of its own; nothing is left of them after the ``with`` block.
+    """Nodes of a profile, each in a network namespace of its own, which the end of the ``with`` block removes.
 
-    Nor is anything left where this process is killed: the line that carries the packets and every worker end with
-    it, the namespaces with them, and the devices with the line.
+    If this process is killed, nothing is left either: the line that carries the packets and every worker end
+    with it, the namespaces with them, and the devices with the line.
 
     Args:
-      profile: the network.
-      nodes: how many nodes.
-      fair: how a capacity is shared; see :class:`farflung.lab.queues.Queues`.
-      congestion_control: of the nodes' TCP, as the kernel names it; ``None``: the profile's, or this machine's where
-        that names none.
-      seed: of jitter and loss.
+      profile: Network profile.
+      nodes: Number of nodes.
+      fair: Whether pairs share a capacity equally; see :class:`farflung.lab.queues.Queues`.
+      congestion_control: Congestion control of the nodes' TCP, as the kernel names it; ``None`` for the
+        profile's or this machine's.
+      seed: Seed of jitter and loss.
 
     Raises:
-      LabError: this machine cannot do it; says why.
-      ConfigError: the profile is of another number of nodes.
+      LabError: This machine lacks an ability; says why.
+      ConfigError: The profile has another number of nodes.
       MissingExtra: pyroute2 is not installed.
     """
 
@@ -99,32 +99,32 @@ class Lab:
         self.profile = profile.for_nodes(nodes)
         self.nodes = nodes
         self.workers: list[Child | None] = [None] * nodes
-        """What runs at each node."""
+        """Process at each node."""
         self._queues = Queues(self.profile, seed, fair=fair)
         self._largest_packet = _largest_packet(self.profile)
         self.congestion_control = congestion_control or self.profile.congestion or ""
-        """Of the nodes' TCP, once they are there."""
+        """Congestion control of the nodes' TCP, once the nodes exist."""
         self._namespaces: list[int] = []
         self._control: socket.socket | None = None
         self._line: Child | None = None
 
     def __enter__(self) -> Self:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(PATIENCE_S)
-        self._control = ours
-        parent, largest = os.getpid(), self._largest_packet
+        lab_end, line_end = socket.socketpair()
+        lab_end.settimeout(PATIENCE_S)
+        self._control = lab_end
+        parent, max_nbytes = os.getpid(), self._largest_packet
 
-        def carry() -> None:
-            run_line(theirs, parent, self._queues, largest, self.congestion_control or None)
+        def run() -> None:
+            run_line(line_end, parent, self._queues, max_nbytes, self.congestion_control or None)
 
-        self._line = Child(carry, keep=[theirs.fileno()])
-        theirs.close()
+        self._line = Child(run, keep=[line_end.fileno()])
+        line_end.close()
         try:
-            answer = self._answer()
-            if "error" in answer:
-                raise LabError(f"the lab's nodes cannot be made: {answer['error']}")
+            reply = self._answer()
+            if "error" in reply:
+                raise LabError(f"the lab's nodes cannot be made: {reply['error']}")
             for _ in range(self.nodes):
-                _, (namespace,), _, _ = socket.recv_fds(ours, 1, 1)
+                _, (namespace,), _, _ = socket.recv_fds(lab_end, 1, 1)
                 self._namespaces.append(namespace)
             with inside(self._namespaces[0]):
                 self.congestion_control = chosen_congestion_control()
@@ -137,7 +137,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers and the line; nothing is left."""
+        """Ends all workers and the line, and leaves nothing behind."""
         for worker in self.workers:
             if worker is not None:
                 worker.kill()
@@ -151,13 +151,13 @@ class Lab:
     # --- links ------------------------------------------------------------------------------------------------------
 
     def measure(self) -> list[Measured]:
-        """Measures every pair, after setting right what handing packets over takes on this machine."""
-        wanted = expected(self.profile)
-        over = [t - wanted[pair][0] for pair, t in measure_latencies(self._namespaces).items()]
-        early = statistics.median(over) if over else 0.0
-        if math.isfinite(early):
-            self._tell({"do": "early", "seconds": max(0.0, early)})
-        return self._measured(wanted)
+        """Measures every pair, after correcting the delays for this machine's packet handling."""
+        expectations = expected(self.profile)
+        excess_s = [t - expectations[pair][0] for pair, t in measure_latencies(self._namespaces).items()]
+        early_s = statistics.median(excess_s) if excess_s else 0.0
+        if math.isfinite(early_s):
+            self._tell({"do": "early", "seconds": max(0.0, early_s)})
+        return self._measured(expectations)
 
     def _measured(self, wanted: Mapping[Pair, tuple[float, float]]) -> list[Measured]:
         if not wanted:
@@ -181,34 +181,33 @@ class Lab:
         ]  # fmt: skip
 
     def check(self, *, any_delay: bool = False) -> list[Measured]:
-        """Measures every pair, and those anew that something else on this machine may have disturbed.
+        """Measures every pair, and repeats measurements that other load on this machine may have disturbed.
 
         Args:
-          any_delay: take delays as this machine makes them; :func:`farflung.lab.as_measured` is then the network that
-            there is.
+          any_delay: Whether to accept delays as this machine makes them, as
+            :func:`farflung.lab.apply_measured_delays` models.
 
         Raises:
-          LabError: one of them is further from the profile than :data:`farflung.lab.TOLERANCE`, however often it is
-            measured; says which.
+          LabError: A pair deviates by more than :data:`farflung.lab.TOLERANCE` in every measurement.
         """
-        wanted = expected(self.profile)
+        expectations = expected(self.profile)
 
-        def off(found: Mapping[Pair, Measured]) -> list[Measured]:
-            return [pair for pair in found.values() if not (pair.usable if any_delay else pair.fits)]
+        def find_misfits(results: Mapping[Pair, Measured]) -> list[Measured]:
+            return [pair for pair in results.values() if not (pair.usable if any_delay else pair.fits)]
 
         for _ in range(ATTEMPTS):
-            found = {(pair.src, pair.dst): pair for pair in self.measure()}
+            results = {(pair.src, pair.dst): pair for pair in self.measure()}
             for _ in range(ATTEMPTS - 1):
-                for again in self._measured(
-                    {(one.src, one.dst): wanted[one.src, one.dst] for one in off(found)}
+                for retry in self._measured(
+                    {(m.src, m.dst): expectations[m.src, m.dst] for m in find_misfits(results)}
                 ):
-                    of = again.src, again.dst
-                    found[of] = min(found[of], again, key=attrgetter("off"))
-            if not (wrong := off(found)):
-                return list(found.values())
-        worst = max(wrong, key=attrgetter("off"))
+                    key = retry.src, retry.dst
+                    results[key] = min(results[key], retry, key=attrgetter("off"))
+            if not (bad := find_misfits(results)):
+                return list(results.values())
+        worst = max(bad, key=attrgetter("off"))
         raise LabError(
-            f"{self.profile.name} does not come out right on this machine ({len(wrong)} of {len(found)} pairs); from "
+            f"{self.profile.name} does not come out right on this machine ({len(bad)} of {len(results)} pairs); from "
             f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "
             f"{worst.expected_latency_s * 1e3:.3g}, {worst.bandwidth_bps / 1e6:.4g} Mbit/s instead of "
             f"{worst.expected_bandwidth_bps / 1e6:.4g}, {worst.loss:.2%} lost instead of "
@@ -216,18 +215,18 @@ class Lab:
         )
 
     def begin(self) -> None:
-        """From here on there are jitter and loss, and traces go on."""
+        """Starts jitter, loss and traces."""
         self._tell({"do": "begin"})
 
     def change(self, src: int, dst: int, condition: Condition) -> None:
-        """What happens to the way from one node to another from here on."""
+        """Sets the condition of the link from one node to another."""
         self._tell({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
 
     def reset(self, src: int, dst: int) -> None:
-        """Closes the TCP connections of one node to another at its end, by ``ss -K``.
+        """Closes a node's TCP connections to another at its end, by ``ss -K``.
 
         Raises:
-          LabError: this machine has no ``ss``, of iproute2.
+          LabError: This machine lacks ``ss`` of iproute2.
         """
         with inside(self._namespaces[src]):
             try:
@@ -236,17 +235,17 @@ class Lab:
                 raise LabError(f"connections cannot be reset: ss of iproute2 is missing ({error})") from None
 
     def counters(self, node: int) -> Counters:
-        """What the kernel has counted at a node's interface."""
+        """Reads the kernel's counters of a node's interface."""
         with inside(self._namespaces[node]):
             lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
-        own = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
-        if not own:  # the device goes with the line
+        rows = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
+        if not rows:  # the device ends with the line
             raise LabError(LINE_ENDED)
-        numbers = [int(number) for number in own[0].partition(":")[2].split()]
+        numbers = [int(number) for number in rows[0].partition(":")[2].split()]
         return Counters(numbers[8], numbers[9], numbers[0], numbers[1])
 
     def lost(self) -> int:
-        """How many packets the line has lost so far."""
+        """Returns the number of packets that the line has lost so far."""
         return int(str(self._tell({"do": "count"})["lost"]))
 
     # --- workers ----------------------------------------------------------------------------------------------------
@@ -254,16 +253,16 @@ class Lab:
     def start(
         self, node: int, command: Sequence[str], environment: Mapping[str, str], output: int | None = None
     ) -> Child:
-        """Starts a command at a node, with :meth:`variables` beside ``environment``; see :func:`start_worker`."""
-        whole = {**environment, **self.variables(node)}
-        worker = start_worker(self._namespaces[node], command, whole, output)
+        """Starts a command at a node, with variables of :meth:`build_environment`; see :func:`start_worker`."""
+        variables = {**environment, **self.variables(node)}
+        worker = start_worker(self._namespaces[node], command, variables, output)
         self.workers[node] = worker
         return worker
 
     def variables(self, node: int) -> dict[str, str]:
-        """What torchrun tells its workers, and which interface to use."""
-        of_the_node = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), str(node))
-        of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.nodes))
+        """Builds the variables that torchrun would set, and those that select the interface."""
+        node_values = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), str(node))
+        shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.nodes))
         interfaces = (
             "GLOO_SOCKET_IFNAME",
             "NCCL_SOCKET_IFNAME",
@@ -271,8 +270,8 @@ class Lab:
             "UCX_NET_DEVICES",
         )
         return {
-            **of_the_node,
-            **of_all,
+            **node_values,
+            **shared,
             **dict.fromkeys(interfaces, INTERFACE),
             "MASTER_ADDR": address_of(0),
             "MASTER_PORT": str(PORT),
@@ -286,22 +285,22 @@ class Lab:
                 os.kill(pid, number)
 
     def kill(self, node: int) -> None:
-        """Ends every process at a node at once, as ``kill -9`` does; its kernel closes their connections."""
+        """Kills every process at a node, as ``kill -9`` does; its kernel closes their connections."""
         worker = self.workers[node]
         if worker is not None:
             worker.kill()
 
     def watched(self) -> Iterator[Child]:
-        """What may end by itself: the line, and the workers that still run."""
+        """Yields the processes that may end by themselves: the line, and the running workers."""
         assert self._line is not None
         yield self._line
         yield from (worker for worker in self.workers if worker is not None and worker.exit_code is None)
 
     def check_line(self) -> None:
-        """Whether packets are still carried.
+        """Checks that packets are still carried.
 
         Raises:
-          LabError: the line has ended.
+          LabError: The line has ended.
         """
         if self._line is None or self._line.wait(0.0) is not None:
             raise LabError(LINE_ENDED)
@@ -312,30 +311,30 @@ class Lab:
         assert self._control is not None
         try:
             self._control.sendall(json.dumps(order).encode() + b"\n")
-            answer = self._answer()
+            reply = self._answer()
         except OSError as error:
             raise LabError(f"{LINE_ENDED} ({error})") from None
-        if "error" in answer:
-            raise LabError(str(answer["error"]))
-        return answer
+        if "error" in reply:
+            raise LabError(str(reply["error"]))
+        return reply
 
     def _answer(self) -> Mapping[str, Json]:
         assert self._control is not None
-        said = b""
-        while not said.endswith(b"\n"):  # byte by byte: descriptors that follow are not to be read over
-            piece = self._control.recv(1)
-            if not piece:
+        data = b""
+        while not data.endswith(b"\n"):  # byte by byte, to leave the descriptors that follow
+            byte = self._control.recv(1)
+            if not byte:
                 raise LabError(LINE_ENDED)
-            said += piece
-        answer: Mapping[str, Json] = json.loads(said)
-        return answer
+            data += byte
+        reply: Mapping[str, Json] = json.loads(data)
+        return reply
 
 
 def _largest_packet(profile: NetworkProfile) -> int:
-    """The most bytes in one packet, so that the slowest of the fastest links is not held up for long by one."""
+    """Returns the maximum bytes of a packet, so that no packet blocks the fastest link for long."""
     wiring, nodes = Wiring(profile), range(profile.node_count)
     if any(link.loss for link in profile.all_links()):
-        return SMALLEST  # what is lost is to be one segment
+        return SMALLEST  # a loss must be one segment
     for src in nodes:
         for dst in nodes:
             if src != dst:

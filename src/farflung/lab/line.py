@@ -1,4 +1,4 @@
-"""The delay line: the one process that carries every packet of a lab from node to node."""
+"""The delay line: the process that carries every packet of a lab from node to node."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from farflung.types import Json
 __all__ = ["run_line"]
 
 BATCH = 32
-"""Packets read from one node before others, and what is due, have their turn."""
+"""Maximum number of packets read from one node before other work has its turn."""
 PRIORITY = 10
-"""Real-time priority: a packet that is due waits for no computation."""
+"""Real-time priority, so that a packet that is due waits for no computation."""
 SPIN_S = 150e-6
-"""What is due within this time is waited for awake; a timer would be late by as much on a virtual machine."""
+"""Maximum remaining time that is spent spinning; on a virtual machine a timer would be late by as much."""
 _PR_SET_TIMERSLACK = 29
 
 
 def run_line(
     control: socket.socket, parent: int, queues: Queues, largest_nbytes: int, congestion_control: str | None
 ) -> None:
-    """Makes the nodes, hands their namespaces over, and carries packets until the other end of ``control`` is closed.
+    """Creates the nodes, hands their namespaces over, and carries packets until ``control`` is closed.
 
-    With this process go its devices, and with them every way between the nodes.
+    The devices end with this process, and with them every link between the nodes.
 
     Args:
-      control: a stream of lines of JSON, answered one by one.
-      parent: the process that this one is not to survive.
-      queues: what packets meet.
-      largest_nbytes: the most in one packet.
-      congestion_control: of the nodes' TCP; ``None``: this machine's.
+      control: Stream of lines of JSON, each of which gets a reply.
+      parent: Process that this one must not survive.
+      queues: Queues, delay and loss between the nodes.
+      max_packet_nbytes: Maximum bytes of a packet.
+      congestion_control: Congestion control of the nodes' TCP; ``None`` for this machine's.
     """
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
+        signal.signal(number, signal.SIG_IGN)  # the parent decides about the end
     try:
         namespaces, devices = _make_nodes(queues.nodes, largest_nbytes, congestion_control)
     except OSError as error:
@@ -72,7 +72,7 @@ def run_line(
 def _make_nodes(
     count: int, largest_nbytes: int, congestion_control: str | None
 ) -> tuple[list[int], list[int]]:
-    """A namespace and a device in it for each node; this process is where it was afterwards."""
+    """Creates a namespace for each node with a device in it; returns the process to its own namespace."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     namespaces, devices = [], []
     for node in range(count):
@@ -87,13 +87,13 @@ def _make_nodes(
 
 def _hurry() -> None:
     gc.freeze()
-    gc.disable()  # nothing here makes cycles
+    gc.disable()  # nothing here creates cycles
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    # The pairs are measured, so it shows where one of these cannot be had and matters.
+    # The measurement of pairs shows if one of these is missing and matters.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
     with contextlib.suppress(OSError):
-        # As long as it is open no processor sleeps so deeply that it takes time to wake up.
+        # While this is open, no processor sleeps so deeply that waking takes time.
         os.write(os.open("/dev/cpu_dma_latency", os.O_WRONLY | os.O_CLOEXEC), bytes(4))
 
 
@@ -108,23 +108,23 @@ class _Line:
             self._epoll.register(device, select.EPOLLIN)
 
     def run(self) -> None:
-        """Until no process is left that could report to it."""
-        now, queues, epoll, node = time.monotonic, self._queues, self._epoll, self._node
+        """Carries packets until no process is left that could send orders."""
+        clock, queues, epoll, nodes = time.monotonic, self._queues, self._epoll, self._node
         watched = [epoll.fileno()]
         while True:
-            for dst, packet in queues.leave(now()):
+            for dst, packet in queues.leave(clock()):
                 self._write(dst, packet)
-            left = queues.due() - now()
-            if left > SPIN_S:  # epoll itself waits for whole milliseconds, select for microseconds
-                select.select(watched, [], [], None if math.isinf(left) else left)
+            remaining_s = queues.due() - clock()
+            if remaining_s > SPIN_S:  # epoll's own timeout counts milliseconds
+                select.select(watched, [], [], None if math.isinf(remaining_s) else remaining_s)
             for fd, _ in epoll.poll(0):
-                if fd in node:
-                    self._read(fd, node[fd])
+                if fd in nodes:
+                    self._read(fd, nodes[fd])
                 elif not self._hear():
                     return
 
     def _read(self, device: int, src: int) -> None:
-        arrive, now, nodes = self._queues.arrive, time.monotonic(), len(self._devices)
+        enqueue, time_s, nodes = self._queues.arrive, time.monotonic(), len(self._devices)
         for _ in range(BATCH):
             try:
                 packet = os.read(device, LARGEST_PACKET)
@@ -132,35 +132,35 @@ class _Line:
                 return
             dst = node_of(packet)
             if 0 <= dst < nodes and dst != src:
-                arrive(now, src, dst, wire_nbytes(packet), packet)
+                enqueue(time_s, src, dst, wire_nbytes(packet), packet)
 
     def _write(self, dst: int, packet: bytes) -> None:
         try:
             os.write(self._devices[dst], packet)
-        except OSError:  # the device is down, or a worker has sent what cannot be delivered
+        except OSError:  # the device is down or the packet is invalid
             self._queues.lost += 1
 
     def _hear(self) -> bool:
-        said = self._control.recv(1 << 16)
-        *whole, self._heard = (self._heard + said).split(b"\n")
-        for line in whole:
-            answer = self._obey(json.loads(line))
-            self._control.sendall(json.dumps(answer).encode() + b"\n")
-        return bool(said)
+        data = self._control.recv(1 << 16)
+        *lines, self._heard = (self._heard + data).split(b"\n")
+        for line in lines:
+            reply = self._obey(json.loads(line))
+            self._control.sendall(json.dumps(reply).encode() + b"\n")
+        return bool(data)
 
     def _obey(self, order: Mapping[str, Json]) -> Json:
         queues = self._queues
         match order:
             case {"do": "early", "seconds": float(seconds)}:
                 queues.early_s = seconds
-            case {"do": "lose", "now": bool(now)}:
-                queues.loses = now
+            case {"do": "lose", "now": bool(is_lossy)}:
+                queues.loses = is_lossy
             case {"do": "begin"}:
                 queues.begin_s = time.monotonic()
             case {"do": "change", "src": int(src), "dst": int(dst), "condition": dict(condition)}:
                 queues.change(src, dst, Condition(**condition))  # type: ignore[arg-type]
                 if condition["loss"]:
-                    for device in self._devices:  # one loss is to be of one segment
+                    for device in self._devices:  # a loss must be one segment
                         take_large_packets(device, False)
             case {"do": "count"}:
                 pass

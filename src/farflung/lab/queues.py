@@ -1,4 +1,4 @@
-"""What packets meet between the nodes: queues, delay and loss, as a pure calculation that is told the time."""
+"""Queues, delay and loss of packets between the nodes, as a pure calculation that is given the time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from farflung.noise import uniform
 __all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
-"""A profile's bandwidth is what the payload gets; a full TCP segment of 1448 bytes is 1500 with its headers."""
+"""Bytes on the wire per payload byte of a full TCP segment; a profile's bandwidth is that of the payload."""
 
 BUFFER_S = 1.0
-"""How much of one way a queue holds, in seconds of its capacity; what comes to a full queue is lost."""
+"""Capacity of a queue for one pair, in seconds of bandwidth; packets that reach a full queue are lost."""
 SEGMENT_BITS = 8.0 * 1500
 BURST_S = 0.01
-"""Packets of a way that follow one another within this time have the same jitter, as those of one message have in
-virtual time; drawn for each by itself and kept in order, the delay would always be near its largest."""
+"""Maximum gap of a pair's packets with equal jitter; else fixed order would keep the delay near its maximum."""
 LEAST_BUFFER_NBYTES = 256 * 1024
-"""How much of one way any queue holds at least."""
+"""Minimum capacity of a queue for one pair."""
 
 
 @dataclass(slots=True)
 class _Way:
-    """From one node to another."""
+    """State of an ordered pair of nodes."""
 
     src: int
     dst: int
@@ -39,7 +38,7 @@ class _Way:
     loss: float
     condition: Condition = field(default_factory=Condition)
     ceiling: int | None = None
-    """The queue of its condition's bandwidth, the last in ``uses``, once it has had one."""
+    """Queue of the condition's bandwidth, the last of ``uses``, once the condition has had one."""
     sent: int = 0
     bursts: int = 0
     swing: float = 0.0
@@ -53,17 +52,17 @@ class _Packet:
     bits: float
     data: bytes
     first_s: float
-    """When its first segment came to where it is."""
+    """Arrival time of the first segment at the current hop."""
     lost: bool
-    """On the way to its node, after all queues: it takes its part of the bandwidth before."""
+    """True if the packet is lost after all queues; it uses their bandwidth before."""
     hop: int = 0
 
 
 class _Queue:
-    r"""What waits for one capacity; each way gets an equal share of it, a way's own packets stay in order.
+    r"""Queue of one capacity, shared equally by pairs of nodes; packets of a pair stay in order.
 
-    Start-time fair queueing: a packet's tag is the end of the one before it on its way, or the tag in service where
-    that is larger; the smallest tag is served next.
+    Start-time fair queueing: a packet's tag is the end of its pair's previous packet, or the tag in service if
+    that is larger. The smallest tag is served next.
 
     References: Goyal, Vin & Cheng 1996. RFC 8290 (fq_codel) shares a link alike on today's Linux and its Wi-Fi.
     """
@@ -73,7 +72,7 @@ class _Queue:
     def __init__(self, capacity: Capacity, *, fair: bool) -> None:
         self.serving: _Packet | None = None
         self.free_s = -math.inf
-        """When the packet in service is through."""
+        """Time at which the packet in service is through."""
         self.set_capacity(capacity)
         self._waiting: list[tuple[float, int, _Packet]] = []
         self._held: dict[tuple[int, int], float] = {}
@@ -82,18 +81,18 @@ class _Queue:
         self._sequence = 0
 
     def set_capacity(self, capacity: Capacity) -> None:
-        """From the next packet on; the one in service goes on as it began."""
+        """Sets the capacity from the next packet on; the packet in service is not affected."""
         self.capacity = capacity
         largest = max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else capacity
         self._limit = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
 
     def add(self, packet: _Packet, bits: float) -> bool:
-        """Whether there was room for it."""
+        """Returns True if the queue had room for the packet, and adds it."""
         key = (packet.way.src, packet.way.dst)
-        held = self._held.get(key, 0.0) + bits
-        if held > self._limit:
+        queued_bits = self._held.get(key, 0.0) + bits
+        if queued_bits > self._limit:
             return False
-        self._held[key] = held
+        self._held[key] = queued_bits
         tag = 0.0
         if self._ends is not None:
             tag = max(self._tag, self._ends.get(key, 0.0))
@@ -103,7 +102,7 @@ class _Queue:
         return True
 
     def next(self) -> _Packet | None:
-        """Takes the packet to be served now."""
+        """Removes the next packet and starts its service."""
         if not self._waiting:
             self.serving = None
             return None
@@ -111,20 +110,20 @@ class _Queue:
         return self.serving
 
     def done(self, packet: _Packet, bits: float) -> None:
-        """A packet has been served."""
+        """Releases the room of a served packet."""
         self._held[packet.way.src, packet.way.dst] -= bits
 
 
 class Queues:
-    """All capacities of a profile as queues that packets pass one after another, then the delay of their way.
+    """Queues for all capacities of a profile, which packets pass in turn before the delay of their pair.
 
-    Hand over packets with :meth:`arrive`; at :meth:`due`, take those that are through from :meth:`leave`. Which
-    capacities a packet uses, and how often, is what :class:`farflung.network.Wiring` says, as in virtual time.
+    Hand over packets with :meth:`enqueue`; at :meth:`get_next_time`, take arrived ones from :meth:`pop_arrived`. As
+    in virtual time, :class:`farflung.network.Wiring` decides which capacities a packet uses, and how often.
 
     Args:
-      profile: with its number of nodes.
-      seed: of jitter and loss.
-      fair: whether ways that share a capacity get equal shares of it; otherwise first come, first served.
+      profile: Profile with its number of nodes.
+      seed: Seed of jitter and loss.
+      fair: Whether pairs that share a capacity get equal shares of it; otherwise first come, first served.
     """
 
     def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
@@ -142,66 +141,66 @@ class Queues:
         self._events: list[tuple[float, int, int, _Packet | None]] = []
         self._sequence = 0
         self.begin_s = math.inf
-        """When traces begin, and jitter and loss; before, each trace is at its first value."""
+        """Start of traces, jitter and loss; before, each trace keeps its first value."""
         self.loses = False
-        """Whether there is a profile's loss before that, to be measured."""
+        """True if packets are lost before ``begin_s``, so that the loss can be measured."""
         self.early_s = 0.0
-        """How much sooner than modelled a packet leaves, for what handing it over takes."""
+        """Time by which a packet leaves early, to compensate for its handover."""
         self.lost = 0
-        """Packets lost: dropped by a full queue, by a profile's loss or in a cut."""
+        """Number of packets dropped by a full queue, by a profile's loss or in a cut."""
 
     def change(self, src: int, dst: int, condition: Condition) -> None:
-        """What happens to a way from here on; packets that wait in a queue meet it too."""
-        way = self._ways[src, dst]
-        way.condition = condition
-        if way.ceiling is not None:
-            self._queues[way.ceiling].set_capacity(condition.bandwidth_bps)
+        """Sets the condition of a pair, also for packets that wait in a queue."""
+        pair = self._ways[src, dst]
+        pair.condition = condition
+        if pair.ceiling is not None:
+            self._queues[pair.ceiling].set_capacity(condition.bandwidth_bps)
         elif condition.bandwidth_bps < math.inf:
-            way.ceiling = len(self._queues)
-            way.uses = (*way.uses, (way.ceiling, 1))
+            pair.ceiling = len(self._queues)
+            pair.uses = (*pair.uses, (pair.ceiling, 1))
             self._queues.append(_Queue(condition.bandwidth_bps, fair=self._fair))
 
     def arrive(self, now: float, src: int, dst: int, wire_nbytes: int, data: bytes) -> None:
-        """A packet sets out.
+        """Enqueues a packet at its sender.
 
         Args:
-          now: the time, in seconds.
-          src: the node that sends it.
-          dst: the node it is for.
-          wire_nbytes: its length with all headers; of a large one, of all the segments it stands for.
-          data: what :meth:`leave` hands on.
+          time_s: Current time in seconds.
+          src: Sending node.
+          dst: Receiving node.
+          wire_nbytes: Length with all headers; for a large packet, those of all its segments.
+          data: Data that :meth:`pop_arrived` returns.
         """
-        way = self._ways[src, dst]
-        way.sent += 1
-        condition = way.condition
-        loss = both_lose(way.loss, condition.loss)
-        drawn = loss and (self.loses or now >= self.begin_s)
-        lost = condition.cut or bool(drawn and uniform(self._seed, 1, src, dst, way.sent) < loss)
-        self.lost += lost
+        pair = self._ways[src, dst]
+        pair.sent += 1
+        condition = pair.condition
+        loss = both_lose(pair.loss, condition.loss)
+        can_lose = loss and (self.loses or now >= self.begin_s)
+        is_lost = condition.cut or bool(can_lose and uniform(self._seed, 1, src, dst, pair.sent) < loss)
+        self.lost += is_lost
         if not condition.cut:
-            self._go_on(now, _Packet(way, 8.0 * wire_nbytes, data, now, lost))
+            self._go_on(now, _Packet(pair, 8.0 * wire_nbytes, data, now, is_lost))
 
     def due(self) -> float:
-        """When :meth:`leave` is to be called next; infinity where nothing is on its way."""
+        """Returns the time of the next call of :meth:`pop_arrived`; infinity if no packet is in flight."""
         return self._events[0][0] if self._events else math.inf
 
     def leave(self, now: float) -> Iterator[tuple[int, bytes]]:
-        """The packets that have arrived by ``now``, and where, in order of time."""
+        """Yields the packets that have arrived by ``time_s`` with their nodes, in order of time."""
         events = self._events
         while events and events[0][0] <= now:
-            t, _, place, packet = heapq.heappop(events)
+            t, _, target, packet = heapq.heappop(events)
             if packet is None:
-                self._served(t, place)
+                self._served(t, target)
             elif packet.way.condition.cut:
                 self.lost += 1
             else:
-                yield place, packet.data
+                yield target, packet.data
 
     def _go_on(self, t: float, packet: _Packet) -> None:
-        """To its next queue, or through its delay where it has passed them all."""
-        way = packet.way
-        if packet.hop < len(way.uses):
-            number, times = way.uses[packet.hop]
+        """Forwards a packet to its next queue, or through its delay after the last."""
+        pair = packet.way
+        if packet.hop < len(pair.uses):
+            number, times = pair.uses[packet.hop]
             queue = self._queues[number]
             if not queue.add(packet, packet.bits * times):
                 self.lost += not packet.lost
@@ -210,24 +209,24 @@ class Queues:
             return
         if packet.lost:
             return
-        if way.jitter_s and t >= self.begin_s and t > way.last_left + BURST_S:
-            way.bursts += 1
-            way.swing = 2.0 * uniform(self._seed, 2, way.src, way.dst, way.bursts) - 1.0
-        way.last_left = t
-        delay = way.latency_s + way.jitter_s * way.swing
-        way.last_arrival = max(t + max(0.0, delay - self.early_s), way.last_arrival)
-        self._push(way.last_arrival, way.dst, packet)
+        if pair.jitter_s and t >= self.begin_s and t > pair.last_left + BURST_S:
+            pair.bursts += 1
+            pair.swing = 2.0 * uniform(self._seed, 2, pair.src, pair.dst, pair.bursts) - 1.0
+        pair.last_left = t
+        delay = pair.latency_s + pair.jitter_s * pair.swing
+        pair.last_arrival = max(t + max(0.0, delay - self.early_s), pair.last_arrival)
+        self._push(pair.last_arrival, pair.dst, packet)
 
     def _serve(self, t: float, number: int, queue: _Queue) -> None:
-        """A large packet's segments are passed on one by one: while its last ones arrive, its first are through."""
+        """Serves the next packet, whose first segments go on while its last ones arrive."""
         packet = queue.next()
         if packet is None:
             return
         bits = packet.bits * packet.way.uses[packet.hop][1] / WIRE_OVER_PAYLOAD
         begin = max(packet.first_s, queue.free_s)
-        takes, share = self._takes_s(queue.capacity, begin, bits), min(1.0, SEGMENT_BITS / packet.bits)
-        packet.first_s = begin + share * takes
-        queue.free_s = max(begin + takes, t + share * takes)
+        duration_s, share = self._takes_s(queue.capacity, begin, bits), min(1.0, SEGMENT_BITS / packet.bits)
+        packet.first_s = begin + share * duration_s
+        queue.free_s = max(begin + duration_s, t + share * duration_s)
         self._push(queue.free_s, number, None)
 
     def _takes_s(self, capacity: Capacity, begin: float, bits: float) -> float:
@@ -247,17 +246,17 @@ class Queues:
         self._go_on(t, packet)
 
     def _push(self, t: float, place: int, packet: _Packet | None) -> None:
-        """An event: without a packet, that the first in queue ``place`` is through; else that it is at that node."""
+        """Schedules a packet's arrival at a node, or without a packet the end of service of a queue."""
         self._sequence += 1
         heapq.heappush(self._events, (t, self._sequence, place, packet))
 
 
 def finish_s(trace: Trace, begin_s: float, bits: float) -> float:
-    """When bits that begin at a time have passed at the speed of a trace."""
+    """Returns the time at which bits that begin at ``begin_s`` have passed at the speed of a trace."""
     t = begin_s
     while True:
-        bps, until = trace.at(t), trace.next_change(t)
-        if bits <= bps * (until - t):
+        bps, change_s = trace.at(t), trace.next_change(t)
+        if bits <= bps * (change_s - t):
             return t + bits / bps if bits else t
-        bits -= bps * (until - t)
-        t = until
+        bits -= bps * (change_s - t)
+        t = change_s

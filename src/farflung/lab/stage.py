@@ -1,4 +1,4 @@
-"""Faults in a lab: they strike processes and links without notice."""
+"""Faults in a lab, which hit processes and links without notice."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from farflung.telemetry import Event
 __all__ = ["CARRIED", "LabStage", "check_plan"]
 
 CARRIED = frozenset({"crash", "hang", "leave", "cut", "reset", "throttle", "lose", "restore"})
-"""The kinds of faults that a lab carries."""
+"""Kinds of faults that a lab supports."""
 
 
 def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
-    """Whether a lab can carry a plan.
+    """Checks that a lab can carry out a plan.
 
     Args:
-      plan: what goes wrong.
-      nodes: how many there are.
-      told: whether workers tell of their events.
+      plan: Fault plan.
+      nodes: Number of nodes.
+      has_events: Whether workers report their events.
 
     Raises:
-      Unsupported: a kind of fault that it does not carry.
-      ConfigError: a rank that there is not, or a step of workers that tell of none.
+      Unsupported: The plan has a kind of fault that a lab lacks.
+      ConfigError: The plan names an unknown rank, or a step though workers report none.
     """
     plan.check(nodes, CARRIED, "a lab")
     for fault in plan.faults:
@@ -41,22 +41,22 @@ def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
 
 
 class LabStage(Stage):
-    """Makes a plan come true in a lab.
+    """Fault environment of a lab, which carries out a plan on real processes and links.
 
-    ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them with their
-    connections open; ``leave`` sends them SIGUSR1, by which a replica of an elastic run leaves; ``reset`` closes
-    connections at both ends; ``cut`` loses all packets and ``lose`` a share of them, without a word to either end;
-    ``throttle`` has packets wait; ``restore``, or the end of a fault's own time, undoes all but a crash, a leave and
-    a reset.
+    ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them
+    with their connections open; ``leave`` sends them SIGUSR1, by which a replica of an elastic run leaves;
+    ``reset`` closes connections at both ends; ``cut`` loses all packets and ``lose`` a share of them, without
+    notice to either end; ``throttle`` delays packets; ``restore``, or the end of a fault's own time, reverts
+    all but a crash, a leave and a reset.
 
     Args:
-      lab: where.
-      plan: what goes wrong.
-      told: whether workers tell of their events; then times are counted from when the first of them begins its first
-        step, and nothing goes wrong while they start. Otherwise from the moment this is made.
+      lab: Lab to act on.
+      plan: Fault plan.
+      has_events: Whether workers report events. Then times count from the first step of the first worker, and
+        no fault happens before; otherwise from the creation of this object.
 
     Raises:
-      Unsupported, ConfigError: as :func:`check_plan`.
+      Unsupported, ConfigError: See :func:`check_plan`.
     """
 
     def __init__(self, lab: Lab, plan: FaultPlan, *, told: bool) -> None:
@@ -65,14 +65,14 @@ class LabStage(Stage):
         self._lab = lab
         self._origin = math.inf if told else time.monotonic()
         self.began: dict[int, float] = {}
-        """When each worker that has told of it began its first step, on the machine's monotonic clock."""
+        """Start of each worker's first step, once reported, on the machine's monotonic clock."""
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self.injector = FaultInjector(plan, self)
 
     @override
     def now(self) -> float:
-        """Seconds since the first step began; below 0 before."""
+        """Returns seconds since the first step began; negative before."""
         return time.monotonic() - self._origin
 
     @override
@@ -80,18 +80,18 @@ class LabStage(Stage):
         heapq.heappush(self._waiting, (t, next(self._order), fn))
 
     def hear(self, event: Event) -> None:
-        """Takes in one event of one worker."""
+        """Handles one event of one worker."""
         if event["event"] == "begin":
-            now = self.began[int(str(event["rank"]))] = time.monotonic()
-            self._origin = min(self._origin, now)
+            time_s = self.began[int(str(event["rank"]))] = time.monotonic()
+            self._origin = min(self._origin, time_s)
         self.injector(event)
 
     def due(self) -> float:
-        """When something happens next, on the machine's monotonic clock."""
+        """Returns the time of the next callback, on the machine's monotonic clock."""
         return self._origin + self._waiting[0][0] if self._waiting else math.inf
 
     def go_on(self) -> None:
-        """Makes happen what is due."""
+        """Runs the callbacks that are due."""
         while self.due() <= time.monotonic():
             heapq.heappop(self._waiting)[2]()
 
@@ -120,8 +120,8 @@ class LabStage(Stage):
         return all(child is None or child.exit_code is not None for child in self._lab.workers)
 
     def is_hung_for_good(self) -> bool:
-        """Returns True where every worker that still runs hangs, and no fault's end or restore is to come for it."""
-        restored = {
+        """Returns True if every running worker hangs, and no fault's end or restore will resume it."""
+        restorable = {
             fault.rank
             for fault in self.injector.missed
             if (fault.kind, fault.peer) == ("restore", None) and fault.at_s is not None
@@ -131,4 +131,4 @@ class LabStage(Stage):
             for node, child in enumerate(self._lab.workers)
             if child is not None and child.exit_code is None
         ]
-        return all(self.standing.is_hung_for_good(node) and node not in restored for node in running)
+        return all(self.standing.is_hung_for_good(node) and node not in restorable for node in running)

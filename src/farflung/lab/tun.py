@@ -1,4 +1,4 @@
-"""A node's network interface: a TUN device, whose packets a process reads and writes."""
+"""Network interface of a node: a TUN device, whose packets a process reads and writes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 INTERFACE = "lab0"
-"""The name of every node's interface, in its own namespace."""
+"""Name of every node's interface, in its own namespace."""
 HEADER_NBYTES = 10
-"""Before each packet: how it is to be cut into segments (the virtio header), handed on as it came."""
+"""Length of the virtio header before each packet, which tells how to segment it and is passed on unchanged."""
 LARGEST_PACKET = 65536 + HEADER_NBYTES
-"""What one read may return."""
+"""Maximum bytes of one read."""
 MTU = 1500
 NETWORK = "10.77"
-"""Of the nodes' addresses: its first two bytes."""
+"""First two bytes of the nodes' addresses."""
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
@@ -39,36 +39,36 @@ _TCP = 6
 
 
 def address_of(node: int) -> str:
-    """The address of a node."""
+    """Returns the address of a node."""
     high, low = divmod(node + 1, 256)
     return f"{NETWORK}.{high}.{low}"
 
 
 def node_of(packet: bytes) -> int:
-    """For which node a packet is; -1 where it is for none, as a packet of IPv6."""
-    at = HEADER_NBYTES
-    if packet[at] >> 4 != 4 or packet[at + 16] != 10 or packet[at + 17] != 77:
+    """Returns the destination node of a packet; -1 if it has none, such as a packet of IPv6."""
+    start = HEADER_NBYTES
+    if packet[start] >> 4 != 4 or packet[start + 16] != 10 or packet[start + 17] != 77:
         return -1
-    return (packet[at + 18] << 8 | packet[at + 19]) - 1
+    return (packet[start + 18] << 8 | packet[start + 19]) - 1
 
 
 def wire_nbytes(packet: bytes) -> int:
-    """How long a packet is on the wire: a large one has the headers of each of its segments."""
+    """Returns the length of a packet on the wire; a large one has the headers of each of its segments."""
     nbytes = len(packet) - HEADER_NBYTES
     segment = packet[4] | packet[5] << 8
     if not segment:
         return nbytes
-    at = HEADER_NBYTES
-    headers = (packet[at] & 15) * 4
-    headers += (packet[at + headers + 12] >> 4) * 4 if packet[at + 9] == _TCP else 8
+    start = HEADER_NBYTES
+    headers = (packet[start] & 15) * 4
+    headers += (packet[start + headers + 12] >> 4) * 4 if packet[start + 9] == _TCP else 8
     return nbytes + headers * ((nbytes - headers - 1) // segment)
 
 
 def open_tun() -> int:
-    """A device in the namespace of the calling thread; it is gone when the descriptor is closed.
+    """Creates a device in the namespace of the calling thread; closing the descriptor removes it.
 
     Raises:
-      OSError: it may not, or the kernel has no TUN.
+      OSError: The call is not permitted, or the kernel has no TUN.
     """
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -82,24 +82,24 @@ def open_tun() -> int:
 
 
 def take_large_packets(device: int, wanted: bool) -> None:
-    """Whether the device hands over many TCP segments, or datagrams, as one packet, or each by itself."""
+    """Sets whether the device combines many TCP segments, or datagrams, into one packet."""
     if wanted:
-        with contextlib.suppress(OSError):  # before Linux 6.2 there are no large packets of datagrams
+        with contextlib.suppress(OSError):  # Linux before 6.2 cannot combine datagrams
             fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_USO)
             return
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | (_TUN_F_TSO4 if wanted else 0))
 
 
 def configure(node: int, largest_nbytes: int, congestion_control: str | None) -> None:
-    """Gives the device in the calling thread's namespace its addresses and sets it up.
+    """Configures the device in the calling thread's namespace, with its addresses.
 
     Args:
-      node: whose it is.
-      largest_nbytes: the most that the kernel puts in one packet.
-      congestion_control: of the namespace's TCP; ``None``: this machine's.
+      node: Node of the device.
+      max_packet_nbytes: Maximum bytes that the kernel puts in one packet.
+      congestion_control: Congestion control of the namespace's TCP; ``None`` for this machine's.
 
     Raises:
-      OSError: the kernel refused something.
+      OSError: The kernel refused a setting.
     """
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
@@ -109,7 +109,7 @@ def configure(node: int, largest_nbytes: int, congestion_control: str | None) ->
         ipv6.write_text("1", encoding="ascii")
     if congestion_control is not None:
         _choose(congestion_control)
-    # A connection's congestion window is not to be remembered for the next: each run begins alike.
+    # Runs begin equally if the kernel remembers no congestion windows of earlier connections.
     Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1", encoding="ascii")
     try:
         with IPRoute() as routes:
@@ -125,7 +125,7 @@ def configure(node: int, largest_nbytes: int, congestion_control: str | None) ->
 
 
 def chosen_congestion_control() -> str:
-    """Of the TCP in the calling thread's namespace."""
+    """Reads the congestion control of TCP in the calling thread's namespace."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 

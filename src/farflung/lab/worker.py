@@ -1,8 +1,8 @@
 """One worker of a lab: a command in a node's network namespace, and in a process namespace that ends with it.
 
-Three processes, one below the other. The *guard* is a child of the lab and ends with it. The *first* process of the
-new process namespace ends with the guard; with it the kernel ends every process in there, whatever they have become
-since. The *command* is the first one's child, the only one in the node's network.
+The worker consists of three processes. The *guard* is a child of the lab and ends with it. The *first* process
+of the new process namespace ends with the guard; the kernel then ends every process in the namespace. The
+*command* is the first one's child, the only one in the node's network.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NOT_STARTED = 127
 def start_worker(
     namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> Child:
-    """Starts a command at a node; the child's exit code is the command's, 128 more than a signal that ended it.
+    """Starts a command at a node; the child's exit code is the command's, or 128 plus the signal that ended it.
 
     Args:
-      namespace: a descriptor of the node's network namespace.
-      command: a program, found on ``PATH``, and its arguments.
-      environment: all of it.
-      output: a descriptor that takes what it says; ``None``: this process's own standard output and error.
+      namespace: Descriptor of the node's network namespace.
+      command: Program, found on ``PATH``, and its arguments.
+      environment: Full environment of the command.
+      output: Descriptor for its output; ``None`` for this process's standard output and error.
     """
     parent = os.getpid()
     keep = [namespace, *([] if output is None else [output])]
@@ -39,15 +39,15 @@ def start_worker(
 
 
 def members(namespace: int) -> Iterator[int]:
-    """The ids of all processes in a network namespace."""
+    """Yields the ids of all processes in a network namespace."""
     name = f"net:[{os.fstat(namespace).st_ino}]"
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                there = str((entry / "ns" / "net").readlink())
+                link = str((entry / "ns" / "net").readlink())
             except OSError:  # it has ended, or is about to
                 continue
-            if there == name:
+            if link == name:
                 yield int(entry.name)
 
 
@@ -59,15 +59,15 @@ def _guard(
     output: int | None,
 ) -> int:
     die_with_parent(parent)
-    os.setsid()  # what a terminal sends goes to the lab alone, which passes it on
+    os.setsid()  # only the lab gets a terminal's signals, and passes them on
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     unshare(CLONE_NEWPID)
-    go, ready = os.pipe()
-    keep = [namespace, go, *([] if output is None else [output])]
-    first = Child(lambda: _first(go, namespace, command, environment, output), keep)
-    os.write(ready, b"!")
-    code = first.wait()
+    reader, writer = os.pipe()
+    keep = [namespace, reader, *([] if output is None else [output])]
+    init = Child(lambda: _first(reader, namespace, command, environment, output), keep)
+    os.write(writer, b"!")
+    code = init.wait()
     return 1 if code is None or code < 0 else code
 
 
@@ -75,16 +75,16 @@ def _first(
     go: int, namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> int:
     die_with_parent(0)
-    if not os.read(go, 1):  # the guard ended before this one was bound to it
+    if not os.read(go, 1):  # the guard ended before this process was bound to it
         return 1
     os.close(go)
     mount_own_proc()
     pid = os.fork()
     if pid == 0:
         _become(namespace, command, environment, output)
-    while True:  # everything that has lost its parent comes here to be waited for
-        ended, status = os.wait()
-        if ended == pid:
+    while True:  # reaps every orphan of the namespace
+        pid_ended, status = os.wait()
+        if pid_ended == pid:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
 
@@ -94,16 +94,16 @@ def _become(
 ) -> None:
     try:
         enter_network(namespace)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
         if output is not None:
             os.dup2(output, 1)
             os.dup2(output, 2)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(ignored_by_python, signal.SIG_DFL)
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(ignored, signal.SIG_DFL)
         os.execvpe(command[0], list(command), dict(environment))
     except OSError as error:
         print(f"farflung lab: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tables and a page about runs, and pictures of comparisons."""
+"""Tables, pictures and HTML pages about runs, and comparisons of runs."""
 
 from typing import TYPE_CHECKING
 

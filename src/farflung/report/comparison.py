@@ -1,4 +1,4 @@
-"""Several runs beside each other: a table, and a picture of accuracy over time and over bytes."""
+"""Comparisons of several runs: a table, and a picture of accuracy over time and over bytes."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ MARKERS = "osD^vPX*"
 TEXTS = {"network", "recipe"}
 """Columns whose cells may take several lines."""
 FOLDED = 16
-"""Characters of a line of theirs, at least, where there is not room for more."""
+"""Minimum width of these columns, in characters, if the table is too wide."""
 LEFT_OUT = (
     "coding", "evaluation", "compute", "duration", "waiting", "rank 0 sent", "final accuracy", "final score",
     "speed-up",
 )  # fmt: skip
-"""Columns that a table has no room for go in this order."""
+"""Columns that are dropped from a table that is too wide, in this order."""
 WIDE = 8.0
-"""Where the longest run is so many times the shortest, axes of time and bytes are logarithmic."""
+"""Ratio of the longest run to the shortest above which axes of time and bytes are logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What one run learned, and when.
+    """Evaluations of one run over time, and its summary.
 
     Args:
-      recipe: how it was trained.
-      network: on which network.
-      seed: of the run.
-      scores: simulated seconds since its beginning, bytes sent by rank 0, and metric of each evaluation.
-      summary: its end, as :meth:`farflung.loop.Summary.to_json` gives it.
+      recipe: Recipe of the run.
+      network: Network of the run.
+      seed: Seed of the run.
+      scores: Simulated seconds since the run began, bytes sent by rank 0, and metric of each evaluation.
+      summary: Final summary, as :meth:`farflung.loop.Summary.to_json` returns it.
     """
 
     recipe: str
@@ -64,50 +64,50 @@ class Course:
     def of(
         recipe: str, network: str, seed: int, events: Iterable[Event], summary: Mapping[str, Json]
     ) -> Course:
-        """From the events of rank 0.
+        """Builds the history from the events of rank 0.
 
         Raises:
-          DataError: an event is damaged, or the run was never evaluated.
+          DataError: An event is damaged, or the run was never evaluated.
         """
-        of = f"{recipe} on {network}, seed {seed}"
+        source = f"{recipe} on {network}, seed {seed}"
         scores = tuple(
-            (at, int(number(event, "bytes_sent", of)), number(event, "accuracy", of))
-            for session in sessions(events, of)
-            for at, event in session
+            (time_s, int(number(event, "bytes_sent", source)), number(event, "accuracy", source))
+            for session in sessions(events, source)
+            for time_s, event in session
             if event["event"] == "evaluation"
         )
         if not scores:
-            raise DataError(f"{of}: it was never evaluated")
+            raise DataError(f"{source}: it was never evaluated")
         return Course(recipe, network, seed, scores, summary)
 
     @property
     def best(self) -> float:
-        """The best score of all evaluations."""
+        """Best score of all evaluations."""
         return max(score for _, _, score in self.scores)
 
     def reaches(self, target: float) -> tuple[float, int] | None:
-        """Seconds and bytes up to the first evaluation at which the score is at least ``target``."""
+        """Returns seconds and bytes up to the first evaluation with a score of at least ``target``, or None."""
         return next(((t, sent) for t, sent, score in self.scores if score >= target), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One recipe on one network: means over seeds, times simulated.
+    """Results of one recipe on one network: means over seeds, with simulated times.
 
     Args:
-      network: which.
-      recipe: how it was trained.
-      seeds: how many runs.
-      reached: how many of them reached the target.
-      time_to_target_s: up to the first evaluation there; ``None`` where not every run reached it.
-      bytes_to_target: sent by rank 0 up to then; ``None`` likewise.
-      speed_up: of that time over the first recipe's on the same network; ``None`` where one of the two is.
-      final_accuracy: at the end.
-      final_accuracy_range: the least and the greatest of all seeds.
-      bytes_sent_per_replica: by rank 0 in all.
-      duration_s: of the whole run.
-      time_s: by part, of rank 0.
-      coding_s: in which it coded and moved messages, beside these; 0 where its device has no rates for that.
+      network: Network of the runs.
+      recipe: Recipe of the runs.
+      seeds: Number of runs.
+      reached: Number of runs that reached the target.
+      time_to_target_s: Time to the target; ``None`` unless every run reached it.
+      bytes_to_target: Bytes sent by rank 0 up to then; ``None`` unless every run reached the target.
+      speed_up: Time to the target of the network's first recipe over this one's; ``None`` if either is.
+      final_accuracy: Score at the end of the run.
+      final_accuracy_range: Lowest and highest final score of all seeds.
+      bytes_sent_per_replica: Bytes sent by rank 0 in the whole run.
+      duration_s: Duration of the whole run.
+      time_s: Seconds of rank 0 by part.
+      coding_s: Seconds of coding and moving messages, beside ``time_s``; 0 if the device has no rates for it.
     """
 
     network: str
@@ -125,42 +125,42 @@ class Compared:
     coding_s: float
 
     def to_json(self) -> dict[str, Json]:
-        """For ``--json``."""
+        """Returns the row as JSON, for ``--json``."""
         return {**asdict(self), "final_accuracy_range": list(self.final_accuracy_range)}
 
 
 def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
-    """One row for each network and recipe, in the order in which they first come."""
+    """Builds one row for each network and recipe, in the order of their first appearance."""
     rows: list[Compared] = []
-    first: dict[str, float | None] = {}
+    baselines: dict[str, float | None] = {}
     networks, recipes = (
-        dict.fromkeys(getattr(course, name) for course in courses) for name in ("network", "recipe")
+        dict.fromkeys(getattr(run, name) for run in courses) for name in ("network", "recipe")
     )
     for network, recipe in product(networks, recipes):
-        group = [course for course in courses if (course.network, course.recipe) == (network, recipe)]
+        group = [run for run in courses if (run.network, run.recipe) == (network, recipe)]
         if not group:
             continue
-        of = f"{recipe} on {network}: its summary"
+        source = f"{recipe} on {network}: its summary"
         means = {
-            name: fmean(number({"coding_s": 0.0, **course.summary}, name, of) for course in group)
+            name: fmean(number({"coding_s": 0.0, **run.summary}, name, source) for run in group)
             for name in ("bytes_sent_per_replica", "duration_s", "coding_s")
         }
-        splits = [time_split(course.summary, of) for course in group]
+        splits = [time_split(run.summary, source) for run in group]
         parts = {part: fmean(split[part] for split in splits) for part in PARTS_OF_TIME}
-        reached = [found for course in group if (found := course.reaches(target)) is not None]
-        all_did = len(reached) == len(group)
-        seconds = fmean(t for t, _ in reached) if all_did else None
-        base = first.setdefault(network, seconds)
-        finals = [course.scores[-1][2] for course in group]
+        costs = [cost for run in group if (cost := run.reaches(target)) is not None]
+        all_reached = len(costs) == len(group)
+        seconds = fmean(time_s for time_s, _ in costs) if all_reached else None
+        baseline = baselines.setdefault(network, seconds)
+        finals = [run.scores[-1][2] for run in group]
         rows.append(
             Compared(
                 network,
                 recipe,
                 seeds=len(group),
-                reached=len(reached),
+                reached=len(costs),
                 time_to_target_s=seconds,
-                bytes_to_target=fmean(sent for _, sent in reached) if all_did else None,
-                speed_up=None if base is None or not seconds else base / seconds,
+                bytes_to_target=fmean(nbytes for _, nbytes in costs) if all_reached else None,
+                speed_up=None if baseline is None or not seconds else baseline / seconds,
                 final_accuracy=fmean(finals),
                 final_accuracy_range=(min(finals), max(finals)),
                 time_s={part: mean for part, mean in parts.items() if mean or part not in SELDOM},
@@ -171,16 +171,17 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
 
 
 def comparison_table(rows: Sequence[Compared], target: float, width: int | None = None) -> Table:
-    """Returns the comparison as a table for people; it says that all times are simulated.
+    """Renders the comparison as a table, which says that all times are simulated.
 
-    What all rows share, of recipes too, is said once above them. Long recipes take several lines. Where the table is
-    wider than it may be, columns go one by one, in the order of :data:`LEFT_OUT`, and are named below; no figure is
-    cut. Coding, which goes on beside the parts that a replica's time is split into, is a share of the same time.
+    Text that all rows share, of recipes too, moves to the title. Long recipes take several lines. If the table
+    is too wide, columns are dropped in the order of :data:`DROPPABLE_COLUMNS` and named in the caption. No
+    figure is cut. The share of coding refers to the same total as the parts of a replica's time, though it
+    overlaps them.
 
     Args:
-      rows: of the comparison.
-      target: that they reached, or did not.
-      width: that is available, in characters; :data:`PLAIN_WIDTH` when not given.
+      rows: Rows of the comparison.
+      target: Target score.
+      width: Available width in characters; :data:`PLAIN_WIDTH` by default.
 
     Raises:
       MissingExtra: rich is not installed.
@@ -199,31 +200,31 @@ def comparison_table(rows: Sequence[Compared], target: float, width: int | None 
     if start or end:
         title.append(f"All recipes: {start}…{end}")
         columns["recipe"] = [text[len(start) : len(text) - len(end)] for text in columns["recipe"]]
-    widths, left_out = _fitted(columns, width)
+    widths, dropped = _fitted(columns, width)
     table.title = Text("\n".join(title))
     table.min_width = min(width, max(map(len, title)))
-    table.caption = Text(f"No room for: {', '.join(left_out)}.") if left_out else None
+    table.caption = Text(f"No room for: {', '.join(dropped)}.") if dropped else None
     for column, chars in widths.items():
         style = "bold" if column == "recipe" else None
         table.add_column(
             column, style=style, width=chars, justify="left" if column in TEXTS else "right", overflow="fold"
         )
-    before = None
-    for place, row in enumerate(rows):
-        if before not in (None, row.network):
+    previous_network = None
+    for index, row in enumerate(rows):
+        if previous_network not in (None, row.network):
             table.add_section()
-        cells = {column: columns[column][place] for column in widths}
-        if row.network == before and "network" in cells:
+        cells = {column: columns[column][index] for column in widths}
+        if row.network == previous_network and "network" in cells:
             cells["network"] = ""
         for column in TEXTS & cells.keys():
             cells[column] = _folded(cells[column], widths[column])
         table.add_row(*map(Text, cells.values()))
-        before = row.network
+        previous_network = row.network
     return table
 
 
 def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
-    """Returns the cells of each column; evaluation and coding are left out where no row has any."""
+    """Builds the cells of each column; leaves out evaluation and coding if no row has any."""
     from rich.filesize import decimal
 
     lines: list[dict[str, str]] = []
@@ -232,14 +233,14 @@ def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
         waiting = row.time_s["exposed_communication"] + row.time_s["data_wait"]
         low, high = (score_words(score)[1] for score in row.final_accuracy_range)
         mean = score_words(row.final_accuracy)[1]
-        missed = f"{row.reached} of {row.seeds} runs"
+        count = f"{row.reached} of {row.seeds} runs"
         shares = {"compute": row.time_s["compute"], "waiting": waiting}
         shares |= {"evaluation": row.time_s["evaluation"], "coding": row.coding_s}
         lines.append(
             {
                 "network": row.network,
                 "recipe": row.recipe,
-                "to target": missed if row.time_to_target_s is None else duration_words(row.time_to_target_s),
+                "to target": count if row.time_to_target_s is None else duration_words(row.time_to_target_s),
                 "speed-up": "" if row.speed_up is None else f"{row.speed_up:.2f}",
                 final: f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
                 "rank 0 sent": decimal(int(row.bytes_sent_per_replica)),
@@ -256,45 +257,46 @@ def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
 
 
 def _fitted(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
-    """Returns the width of each column that there is room for, and the names of the others."""
+    """Returns the width of each column that fits, and the names of the dropped ones."""
 
-    def widest(texts: Iterable[str]) -> int:
+    def measure_width(texts: Iterable[str]) -> int:
         return max(map(len, texts), default=0)
 
     cells = {
-        name: widest(line for cell in column for line in cell.split("\n")) for name, column in columns.items()
+        name: measure_width(line for cell in column for line in cell.split("\n"))
+        for name, column in columns.items()
     }
-    whole = {name: max(len(name), chars) for name, chars in cells.items()}
+    natural_widths = {name: max(len(name), chars) for name, chars in cells.items()}
     widths = {
-        name: max(widest(name.split()), min(chars, FOLDED) if name in TEXTS else chars)
+        name: max(measure_width(name.split()), min(chars, FOLDED) if name in TEXTS else chars)
         for name, chars in cells.items()
     }
 
-    def room() -> int:
+    def count_free() -> int:
         return width - sum(widths.values()) - 3 * len(widths) - 1
 
-    left_out: list[str] = []
+    dropped: list[str] = []
     for name in LEFT_OUT:
-        if room() < 0 and name in widths:
+        if count_free() < 0 and name in widths:
             del widths[name]
-            left_out.append(name)
-    for name, chars in whole.items():  # texts are first in the table, so they take what room there is
+            dropped.append(name)
+    for name, chars in natural_widths.items():  # text columns come first and take the free width
         if name in widths:
-            widths[name] += max(0, min(room(), chars - widths[name]))
-    return widths, left_out
+            widths[name] += max(0, min(count_free(), chars - widths[name]))
+    return widths, dropped
 
 
 def _shared(recipes: Sequence[str]) -> tuple[str, str]:
-    """Returns how all recipes begin and end, as far as a name or a value in whole brackets remains of each.
+    """Finds the longest common prefix and suffix of recipes that leave a name or a balanced value of each.
 
-    >>> _shared(["ring(codec=int8)", "ring(codec=topk(density=0.1))"])
+    >>> _find_affixes(["ring(codec=int8)", "ring(codec=topk(density=0.1))"])
     ('ring(codec=', ')')
     """
     first = min(recipes, key=len, default="")
     if len(set(recipes)) < 2:
         return "", ""
-    starts = [""] + [first[:at] for at in range(1, len(first)) if first[at - 1] in "(= "]
-    ends = [""] + [first[at:] for at in range(1, len(first)) if first[at] in "(,)"]
+    starts = [""] + [first[:i] for i in range(1, len(first)) if first[i - 1] in "(= "]
+    ends = [""] + [first[i:] for i in range(1, len(first)) if first[i] in "(,)"]
     return max(
         (
             (start, end)
@@ -307,67 +309,66 @@ def _shared(recipes: Sequence[str]) -> tuple[str, str]:
                 for text in recipes
             )
         ),
-        key=lambda found: sum(map(len, found)),
+        key=lambda affixes: sum(map(len, affixes)),
         default=("", ""),
     )
 
 
 def _is_whole(text: str) -> bool:
-    """Returns True for a text that is not empty and closes each bracket that it opens."""
-    depth = [text[:at].count("(") - text[:at].count(")") for at in range(1, len(text) + 1)]
+    """Returns True if a text is not empty and closes each bracket that it opens."""
+    depth = [text[:i].count("(") - text[:i].count(")") for i in range(1, len(text) + 1)]
     return bool(depth) and min(depth) >= 0 and depth[-1] == 0
 
 
 def _folded(text: str, width: int) -> str:
-    """Breaks a text into lines, behind signs where there are some.
+    """Breaks a text into lines, after punctuation if possible.
 
-    >>> _folded("error_feedback(topk(density=0.01))", 16).splitlines()
+    >>> _fold_text("error_feedback(topk(density=0.01))", 16).splitlines()
     ['error_feedback(', 'topk(density=', '0.01))']
     """
     lines = [""]
-    for piece in re.findall(rf"[^(=, /]{{1,{width}}}[(=, /]?|[(=, /]", text):
-        if len(lines[-1]) + len(piece.rstrip()) > width:
+    for token in re.findall(rf"[^(=, /]{{1,{width}}}[(=, /]?|[(=, /]", text):
+        if len(lines[-1]) + len(token.rstrip()) > width:
             lines.append("")
-        lines[-1] += piece
+        lines[-1] += token
     return "\n".join(line.rstrip() for line in lines)
 
 
 def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, target: float) -> None:
-    """Draws accuracy over time and over bytes sent, a row for each network, a line for each recipe.
+    """Draws accuracy over time and over bytes sent, a row for each network and a line for each recipe.
 
-    Axes are logarithmic where runs differ widely. With several seeds a line is their mean, and a band reaches from the
-    least to the greatest.
+    Axes are logarithmic if durations differ widely. A line is the mean of all seeds, a band their range.
 
     Args:
-      courses: of all runs.
-      path: the PNG; its folder is made, and it appears whole or not at all.
-      title: stands above the picture.
-      target: a line is drawn there.
+      runs: Histories of all runs.
+      path: Path of the PNG, which is written atomically; its folder is created.
+      title: Title of the picture.
+      target: Target score, drawn as a line.
 
     Raises:
       MissingExtra: matplotlib is not installed.
     """
-    networks = list(dict.fromkeys(course.network for course in courses))
-    recipes = list(dict.fromkeys(course.recipe for course in courses))
+    networks = list(dict.fromkeys(run.network for run in courses))
+    recipes = list(dict.fromkeys(run.recipe for run in courses))
     with picture(path, (12, 1.0 + 3.9 * len(networks)), title, simulated=True) as figure:
         panels = figure.subplots(len(networks), 2, squeeze=False)
         for network, (over_time, over_bytes) in zip(networks, panels, strict=True):
             over_time.set(title=network, xlabel="simulated time (s)")
-            here = [course for course in courses if course.network == network]
-            name, unit = _unit(max(sent for course in here for _, sent, _ in course.scores))
+            group_runs = [run for run in courses if run.network == network]
+            name, unit = _unit(max(sent for run in group_runs for _, sent, _ in run.scores))
             over_bytes.set(title=network, xlabel=f"sent by rank 0 ({name})")
             for number, recipe in enumerate(recipes):
                 group = [c for c in courses if (c.network, c.recipe) == (network, recipe)]
                 _draw(over_time, group, number, 0, 1.0)
                 _draw(over_bytes, group, number, 1, unit)
             for column, axes in enumerate((over_time, over_bytes)):
-                ends = [course.scores[-1][column] for course in here]
+                ends = [run.scores[-1][column] for run in group_runs]
                 _finish(axes, target, wide=max(ends) > WIDE * min(ends) > 0)
         panels[0][0].legend(loc="lower right")
 
 
 def _unit(nbytes: int) -> tuple[str, float]:
-    """The unit in which so many bytes are a number of one to three digits, and how many bytes it is."""
+    """Returns the unit in which a number of bytes has one to three digits, and the unit's size in bytes."""
     units = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     return next(((name, size) for name, size in reversed(units.items()) if nbytes >= size), ("bytes", 1.0))
 
@@ -375,18 +376,16 @@ def _unit(nbytes: int) -> tuple[str, float]:
 def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: float) -> None:
     if not group:
         return
-    points = min(len(course.scores) for course in group)
-    at = np.array([[score[column] / unit for score in course.scores[:points]] for course in group])
-    values = np.array([[score[2] for score in course.scores[:points]] for course in group])
+    points = min(len(run.scores) for run in group)
+    x = np.array([[score[column] / unit for score in run.scores[:points]] for run in group])
+    y = np.array([[score[2] for score in run.scores[:points]] for run in group])
     colour = COLOURS[number % len(COLOURS)]
     axes.plot(
-        at.mean(axis=0), values.mean(axis=0), color=colour, linewidth=2, label=group[0].recipe,
+        x.mean(axis=0), y.mean(axis=0), color=colour, linewidth=2, label=group[0].recipe,
         marker=MARKERS[number % len(MARKERS)], markersize=4.5,
     )  # fmt: skip
     if len(group) > 1:
-        axes.fill_between(
-            at.mean(axis=0), values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0
-        )
+        axes.fill_between(x.mean(axis=0), y.min(axis=0), y.max(axis=0), color=colour, alpha=0.18, linewidth=0)
 
 
 def _finish(axes: Axes, target: float, *, wide: bool) -> None:

@@ -1,4 +1,4 @@
-"""Runs as one page of HTML that needs nothing from anywhere: what they learned, when, and where their time went."""
+"""Self-contained HTML page about runs: what they learned over time, and where their time went."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from farflung.types import Json
 __all__ = ["ReportedRun", "report_data", "report_page"]
 
 Figure: TypeAlias = "dict[str, Json]"
-"""A chart, bars, a Gantt chart or a table, as the page's script draws it."""
+"""Chart, bars, Gantt chart or table, as the page's script draws it."""
 Pick: TypeAlias = "Callable[[Iterable[float]], float]"
-"""Makes one value of those of the ranks."""
+"""Function that reduces the values of all ranks to one."""
 
 RAW_AT_LEAST = 30
-"""With fewer losses than this there is nothing to smooth."""
+"""Number of losses from which a moving mean is drawn."""
 MOST_POINTS = 2000
-"""Of a line; of more, those at equal distances are left."""
+"""Maximum number of points of a line; longer lines are thinned evenly."""
 MOST_LINES = 8
-"""With more replicas a chart has the lowest, the median and the highest."""
+"""Number of replicas above which a chart shows only the lowest, the median and the highest value."""
 GANTT_STEPS, GANTT_RANKS = 6, 8
-"""So many of the last steps, and of the first ranks, are drawn."""
+"""Numbers of last steps and of first ranks that are drawn."""
 SHADES = {"compute_s": 0, "exposed_s": 1, "data_s": 2, "scoring_s": 3}
-"""Colours of the parts of a step: those that they have in the whole time."""
+"""Colours of the parts of a step, equal to those in the chart of total time."""
 SAME = ("workload", "workers", "batch_size", *FAMILIES)
-"""Settings in which a measured and a simulated run agree that are put beside each other."""
+"""Settings that a measured and a simulated run must share to be compared."""
 
 FIGURES = {
     "final_accuracy": "test score",
@@ -50,11 +50,11 @@ FIGURES = {
     "bytes_sent_per_replica": "bytes sent per replica",
     "duration_s": "duration (s)",
 }
-"""Those of a summary by which runs are compared."""
+"""Summary figures by which runs are compared, and their labels."""
 
 
 class _Chart(NamedTuple):
-    """What a chart has: a line is a field of events, or a place in it, of each rank or picked from theirs."""
+    """Specification of a chart: each line is a field of events, or an item of it, per rank or aggregated."""
 
     section: str
     title: str
@@ -74,30 +74,30 @@ CHARTS = (
     _Chart(BUFFERS, "Samples held", "samples", {"": ("held", None)}, None),
     _Chart(BUFFERS, "Waited for samples", "seconds of the step", {"": ("data_s", None)}, None),
     _Chart(SAMPLING, "Scores of the newest group", "score",
-           {f"{q} %": ("score_quantiles", at) for at, q in enumerate((5, 25, 50, 75, 95))}, fmean),
+           {f"{q} %": ("score_quantiles", i) for i, q in enumerate((5, 25, 50, 75, 95))}, fmean),
     _Chart(SAMPLING, "Batches by scores over uniform ones", "factor",
            {"second moment of gradients": ("variance_ratio", None), "gain in steps, predicted": ("gain", None)}, fmean),
     _Chart(SAMPLING, "Ranks since the scores before", "share of samples",
-           {f"moved by less than {most} %": (f"rank_within_{most}", None) for most in (5, 10)}, fmean),
+           {f"moved by less than {limit} %": (f"rank_within_{limit}", None) for limit in (5, 10)}, fmean),
     _Chart(SAMPLING, "Samples in the newest group", "samples", {"": ("scored", None)}, fmean),
     _Chart(SAMPLING, "Groups of scores", "steps",
            {"groups": ("groups", None), "age of the scores before": ("score_age", None)}, fmean),
 )  # fmt: skip
 NEEDED = {"Staleness": "in_flight", BUFFERS: "held", SAMPLING: "scored"}
-"""Sections that a run has where one of its steps tells of this and it is not 0."""
+"""Fields of which a run needs a value other than 0 for the section to appear."""
 
 
 class ReportedRun:
-    """A run, as its folder tells of it; it need not have come to its end.
+    """Stored run, read from its folder; it may still be going on.
 
     Args:
-      name: tells it from the others.
-      settings: its configuration as stored.
-      events: of each replica, in the order they were emitted.
-      summary: of its end, where there is one.
+      name: Unique name of the run.
+      settings: Stored configuration.
+      events: Events of each replica, in the order they were emitted.
+      summary: Final summary, if the run has ended.
 
     Raises:
-      DataError: an event is damaged.
+      DataError: An event is damaged.
     """
 
     def __init__(
@@ -111,76 +111,76 @@ class ReportedRun:
         self.simulated = "network" in settings
         self.title = f"{name} (simulated)" if self.simulated else name
         self.courses = rank_courses(events)
-        by_length = sorted(self.courses, key=lambda rank: (len(self.courses[rank].steps), -rank))
-        farthest = [self.courses[rank] for rank in by_length]
-        self.main = farthest[-1] if farthest else RankCourse()
+        ranks = sorted(self.courses, key=lambda rank: (len(self.courses[rank].steps), -rank))
+        by_progress = [self.courses[rank] for rank in ranks]
+        self.main = by_progress[-1] if by_progress else RankCourse()
         self.steps: dict[int, tuple[float, Event]] = {}
         self.evaluations: dict[int, tuple[float, Event]] = {}
-        for course in farthest:  # where replicas tell of one step, the one that came farthest counts
-            self.steps.update(course.steps)
-            self.evaluations.update(course.evaluations)
-        self.summary = summary if any(course.ended for course in farthest) else None
+        for history in by_progress:  # the replica that came farthest overrides others
+            self.steps.update(history.steps)
+            self.evaluations.update(history.evaluations)
+        self.summary = summary if any(history.ended for history in by_progress) else None
 
     @property
     def state(self) -> str:
-        """How far it has come."""
+        """Progress of the run, as text."""
         if self.summary is None:
             return f"not ended: {len(self.steps):,} of {self.settings.get('steps')} steps"
         return "stopped early" if self.summary.get("stopped") else "ended"
 
     @property
     def figures(self) -> dict[str, float]:
-        """What it has come to, by name; without an end so far."""
-        at, step = self.steps[max(self.steps)] if self.steps else (0.0, {})
+        """Figures of the summary by label; those so far if the run has not ended."""
+        time_s, step = self.steps[max(self.steps)] if self.steps else (0.0, {})
         score = self.evaluations[max(self.evaluations)][1] if self.evaluations else {}
-        told: Mapping[str, Json] = self.summary or {
+        end: Mapping[str, Json] = self.summary or {
             "final_accuracy": score.get("accuracy"), "final_loss": score.get("loss"), "steps": len(self.steps),
-            "bytes_sent_per_replica": step.get("bytes_sent"), "duration_s": at,
+            "bytes_sent_per_replica": step.get("bytes_sent"), "duration_s": time_s,
         }  # fmt: skip
-        found = {words: number(told, name) for name, words in FIGURES.items() if told.get(name) is not None}
+        result = {label: number(end, name) for name, label in FIGURES.items() if end.get(name) is not None}
         for part in ("compute", "exposed_communication", "data_wait") if self.main.steps else ():
-            found[f"{PARTS_OF_TIME[part]} of a step (s)"] = self.main.seconds[part] / len(self.main.steps)
-        return found
+            result[f"{PARTS_OF_TIME[part]} of a step (s)"] = self.main.seconds[part] / len(self.main.steps)
+        return result
 
     def lines(self, chart: _Chart) -> Iterator[tuple[str, dict[int, float]]]:
-        """Name and values by step of each line that a chart has of this run."""
-        for name, (field, place) in chart.lines.items():
-            told = self._by_step(field, place, scores=chart.scores)
+        """Yields the name and the values by step of each line of a chart."""
+        for name, (field, index) in chart.lines.items():
+            values_by_step = self._by_step(field, index, scores=chart.scores)
             if chart.pick is not None:
-                yield name, {step: chart.pick(values.values()) for step, values in told.items()}
+                yield name, {step: chart.pick(values.values()) for step, values in values_by_step.items()}
             elif len(self.courses) <= MOST_LINES:
                 for rank in self.courses:
                     yield (
                         f"rank {rank}",
-                        {step: values[rank] for step, values in told.items() if rank in values},
+                        {step: values[rank] for step, values in values_by_step.items() if rank in values},
                     )
             else:
-                picks: dict[str, Pick] = {"lowest": min, "median": median, "highest": max}
-                for words, pick in picks.items():
-                    yield words, {step: pick(values.values()) for step, values in told.items()}
+                aggregates: dict[str, Pick] = {"lowest": min, "median": median, "highest": max}
+                for label, aggregate in aggregates.items():
+                    yield label, {step: aggregate(values.values()) for step, values in values_by_step.items()}
 
     def _by_step(self, field: str, place: int | None, *, scores: bool) -> dict[int, dict[int, float]]:
-        found: dict[int, dict[int, float]] = {}
-        for rank, course in self.courses.items():
-            for step, (_, event) in (course.evaluations if scores else course.steps).items():
+        values: dict[int, dict[int, float]] = {}
+        for rank, history in self.courses.items():
+            for step, (_, event) in (history.evaluations if scores else history.steps).items():
                 value: Any = event.get(field)
                 if value is not None and place is not None:
                     value = value[place] if isinstance(value, list) and len(value) > place else "none"
-                told = event if place is None else {**event, field: value}
-                if value is not None and math.isfinite(value := number(told, field)):
-                    found.setdefault(step, {})[rank] = value
-        return dict(sorted(found.items()))
+                checked = event if place is None else {**event, field: value}
+                if value is not None and math.isfinite(value := number(checked, field)):
+                    values.setdefault(step, {})[rank] = value
+        return dict(sorted(values.items()))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------
 
 
 def _chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]:
-    """A chart with the lines of all runs; many losses have their moving mean, beside which one run has each."""
+    """Builds a chart of all runs; many losses get a moving mean, with raw values for one run only."""
     lines: list[Json] = []
     for run in runs:
-        if (need := NEEDED.get(chart.section)) and not any(
-            event.get(need) for _, event in run.steps.values()
+        if (required := NEEDED.get(chart.section)) and not any(
+            event.get(required) for _, event in run.steps.values()
         ):
             continue
         for name, values in run.lines(chart):
@@ -196,12 +196,12 @@ def _chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]:
 
 
 def _smooth(values: Iterable[float], half: int) -> list[float]:
-    """Takes the mean over ``half`` values on either side; over fewer at the start, where losses fall fast."""
-    known = np.array([*values])
-    at = np.arange(len(known))
-    reach = np.clip(at, half // 10, half)
-    start, stop = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(known))
-    sums = np.concatenate(([0.0], np.cumsum(known)))
+    """Averages over ``half`` values on either side; over fewer at the start, where losses fall fast."""
+    samples = np.array([*values])
+    indices = np.arange(len(samples))
+    reach = np.clip(indices, half // 10, half)
+    start, stop = np.maximum(indices - reach, 0), np.minimum(indices + reach + 1, len(samples))
+    sums = np.concatenate(([0.0], np.cumsum(samples)))
     means: list[float] = ((sums[stop] - sums[start]) / (stop - start)).tolist()
     return means
 
@@ -209,12 +209,12 @@ def _smooth(values: Iterable[float], half: int) -> list[float]:
 def _line(
     run: ReportedRun, name: str, values: Mapping[int, float], *, scores: bool = False
 ) -> dict[str, Json]:
-    told = run.evaluations if scores else run.steps
-    every = math.ceil(len(values) / MOST_POINTS)
-    steps = [step for at, step in enumerate(values) if at % every == 0 or at == len(values) - 1]
+    events = run.evaluations if scores else run.steps
+    stride = math.ceil(len(values) / MOST_POINTS)
+    steps = [step for index, step in enumerate(values) if index % stride == 0 or index == len(values) - 1]
     return {
-        "name": name, "step": list[Json](steps), "t": [told[step][0] for step in steps],
-        "bytes": [number(told[step][1], "bytes_sent") for step in steps], "y": [values[step] for step in steps],
+        "name": name, "step": list[Json](steps), "t": [events[step][0] for step in steps],
+        "bytes": [number(events[step][1], "bytes_sent") for step in steps], "y": [values[step] for step in steps],
     }  # fmt: skip
 
 
@@ -228,41 +228,41 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Json]]) -
 
 
 def _bars(run: ReportedRun, title: str) -> Iterator[Figure]:
-    seconds = {rank: course.seconds for rank, course in run.courses.items() if any(course.seconds.values())}
+    seconds = {rank: h.seconds for rank, h in run.courses.items() if any(h.seconds.values())}
     parts = [
-        name for name in PARTS_OF_TIME if name not in SELDOM or any(one[name] for one in seconds.values())
+        name for name in PARTS_OF_TIME if name not in SELDOM or any(row[name] for row in seconds.values())
     ]
     colours = ("compute", "exposed_communication", "data_wait", "scoring", "evaluation", "other")
     if seconds:
         yield {
             "kind": "bars", "title": title, "shades": [colours.index(name) for name in parts],
             "columns": ["rank", *(f"{PARTS_OF_TIME[name]} (s)" for name in parts)],
-            "rows": [[rank, *(one[name] for name in parts)] for rank, one in seconds.items()],
+            "rows": [[rank, *(row[name] for name in parts)] for rank, row in seconds.items()],
         }  # fmt: skip
 
 
 def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
     last = max(run.main.steps, default=-1)
     rows: list[Json] = []
-    for rank in [rank for rank, course in run.courses.items() if last in course.steps][:GANTT_RANKS]:
-        course = run.courses[rank]
-        steps = [step for step in range(last + 1 - GANTT_STEPS, last + 1) if step in course.steps]
+    for rank in [rank for rank, history in run.courses.items() if last in history.steps][:GANTT_RANKS]:
+        history = run.courses[rank]
+        steps = [step for step in range(last + 1 - GANTT_STEPS, last + 1) if step in history.steps]
         for step in steps:
-            end, event = course.steps[step]
+            end, event = history.steps[step]
             begin = end - number(event, "duration_s")
             for field, name in PARTS.items():
-                if took := number({"scoring_s": 0.0, **event}, field):
-                    rows.append([rank, name, step, begin, begin + took])
-                begin += took
+                if span_s := number({"scoring_s": 0.0, **event}, field):
+                    rows.append([rank, name, step, begin, begin + span_s])
+                begin += span_s
         exchanges: dict[int, tuple[float, float]] = {}
-        for end, event in [*course.others, *course.evaluations.values()]:
+        for end, event in [*history.others, *history.evaluations.values()]:
             kind, step = str(event["event"]), int(number(event, "step"))
-            if kind in BESIDE and steps[0] < step <= steps[-1] and (took := number(event, "duration_s")):
-                rows.append([rank, BESIDE[kind], step, end - took, end])
+            if kind in BESIDE and steps[0] < step <= steps[-1] and (span_s := number(event, "duration_s")):
+                rows.append([rank, BESIDE[kind], step, end - span_s, end])
             elif kind == "exchange" and step in steps:
                 begin = end - number(event, "t") + number(event, "began_s")
-                first, latest = exchanges.get(step, (begin, end))
-                exchanges[step] = min(first, begin), max(latest, end)
+                start, stop = exchanges.get(step, (begin, end))
+                exchanges[step] = min(start, begin), max(stop, end)
         rows += [[rank, "exchange under way", step, *exchanges[step]] for step in sorted(exchanges)]
     shades: dict[str, Json] = {PARTS[field]: shade for field, shade in SHADES.items()}
     columns: list[Json] = ["rank", "what", "step", "begins (s)", "ends (s)"]
@@ -272,9 +272,9 @@ def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
 
 
 def _members(run: ReportedRun, title: str) -> Iterator[Figure]:
-    """How many members each step had, and the views; nothing of a run whose members have not changed."""
+    """Builds the number of members at each step and the table of views; nothing if the members never change."""
     views: list[tuple[float, Any]] = [
-        (at, event) for at, event in run.main.others if event["event"] == "view"
+        (time_s, event) for time_s, event in run.main.others if event["event"] == "view"
     ]
     if views:
         _, first = views[0]
@@ -286,12 +286,12 @@ def _members(run: ReportedRun, title: str) -> Iterator[Figure]:
         line: dict[str, Json] = {**_line(run, "members", counts), "stepped": True}
         yield _lines(title, "members", [run], [line], zero=True)
         fields = ("view", "step", "members", "lost", "joined", "again")
-        rows = [[*map(event.get, fields), at] for at, event in views]
+        rows = [[*map(event.get, fields), time_s] for time_s, event in views]
         yield _table(f"Views of {run.title}", [*fields[:-1], "steps made again", "time (s)"], rows)
 
 
 def _shares(run: ReportedRun, title: str) -> Iterator[Figure]:
-    """Returns the split of the training set, where each rank has a share of its own."""
+    """Builds the table of the training set's partition, if each rank has a share of its own."""
     split: Any = (run.summary or {}).get("partition")
     if split and (shares := split["shares"]):
         labels = [f"label {label}" for label in range(max(len(share["labels"]) for share in shares))]
@@ -300,18 +300,18 @@ def _shares(run: ReportedRun, title: str) -> Iterator[Figure]:
 
 
 def _traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
-    """Returns the payload bytes that each rank has sent, by kind."""
-    ended = {rank: events for rank, events in run.events.items() if run.courses[rank].ended}
-    if sent := sent_by_kind(ended) if ended else {}:
-        rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in ended]
+    """Builds the table of payload bytes that each rank has sent, by kind."""
+    finished = {rank: events for rank, events in run.events.items() if run.courses[rank].ended}
+    if sent := sent_by_kind(finished) if finished else {}:
+        rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in finished]
         yield _table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
 
 
 def _results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
-    """The end of one run, or what several have come to beside each other."""
+    """Builds the summary of one run, or a comparison of several."""
     if len(runs) == 1 and (summary := runs[0].summary):
-        what, much = summary_table(summary, simulated=runs[0].simulated).columns
-        yield _table("", ["what", "how much"], zip(map(str, what.cells), map(str, much.cells), strict=True))
+        keys, values = summary_table(summary, simulated=runs[0].simulated).columns
+        yield _table("", ["what", "how much"], zip(map(str, keys.cells), map(str, values.cells), strict=True))
         return
     names = dict.fromkeys(name for run in runs for name in run.figures)
     yield _table(
@@ -320,16 +320,16 @@ def _results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
 
 
 def _beside(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
-    """Measured runs beside simulated ones of the same training."""
-    pairs = [(one, other) for one in runs for other in runs if other.simulated and not one.simulated]
-    for one, other in pairs:
-        if all(one.settings.get(name) == other.settings.get(name) for name in SAME):
-            real, model = one.figures, other.figures
+    """Compares measured runs with simulated runs of the same training."""
+    pairs = [(real, model) for real in runs for model in runs if model.simulated and not real.simulated]
+    for real, model in pairs:
+        if all(real.settings.get(name) == model.settings.get(name) for name in SAME):
+            expected, modelled = real.figures, model.figures
             yield _table(
-                f"{one.name} and {other.name}",
+                f"{real.name} and {model.name}",
                 ["what", "measured", "simulated", "simulated / measured"],
-                [[name, real[name], model[name], model[name] / real[name] if real[name] else None]
-                 for name in real if name in model],
+                [[name, expected[name], modelled[name], modelled[name] / expected[name] if expected[name] else None]
+                 for name in expected if name in modelled],
             )  # fmt: skip
 
 
@@ -345,10 +345,10 @@ def _settings(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
 
 
 def _machines(run: ReportedRun, title: str) -> Iterator[Figure]:
-    """Where its processes ran, or what a simulated run was modelled on."""
-    told = [events[0] for events in run.events.values() if events and events[0]["event"] == "hello"]
-    if names := dict.fromkeys(name for event in told for name in event if name != "event"):
-        yield _table(title, names, [[event.get(name) for name in names] for event in told])
+    """Builds the tables of machines, or of what a simulated run was modelled on."""
+    hellos = [events[0] for events in run.events.values() if events and events[0]["event"] == "hello"]
+    if names := dict.fromkeys(name for event in hellos for name in event if name != "event"):
+        yield _table(title, names, [[event.get(name) for name in names] for event in hellos])
     if run.summary and isinstance(model := run.summary.get("simulated"), dict):
         yield _table(title, ["modelled", "as"], model.items())
 
@@ -357,38 +357,38 @@ def _machines(run: ReportedRun, title: str) -> Iterator[Figure]:
 
 
 def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str, Json]:
-    """Gathers what a page shows: sections of charts, bars and tables, those alone that a run has data for.
+    """Builds the data of a page: its sections of charts, bars and tables, without empty ones.
 
     Args:
-      runs: at least one.
-      live: the page asks where it came from for newer figures.
+      runs: Runs to show, at least one.
+      is_live: Whether the page polls its server for newer figures.
 
     Raises:
-      DataError: an event or the summary is damaged; so may other errors be that :func:`farflung.files.reading` knows.
+      DataError: An event or the summary is damaged. Other errors of :func:`farflung.files.reading` may occur.
       MissingExtra: rich is not installed.
     """
     several = len(runs) > 1
 
-    def each(figures: Callable[[ReportedRun, str], Iterator[Figure]], words: str) -> list[Figure]:
-        return [one for run in runs for one in figures(run, f"{words}, {run.title}" if several else words)]
+    def build_all(build: Callable[[ReportedRun, str], Iterator[Figure]], title: str) -> list[Figure]:
+        return [fig for run in runs for fig in build(run, f"{title}, {run.title}" if several else title)]
 
     sections: dict[str, list[Figure]] = {
         "Results": [*_results(runs)],
         LEARNED: [],
         "Measured beside simulated": [*_beside(runs)],
-        "Where the time went": each(_bars, "Seconds of each rank"),
-        "Steps": each(_gantt, "The last steps, by the clock of each rank"),
-        "Members": each(_members, "Members at each step"),
-        "Shares of the training set": each(_shares, "Samples of each rank"),
-        "Traffic": each(_traffic, "Payload bytes that each rank has sent"),
+        "Where the time went": build_all(_bars, "Seconds of each rank"),
+        "Steps": build_all(_gantt, "The last steps, by the clock of each rank"),
+        "Members": build_all(_members, "Members at each step"),
+        "Shares of the training set": build_all(_shares, "Samples of each rank"),
+        "Traffic": build_all(_traffic, "Payload bytes that each rank has sent"),
     }
     for chart in CHARTS:
         sections.setdefault(chart.section, []).extend(_chart(chart, runs))
-    sections |= {"Settings": [*_settings(runs)], "Machine": each(_machines, "Where it ran")}
-    one = f"{runs[0].name}: {runs[0].settings.get('workload')}, {runs[0].settings.get('recipe')}"
+    sections |= {"Settings": [*_settings(runs)], "Machine": build_all(_machines, "Where it ran")}
+    heading = f"{runs[0].name}: {runs[0].settings.get('workload')}, {runs[0].settings.get('recipe')}"
     simulated = ", ".join(run.name for run in runs if run.simulated)
-    found = {
-        "title": f"{len(runs)} runs" if several else one,
+    content = {
+        "title": f"{len(runs)} runs" if several else heading,
         "state": "; ".join(f"{run.name} {run.state}" if several else run.state for run in runs),
         "simulated": f"Simulated: times of {simulated} are modelled; what was learned is real."
         if simulated
@@ -396,16 +396,16 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
         "live": live,
         "sections": [{"title": title, "figures": figures} for title, figures in sections.items() if figures],
     }
-    # JSON of a browser has no numbers that are not finite.
-    data: dict[str, Json] = json.loads(json.dumps(found), parse_constant=lambda name: None)
+    # JSON in browsers has only finite numbers.
+    data: dict[str, Json] = json.loads(json.dumps(content), parse_constant=lambda name: None)
     return data
 
 
 def report_page(data: Mapping[str, Json]) -> str:
-    """Makes the page: one file of HTML with its style, its script and uPlot, which asks no other address for anything.
+    """Renders one HTML file with its style, its script and uPlot, which loads nothing from elsewhere.
 
     Args:
-      data: what :func:`report_data` gives.
+      data: Data from :func:`build_report_data`.
     """
     assets = files("farflung.report") / "assets"
     names = ("page.html", "page.css", "page.js", "uplot.js", "uplot.css", "uplot-LICENSE.txt")
@@ -417,7 +417,7 @@ def report_page(data: Mapping[str, Json]) -> str:
         "library": "/*! uPlot\n"
         + licence
         + "*/\n"
-        + uplot.partition("\n")[2],  # behind a line with its address
+        + uplot.partition("\n")[2],  # without its first line, a URL
         "script": script,
         "data": json.dumps(data).replace("<", "\\u003c"),
         "title": html.escape(f"farflung: {data['title']}"),
@@ -426,9 +426,9 @@ def report_page(data: Mapping[str, Json]) -> str:
         name: f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for name, text in parts.items()
     }
-    asked = "'self'" if data["live"] else "'none'"
+    connect_sources = "'self'" if data["live"] else "'none'"
     parts["policy"] = (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; connect-src {asked}; "
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; connect-src {connect_sources}; "
         f"style-src {hashes['style']}; script-src {hashes['library']} {hashes['script']}"
     )
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)

@@ -1,4 +1,4 @@
-"""A table of how a training set is split among replicas: sizes and labels."""
+"""Table of the sizes and labels of each replica's share of the training set."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 __all__ = ["partition_table"]
 
 MOST_ROWS = 20
-"""With more replicas than this the table shows the first few and counts the rest."""
+"""Number of replicas above which the table shows the first few and counts the others."""
 MOST_COLUMNS = 12
-"""With more labels than this the table names the commonest of each replica."""
+"""Number of labels above which the table names the most common ones of each replica."""
 
 
 def partition_table(shares: Sequence[Share], how: str) -> Table:
-    """Size and labels of each replica's share.
+    """Renders size and labels of each replica's share as a table.
 
     Args:
-      shares: in the order of ranks.
-      how: the split, as it was asked for.
+      shares: Shares in the order of ranks.
+      split_text: Requested split, as text.
 
     Raises:
       MissingExtra: rich is not installed.
@@ -32,8 +32,8 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
     total = sum(share.size for share in shares)
     labels = len(shares[0].histogram)
     few = 0 < labels <= MOST_COLUMNS
-    each = ", of each label" if few else ""
-    title = f"{how}: {total:,} training samples on {len(shares):,} replicas{each}"
+    suffix = ", of each label" if few else ""
+    title = f"{how}: {total:,} training samples on {len(shares):,} replicas{suffix}"
     table = new_table(title, box=None, padding=(0, 1, 0, 0), min_width=len(title))
     table.add_column("replica", justify="right")
     table.add_column("samples", justify="right")
@@ -54,9 +54,9 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
 
 
 def _commonest(share: Share) -> list[str]:
-    """How many labels there are, and the three commonest with their part of the share."""
-    ranked = sorted(((count, label) for label, count in enumerate(share.histogram) if count), reverse=True)
+    """Formats the number of labels, and the three most common with their fraction of the share."""
+    counts = sorted(((count, label) for label, count in enumerate(share.histogram) if count), reverse=True)
     if not share.histogram:
         return []
-    words = ", ".join(f"{label} ({100 * count / share.size:.0f} %)" for count, label in ranked[:3])
-    return [str(len(ranked)), words]
+    words = ", ".join(f"{label} ({100 * count / share.size:.0f} %)" for count, label in counts[:3])
+    return [str(len(counts)), words]

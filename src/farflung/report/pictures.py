@@ -1,4 +1,4 @@
-"""The style of pictures, and the parts that several share."""
+"""Style of pictures, and helpers for their axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEN, PURPLE = "#009E73", "#7A3E9D"
 LIGHT_BLUE = "#BFDCEC"
 
 STYLE: dict[str, object] = {
-    "agg.path.chunksize": 10_000,  # long noisy lines are more than Agg takes at once
+    "agg.path.chunksize": 10_000,  # Agg cannot draw long noisy lines at once
     "axes.axisbelow": True,
     "axes.edgecolor": "#888888",
     "axes.grid": True,
@@ -45,24 +45,24 @@ STYLE: dict[str, object] = {
     "ytick.color": "#555555",
 }
 DPI = 120
-ROUND = [1, 2, 2.5, 5, 10]  # what ticks may be apart
+ROUND = [1, 2, 2.5, 5, 10]  # allowed distances of ticks
 
 
 @contextmanager
 def picture(
     path: Path, size: tuple[float, float], title: str = "", *, simulated: bool = False
 ) -> Iterator[Figure]:
-    """Gives an empty figure in the style of all pictures, and writes it as a PNG where drawing raises no error.
+    """Yields an empty figure in the common style, and writes it as a PNG if drawing raises no error.
 
     Args:
-      path: the PNG; its folder is made, and it appears whole or not at all.
-      size: width and height in inches.
-      title: stands above the picture.
-      simulated: marked in the picture, and said in the file's description.
+      path: Path of the PNG, which is written atomically; its folder is created.
+      size: Width and height in inches.
+      title: Title of the picture.
+      is_simulated: Whether times are simulated, which the picture and the file's description then say.
 
     Raises:
       MissingExtra: matplotlib is not installed.
-      StorageError: it cannot be written.
+      StorageError: The file cannot be written.
     """
     need("a picture", "matplotlib", extra="report")
     import matplotlib.style
@@ -74,8 +74,8 @@ def picture(
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         if title:
-            head = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
-            figure.suptitle(head, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
+            heading = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
+            figure.suptitle(heading, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
         if simulated:
             mark = figure.text(
                 1, 1, "SIMULATED: times are modelled", ha="right", va="top", fontsize=10, fontweight="bold",
@@ -86,12 +86,12 @@ def picture(
         yield figure
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"Title": title, "Description": "simulated run" if simulated else "run"}
-        write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=about))
+        metadata = {"Title": title, "Description": "simulated run" if simulated else "run"}
+        write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=metadata))
 
 
 def ticks(axis: Axis, most: int = 6, *, whole: bool = False) -> None:
-    """Sets ticks at round numbers, whole ones if asked for, with commas between thousands."""
+    """Sets ticks at round numbers, integers if requested, with commas between thousands."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(most, steps=ROUND, integer=whole))
@@ -99,16 +99,16 @@ def ticks(axis: Axis, most: int = 6, *, whole: bool = False) -> None:
 
 
 def percent(axis: Axis) -> None:
-    """Labels ticks from 0 to 1 as percent."""
+    """Formats ticks from 0 to 1 as percent."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
 
 
 def name_rows(axes: Axes, names: Sequence[str], most: int) -> None:
-    """Makes the vertical axis one of rows, the first on top; with more than ``most`` some go without their name."""
-    every = math.ceil(len(names) / most)
-    axes.set_yticks(range(0, len(names), every), names[::every])
+    """Labels the vertical axis with ranks, the first on top; skips labels above ``max_labels``."""
+    stride = math.ceil(len(names) / most)
+    axes.set_yticks(range(0, len(names), stride), names[::stride])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_ylabel("rank")
     axes.grid(visible=False, axis="y")
@@ -116,10 +116,10 @@ def name_rows(axes: Axes, names: Sequence[str], most: int) -> None:
 
 
 def say(axes: Axes, words: str) -> None:
-    """Prints words in the middle of a panel that has nothing to show."""
+    """Draws a text in the middle of an empty panel."""
     axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="#777777")
 
 
 def time_label(*, simulated: bool) -> str:
-    """Names an axis of time."""
+    """Returns the label of a time axis."""
     return "simulated time (s)" if simulated else "time (s)"

@@ -1,4 +1,4 @@
-"""Figures in the events and the summary of a run, checked as they are read."""
+"""Readers of the events and the summary of a run, which check every figure."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ PARTS_OF_TIME = {
     "evaluation": "evaluation, checkpoints",
     "other": "other",
 }
-"""The parts that a replica's time is split into, and their names in tables and pictures."""
+"""Parts of a replica's time, and their labels in tables and pictures."""
 SELDOM: Mapping[str, Json] = {"scoring": 0.0}
-"""Those that a run leaves out which had none of them."""
+"""Parts that tables omit if they are 0, with that default."""
 _FIELDS = {
     "compute": "compute_s",
     "exposed_communication": "exposed_s",
     "data_wait": "data_s",
     "scoring": "scoring_s",
 }
-"""The fields of a step that tell of parts of its time."""
+"""Fields of a step event that hold the parts of its time."""
 TOLD = {"begin", "step", "evaluation", "checkpoint", "exchange", "view", "end"}
 
 
@@ -44,7 +44,7 @@ def time_split(values: Mapping[str, Json], of: str) -> dict[str, float]:
     """Reads the seconds of each part of a replica's time.
 
     Raises:
-      DataError: there are none, or a part is absent.
+      DataError: The split or a part of it is missing.
     """
     split = values.get("time_s")
     if not isinstance(split, dict):
@@ -53,38 +53,38 @@ def time_split(values: Mapping[str, Json], of: str) -> dict[str, float]:
 
 
 def sessions(events: Iterable[Event], of: str) -> Iterator[list[tuple[float, Event]]]:
-    """Gives the events of each session of a run, from one ``begin`` to the next, with seconds since the first.
+    """Yields the events of each session of a run, with seconds since the first ``begin``.
 
-    In a run that was resumed, time goes on where it stopped.
+    A session lasts from one ``begin`` to the next. After a resume, time continues where it stopped.
 
     Raises:
-      DataError: an event has no time.
+      DataError: An event has no time.
     """
     session: list[tuple[float, Event]] = []
-    before = begin = 0.0
+    elapsed_s = begin_s = 0.0
     for event in events:
         if event.get("event") not in TOLD:
             continue
-        t = number(event, "t", of)
+        time_s = number(event, "t", of)
         if event["event"] == "begin":
             yield session
-            before, begin = session[-1][0] if session else 0.0, t
+            elapsed_s, begin_s = session[-1][0] if session else 0.0, time_s
             session = []
-        session.append((before + t - begin, event))
+        session.append((elapsed_s + time_s - begin_s, event))
     yield session
 
 
 @dataclass(slots=True)
 class RankCourse:
-    """What one replica has told, each event with seconds since its beginning; steps that were done again count once.
+    """Events of one replica, each with seconds since it began; repeated steps count once.
 
     Args:
-      steps: by number.
-      evaluations: by the number of steps before them.
-      others: checkpoints, exchanges and views since the last ``begin``.
-      seconds: by part, over all sessions; those of steps that were done again are among them.
-      ended: whether it has come to the end of the run.
-      joined_s: when it began, on the clock of the replicas that began first.
+      steps: Step events by step number.
+      evaluations: Evaluation events by the number of steps before them.
+      other_events: Checkpoints, exchanges and views since the last ``begin``.
+      part_seconds: Seconds by part over all sessions, repeated steps included.
+      has_ended: Whether the replica has reached the end of the run.
+      joined_s: Time at which the replica began, on the clock of the replicas that began first.
     """
 
     steps: dict[int, tuple[float, Event]] = field(default_factory=dict)
@@ -95,68 +95,68 @@ class RankCourse:
     joined_s: float = 0.0
 
     def delay(self, seconds: float) -> None:
-        """Sets the clock of a replica that joined later."""
+        """Shifts the clock of a replica that joined later."""
         self.joined_s += seconds
-        self.steps = {step: (at + seconds, event) for step, (at, event) in self.steps.items()}
-        self.evaluations = {step: (at + seconds, event) for step, (at, event) in self.evaluations.items()}
-        self.others = [(at + seconds, event) for at, event in self.others]
+        self.steps = {step: (t + seconds, event) for step, (t, event) in self.steps.items()}
+        self.evaluations = {step: (t + seconds, event) for step, (t, event) in self.evaluations.items()}
+        self.others = [(t + seconds, event) for t, event in self.others]
 
 
 def rank_courses(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, RankCourse]:
     """Reads the events of all replicas on one clock, that of the replicas that began first.
 
-    The first step that a joiner shares with them sets its clock; until there is one, the end of the step before does.
+    The first step shared with them sets a joiner's clock; without one, the end of the step before does.
 
     Raises:
-      DataError: an event lacks a number.
+      DataError: An event lacks a number.
     """
-    courses = {rank: rank_course(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    histories = {rank: rank_course(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     ends: dict[int, float] = {}
-    for course in sorted(filter(lambda one: one.steps, courses.values()), key=lambda one: min(one.steps)):
-        first = min(course.steps)
+    for history in sorted((h for h in histories.values() if h.steps), key=lambda h: min(h.steps)):
+        first = min(history.steps)
         if ends and first > min(ends):
-            shared = min(course.steps.keys() & ends.keys(), default=None)
+            shared = min(history.steps.keys() & ends.keys(), default=None)
             if shared is None:
-                course.delay(ends[max(step for step in ends if step < first)])
+                history.delay(ends[max(step for step in ends if step < first)])
             else:
-                course.delay(ends[shared] - course.steps[shared][0])
-        ends = {step: at for step, (at, _) in course.steps.items()} | ends
-    return courses
+                history.delay(ends[shared] - history.steps[shared][0])
+        ends = {step: time_s for step, (time_s, _) in history.steps.items()} | ends
+    return histories
 
 
 def rank_course(rank: int, events: Iterable[Event]) -> RankCourse:
     """Reads the events of one replica, in the order they were emitted.
 
     Raises:
-      DataError: one lacks a number.
+      DataError: An event lacks a number.
     """
-    course, of = RankCourse(), f"rank {rank}"
-    for session in sessions(events, of):
+    history, source = RankCourse(), f"rank {rank}"
+    for session in sessions(events, source):
         split = dict.fromkeys(PARTS_OF_TIME, 0.0)
-        other = True
-        for at, event in session:
+        lacks_end = True
+        for time_s, event in session:
             kind = event["event"]
             if kind == "begin":
-                step = int(number(event, "step", of))
-                course.steps = {done: told for done, told in course.steps.items() if done < step}
-                course.evaluations = {done: told for done, told in course.evaluations.items() if done <= step}
-                course.others, course.ended = [], False
+                step = int(number(event, "step", source))
+                history.steps = {n: item for n, item in history.steps.items() if n < step}
+                history.evaluations = {n: item for n, item in history.evaluations.items() if n <= step}
+                history.others, history.ended = [], False
             elif kind == "step":
-                course.steps[int(number(event, "step", of))] = at, event
+                history.steps[int(number(event, "step", source))] = time_s, event
                 for part, name in _FIELDS.items():
-                    split[part] += number({"scoring_s": 0.0, **event}, name, of)
+                    split[part] += number({"scoring_s": 0.0, **event}, name, source)
             elif kind == "end":
                 leg = event.get("last_leg")
-                split = time_split(leg if isinstance(leg, dict) else event, f"{of}: its end")
-                other, course.ended = False, True
+                split = time_split(leg if isinstance(leg, dict) else event, f"{source}: its end")
+                lacks_end, history.ended = False, True
             elif kind == "evaluation":
-                course.evaluations[int(number(event, "step", of))] = at, event
+                history.evaluations[int(number(event, "step", source))] = time_s, event
             else:
-                course.others.append((at, event))
+                history.others.append((time_s, event))
             if kind in ("evaluation", "checkpoint"):
-                split["evaluation"] += number(event, "duration_s", of)
-        if other and session:
+                split["evaluation"] += number(event, "duration_s", source)
+        if lacks_end and session:
             split["other"] = max(0.0, session[-1][0] - session[0][0] - sum(split.values()))
         for name, value in split.items():
-            course.seconds[name] += value
-    return course
+            history.seconds[name] += value
+    return history

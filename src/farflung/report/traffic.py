@@ -1,4 +1,4 @@
-"""Bytes sent from each rank to each other, by purpose."""
+"""Bytes sent between each pair of ranks, by purpose."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 __all__ = ["SentByKind", "sent_by_kind", "traffic_table"]
 
 SentByKind: TypeAlias = "dict[str, dict[int, list[int]]]"
-"""For each kind, and each sender, the payload bytes to each rank."""
+"""Payload bytes to each rank, by kind and sender."""
 
 
 def sent_by_kind(events_by_rank: Mapping[int, Iterable[Event]]) -> SentByKind:
-    """What the replicas of a run say at its end, kinds in the order of :class:`farflung.comm.Purpose`.
+    """Reads the final traffic of a run's replicas, with kinds in the order of :class:`farflung.comm.Purpose`.
 
     Args:
-      events_by_rank: the events of each replica that is known of; on several machines, each has those of its own.
+      events_by_rank: Events of each replica known here; a run on several machines has some on each.
 
     Raises:
-      DataError: a replica has not come to its end, or its events are damaged.
+      DataError: A replica has not reached its end, or its events are damaged.
     """
     if not events_by_rank:
         raise DataError("the run has no telemetry events, so its traffic is unknown")
     by_rank = {rank: _at_the_end(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     kinds = dict.fromkeys((*(purpose.kind for purpose in Purpose), *sorted(set().union(*by_rank.values()))))
-    found = {kind: {rank: sent[kind] for rank, sent in by_rank.items() if kind in sent} for kind in kinds}
-    return {kind: senders for kind, senders in found.items() if senders}
+    traffic = {kind: {rank: sent[kind] for rank, sent in by_rank.items() if kind in sent} for kind in kinds}
+    return {kind: senders for kind, senders in traffic.items() if senders}
 
 
 def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
@@ -42,7 +42,7 @@ def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
         raise DataError(f"rank {rank} has not come to the end of the run, where it reports what it has sent")
     sent: Any = ends[-1].get("bytes_sent_to")
     lists = list(sent.values()) if isinstance(sent, dict) else [None]
-    counts = [count for one in lists for count in (one if isinstance(one, list) else [None])]
+    counts = [count for row in lists for count in (row if isinstance(row, list) else [None])]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise DataError(
             f"rank {rank}: bytes_sent_to at its end is no list of bytes for each kind; it is damaged"
@@ -52,11 +52,11 @@ def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
 
 
 def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
-    """Payload bytes of each pair that anything was sent in: a column for each kind, and one for their sum.
+    """Renders the payload bytes of each pair of ranks with traffic; the last column is the sum over kinds.
 
     Args:
-      sent: what :func:`sent_by_kind` gives.
-      title: stands above the table.
+      traffic: Result of :func:`read_traffic`.
+      title: Title above the table.
 
     Raises:
       MissingExtra: rich is not installed.
@@ -69,10 +69,10 @@ def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
     table.add_column("from → to", "all", no_wrap=True)
     for kind, pairs in by_pair.items():
         table.add_column(kind, f"{sum(pairs.values()):,}", justify="right", no_wrap=True)
-    whole = sum(sum(pairs.values()) for pairs in by_pair.values())
-    table.add_column("sum", f"{whole:,}", justify="right", no_wrap=True, style="bold")
+    total = sum(sum(pairs.values()) for pairs in by_pair.values())
+    table.add_column("sum", f"{total:,}", justify="right", no_wrap=True, style="bold")
     for src, dst in sorted(set().union(*by_pair.values())):
         counts = [pairs.get((src, dst), 0) for pairs in by_pair.values()]
-        words = [f"{count:,}" if count else "·" for count in counts]
-        table.add_row(f"{src} → {dst}", *words, f"{sum(counts):,}")
+        cells = [f"{count:,}" if count else "·" for count in counts]
+        table.add_row(f"{src} → {dst}", *cells, f"{sum(counts):,}")
     return table
