@@ -129,9 +129,9 @@ def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDAr
     group, pair, second = index // 4, index // 2 % 2, index % 2
     order = (8 * uniform_row(seed, group, columns // 4)).astype(np.int64)
     first = order % 4
-    other = first ^ np.where(order < 4, 1, 2)
+    partner = first ^ np.where(order < 4, 1, 2)
     place = columns % 4
-    types = np.where(place < 2, first, other) ^ np.where(place % 2, 3, 0)
+    types = np.where(place < 2, first, partner) ^ np.where(place % 2, 3, 0)
     mask: npt.NDArray[np.bool_] = (types >> pair) % 2 != second
     return mask
 
@@ -157,16 +157,16 @@ class _Span:
     def add(self, row: Tensor) -> bool:
         """Adds a row, (K,) and float64; tells whether the rank grew."""
         basis = self._basis[: self.rank]
-        rest = row.numpy()
-        length = math.sqrt(rest @ rest)
-        if len(basis) == len(rest) or not length:
+        residual = row.numpy()
+        length = math.sqrt(residual @ residual)
+        if len(basis) == len(residual) or not length:
             return False
         for _ in range(2):  # the second pass removes what rounding has left: Gram-Schmidt, twice is enough
-            rest = rest - (basis @ rest) @ basis
-        outside = math.sqrt(rest @ rest)
+            residual = residual - (basis @ residual) @ basis
+        outside = math.sqrt(residual @ residual)
         if not outside > TOLERANCE * length:
             return False
-        self._basis[self.rank] = rest / outside
+        self._basis[self.rank] = residual / outside
         self.rank += 1
         return True
 
@@ -203,25 +203,25 @@ def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, flo
       Coefficients other than 0, or ``None`` where these blocks do not make the wanted one.
     """
     raw, coded = _split(rows)
-    gone = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
-    span = _Span(len(gone))
+    non_raw = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
+    span = _Span(len(non_raw))
     coded.sort(key=lambda index: int(rows[index].count_nonzero()))
-    chosen = [index for index in coded if span.add(rows[index][gone])]
+    chosen = [index for index in coded if span.add(rows[index][non_raw])]
     blocks = torch.stack([rows[index] for index in chosen]) if chosen else target.new_zeros(0, len(target))
-    factors = target[gone] @ torch.linalg.pinv(blocks[:, gone], rtol=TOLERANCE)
+    factors = target[non_raw] @ torch.linalg.pinv(blocks[:, non_raw], rtol=TOLERANCE)
     factors[factors.abs() <= _ROUNDING * factors.abs().sum()] = 0
     terms = factors[:, None] * blocks
-    rest = target - terms.sum(0)
-    rest[rest.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
+    residual = target - terms.sum(0)
+    residual[residual.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
     magnified = float((factors.abs() * blocks.norm(dim=1)).sum())
     if (
-        float(rest[gone].abs().sum()) > _EXACT * float(target.abs().amax())
+        float(residual[non_raw].abs().sum()) > _EXACT * float(target.abs().amax())
         or magnified * TOLERANCE > target.norm()
     ):
         return None
-    found = {index: float(rest[k]) for k, index in sorted(raw.items())}
-    found |= zip(chosen, factors.tolist(), strict=True)
-    return {index: factor for index, factor in found.items() if factor}
+    coefficients = {index: float(residual[k]) for k, index in sorted(raw.items())}
+    coefficients |= zip(chosen, factors.tolist(), strict=True)
+    return {index: factor for index, factor in coefficients.items() if factor}
 
 
 def rank(matrix: Tensor) -> int:
@@ -248,8 +248,8 @@ def redundancy(
     Returns:
       At least 0, or -1 where the rows as they are do not determine all partitions.
     """
-    whole = itertools.takewhile(lambda missing: not missing, missing_ranks(matrix, holders, enough=enough))
-    return sum(1 for _ in whole) - 1
+    tolerated = itertools.takewhile(lambda missing: not missing, missing_ranks(matrix, holders, enough=enough))
+    return sum(1 for _ in tolerated) - 1
 
 
 def missing_ranks(
@@ -271,22 +271,22 @@ def missing_ranks(
     """
     holders = range(len(matrix)) if holders is None else holders
     raw, coded = _split(dict(enumerate(matrix)))
-    gone = [k for k in range(matrix.shape[1]) if k not in raw]
+    non_raw = [k for k in range(matrix.shape[1]) if k not in raw]
     raw_of: dict[Hashable, list[int]] = {holder: [] for holder in holders}
     for k, place in raw.items():
         raw_of[holders[place]].append(k)
     numbers = {holder: number for number, holder in enumerate(raw_of)}
     held_by = torch.tensor([numbers[holders[place]] for place in coded], dtype=torch.int64)
-    rows, tried = _unit(matrix[coded]), -1  # without losses there is no set
+    rows, num_sets = _unit(matrix[coded]), -1  # without losses there is no set
     for losses in range(1 + (len(raw_of) if enough is None else min(enough, len(raw_of)))):
-        tried += math.comb(len(raw_of), losses)
-        if tried > MOST_SETS:
+        num_sets += math.comb(len(raw_of), losses)
+        if num_sets > MOST_SETS:
             return
         # Only sets that lose as many raw rows fit into one tensor.
         by_width: dict[int, list[tuple[list[int], list[int]]]] = {}
-        for some in itertools.combinations(raw_of, losses):
-            columns = [*gone, *itertools.chain.from_iterable(raw_of[holder] for holder in some)]
-            lost = [numbers[holder] for holder in some]
+        for lost_holders in itertools.combinations(raw_of, losses):
+            columns = [*non_raw, *itertools.chain.from_iterable(raw_of[holder] for holder in lost_holders)]
+            lost = [numbers[holder] for holder in lost_holders]
             by_width.setdefault(len(columns), []).append((lost, columns))
         yield sum(
             _missing(rows, held_by, sets[begin : begin + _AT_ONCE])
@@ -304,8 +304,8 @@ def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list
       sets: numbers of the holders that are lost, and as many columns in each set.
     """
     lost, columns = (torch.tensor(numbers, dtype=torch.int64) for numbers in zip(*sets, strict=True))
-    stays = (held_by[:, None] != lost[:, None]).all(dim=2)
-    blocks = rows[:, columns].movedim(0, 1) * stays[:, :, None]  # (sets, coded, columns)
+    is_remaining = (held_by[:, None] != lost[:, None]).all(dim=2)
+    blocks = rows[:, columns].movedim(0, 1) * is_remaining[:, :, None]  # (sets, coded, columns)
     return columns.numel() - int((torch.linalg.svdvals(blocks) > TOLERANCE).sum())
 
 
@@ -359,19 +359,19 @@ class Plan(Generic[Index]):
         Returns:
           Raw answers as they are, and (b, c) for each partition that was missing.
         """
-        found = {k: answers[index] for k, index in self._raw.items()}
+        solutions = {k: answers[index] for k, index in self._raw.items()}
         if self.missing:
-            given = torch.stack([answers[index] for index in self._coded])
-            rest = given.reshape(len(given), -1) / self._lengths[:, None]
+            coded_answers = torch.stack([answers[index] for index in self._coded])
+            rhs = coded_answers.reshape(len(coded_answers), -1) / self._lengths[:, None]
             if self._used:
-                known = given.new_zeros(len(self._used), *given.shape[1:])
-                for place, k in zip(known, self._used, strict=True):
+                raw_answers = coded_answers.new_zeros(len(self._used), *coded_answers.shape[1:])
+                for row, k in zip(raw_answers, self._used, strict=True):
                     answer = answers[self._raw[k]]
-                    place[: len(answer)] = answer
-                rest -= self._known @ known.reshape(len(known), -1)
-            solved = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
-            found |= zip(self.missing, solved.reshape(-1, *given.shape[1:]), strict=True)
-        return [found[k] for k in range(self._partitions)]
+                    row[: len(answer)] = answer
+                rhs -= self._known @ raw_answers.reshape(len(raw_answers), -1)
+            solution = torch.linalg.solve_triangular(self._r, self._q.T @ rhs, upper=True)
+            solutions |= zip(self.missing, solution.reshape(-1, *coded_answers.shape[1:]), strict=True)
+        return [solutions[k] for k in range(self._partitions)]
 
 
 @lru_cache(_PLANS)
@@ -419,11 +419,11 @@ class Decoder(Generic[Index]):
         if self.rank < self._partitions:
             return None
         span, (raw, _) = _Span(self._partitions), _split(self._rows)
-        first = {index: self._rows[index] for index in raw.values()} | self._rows
-        least = {index: row for index, row in first.items() if span.add(row)}
-        for rows in (least, self._rows):
+        raw_first = {index: self._rows[index] for index in raw.values()} | self._rows
+        minimal = {index: row for index, row in raw_first.items() if span.add(row)}
+        for rows in (minimal, self._rows):
             if len(rows) >= self._partitions:
-                plan = cached_plan(tuple((one, rows[one].numpy().tobytes()) for one in sorted(rows)))  # type: ignore[type-var]
+                plan = cached_plan(tuple((index, rows[index].numpy().tobytes()) for index in sorted(rows)))  # type: ignore[type-var]
                 if plan.condition <= MAX_CONDITION:
                     return plan
         return None

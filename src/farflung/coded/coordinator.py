@@ -108,9 +108,9 @@ class Settings:
         choice_option(_NAME, "transposed", self.transposed, ("columns", "repair"))
         number_option(_NAME, "patience_s", self.patience_s, 0.001)
         number_option(_NAME, "least_s", self.least_s, 0.001)
-        most = min(self.redundancy, self.devices)
-        sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
-        if any(tried > MOST_SETS for tried in sets):
+        max_losses = min(self.redundancy, self.devices)
+        sets = accumulate(math.comb(self.devices, losses) for losses in range(1, max_losses + 1))
+        if any(num_sets > MOST_SETS for num_sets in sets):
             raise ConfigError(
                 f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} "
                 "sets of devices that may vanish, and no more are tried: lower it"
@@ -156,8 +156,8 @@ class Coordinator:
     def __init__(
         self, runtime: Runtime, settings: Settings, *, run: str = "run", record: Record | None = None
     ) -> None:
-        before = None if record is None else record.registry()
-        self.registry = before or Registry()
+        saved = None if record is None else record.registry()
+        self.registry = saved or Registry()
         """The state of members, partitions and blocks."""
         self.changed = False
         """Whether there are other partitions than those that are trained on."""
@@ -166,7 +166,7 @@ class Coordinator:
         self.counters = Counters()
         self._runtime, self._comm, self._settings = runtime, runtime.comm, settings
         self._run, self._record, self._began = run, record, runtime.now()
-        self._again = before is not None
+        self._again = saved is not None
         """Whether the run goes on from a record."""
         self._encoded = False
         """Whether the first blocks have been ordered."""
@@ -209,7 +209,7 @@ class Coordinator:
         Raises:
           RunLost: they do not come, or are lost while data are encoded.
         """
-        wanted, registry = self._settings, self.registry
+        settings, registry = self._settings, self.registry
         if self._encoded:
             return
         self.tell("begins")
@@ -218,27 +218,27 @@ class Coordinator:
             self._call_at(enough_at, lambda: False)
 
         def brought() -> int:
-            return sum(registry.raw(one) is not None for one in registry.partitions)
+            return sum(registry.raw(partition) is not None for partition in registry.partitions)
 
         await self._until(
             lambda: (
-                (len(registry.members) >= wanted.devices and brought() >= wanted.partitions)
+                (len(registry.members) >= settings.devices and brought() >= settings.partitions)
                 or (self._again and self._runtime.now() >= enough_at and self._decodable())
             ),
             lambda: (
-                f"{len(registry.members)} of {wanted.devices} devices and {brought()} of "
-                f"{wanted.partitions} partitions have come"
+                f"{len(registry.members)} of {settings.devices} devices and {brought()} of "
+                f"{settings.partitions} partitions have come"
             ),
         )
         self._encoded = True
         if not registry.active:
             for partition in registry.partitions:
                 partition.active = registry.raw(partition) is not None
-            if "columns" in wanted.kinds:
+            if "columns" in settings.kinds:
                 registry.bounds = bounds_of(registry.features, len(registry.active))
         self._repair()
         await self._until(
-            lambda: not registry.making() and self._decodable(), lambda: self._in_need(wanted.kinds[-1])
+            lambda: not registry.making() and self._decodable(), lambda: self._in_need(settings.kinds[-1])
         )
         self.tell("encoded")
 
@@ -290,27 +290,27 @@ class Coordinator:
         """
         features = self.registry.features
         parts = torch.split(residuals, [partition.rows for partition in active])
-        own = {
-            one.number: self._round("rows", part, (one.number,), [features], [one.number])
-            for one, part in zip(active, parts, strict=True)
-            if self.registry.raw(one) is not None
+        own_rounds = {
+            partition.number: self._round("rows", part, (partition.number,), [features], [partition.number])
+            for partition, part in zip(active, parts, strict=True)
+            if self.registry.raw(partition) is not None
         }
-        if own:
-            await self._carry(*own.values(), patiently=False)
+        if own_rounds:
+            await self._carry(*own_rounds.values(), patiently=False)
         total = torch.zeros(features, residuals.shape[1], dtype=torch.float64)
-        for place, (one, part) in enumerate(zip(active, parts, strict=True)):
-            found = own.get(one.number)
-            if found is not None and found.complete:
-                total += found.products[0]
+        for place, (partition, part) in enumerate(zip(active, parts, strict=True)):
+            own_round = own_rounds.get(partition.number)
+            if own_round is not None and own_round.complete:
+                total += own_round.products[0]
                 continue
-            whole = await self._carry(self._round("rows", part, (one.number,), [features] * len(active)))
-            total += whole.products[place]
+            full_round = await self._carry(self._round("rows", part, (partition.number,), [features] * len(active)))
+            total += full_round.products[place]
         return total
 
     async def end(self, reason: str = "") -> None:
         """Lets all devices go."""
-        for told in [self._send(rank, End(reason)) for rank in self.registry.members]:
-            await told
+        for sending in [self._send(rank, End(reason)) for rank in self.registry.members]:
+            await sending
 
     @property
     def elapsed_s(self) -> float:
@@ -340,12 +340,12 @@ class Coordinator:
         if not bool(operand.isfinite().all()):
             raise BadSamples(_OVERFLOW)
         self.counters.rounds += 1
-        number, due = self.counters.rounds, None
+        number, replayed = self.counters.rounds, None
         decision = self._runtime.decisions.replayed("answers", number, self._comm.rank)
         if decision is not None:
             with deciding(decision.name, decision.step):
                 sets: Any = decision.value
-                due = [frozenset(map(int, one)) for one in sets]
+                replayed = [frozenset(map(int, numbers)) for numbers in sets]
         return Round(
             number,
             kind,
@@ -354,7 +354,7 @@ class Coordinator:
             operand.clone(),
             partitions,
             self._settings.pieces,
-            due,
+            replayed,
         )
 
     async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
@@ -365,41 +365,41 @@ class Coordinator:
           patiently: whether to wait until they are complete; otherwise until the learned deadline.
         """
         kind, begin = rounds[0].kind, self._runtime.now()
-        self._rounds = {one.number: one for one in rounds}
+        self._rounds = {round.number: round for round in rounds}
         self._overdue, self._stirred = False, True
         for number in self._rounds:
             self._listen(messages.answers(number), number)
         self._watch(kind)
 
         def is_hopeless() -> bool:
-            return any(one.is_hopeless(self.registry.heard) for one in rounds)
+            return any(round.is_hopeless(self.registry.heard) for round in rounds)
 
         try:
             await self._until(
                 lambda: (
-                    all(one.complete for one in rounds) or (self._overdue and not patiently) or is_hopeless()
+                    all(round.complete for round in rounds) or (self._overdue and not patiently) or is_hopeless()
                 ),
                 lambda: self._in_need(kind),
             )
             if is_hopeless():
                 raise BadSamples(_OVERFLOW)
         finally:
-            for number, one in self._rounds.items():
+            for number, round in self._rounds.items():
                 self._runtime.launch(self._forget(number))
-                self.counters.late += one.late
+                self.counters.late += round.late
             self._rounds = {}
         if not self._overdue:
             self._deadlines[kind].learn(self._runtime.now() - begin)
-        for one in rounds:
-            if one.complete:
-                self._runtime.decide_own("answers", one.number, one.decision)
+        for round in rounds:
+            if round.complete:
+                self._runtime.decide_own("answers", round.number, round.decision)
         return rounds[-1]
 
     def _ask(self) -> None:
         """Has all blocks multiplied that can answer and were not asked yet."""
-        for one in self._rounds.values():
-            blocks = [block for block in self.registry.answering(one.kind) if one.serves(block)]
-            for rank, task in one.tasks(blocks, min(self._rounds)).items():
+        for round in self._rounds.values():
+            blocks = [block for block in self.registry.answering(round.kind) if round.serves(block)]
+            for rank, task in round.tasks(blocks, min(self._rounds)).items():
                 self._send(rank, task)
 
     def _watch(self, kind: Kind) -> None:
@@ -409,7 +409,7 @@ class Coordinator:
             """Counts devices as silent that were asked and have answered nothing since the last deadline."""
             if rounds is self._rounds:
                 self._overdue = True
-                self._silence(set[int]().union(*(one.silent() for one in rounds.values())))
+                self._silence(set[int]().union(*(round.silent() for round in rounds.values())))
                 self._watch(kind)
             return False
 
@@ -419,12 +419,12 @@ class Coordinator:
         """Describes what is missing for products."""
         registry = self.registry
         silent = [rank for rank, member in registry.members.items() if member.silent]
-        lost = [one for one in registry.active if not registry.recoverable(one)]
+        lost = [partition for partition in registry.active if not registry.recoverable(partition)]
         texts = [f"{len(registry.heard)} devices are heard of"]
         if silent:
             texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
         if lost:
-            texts.append(f"lost with their devices: {', '.join(one.name or str(one.number) for one in lost)}")
+            texts.append(f"lost with their devices: {', '.join(partition.name or str(partition.number) for partition in lost)}")
         elif kind == "columns" and not registry.decodable(kind):
             texts.append(
                 f"column blocks {', '.join(map(str, registry.missing(kind)))} follow from none that are there"
@@ -439,11 +439,11 @@ class Coordinator:
         Raises:
           RunLost: no event has brought it nearer for the patience of the run.
         """
-        patience_s, since = self._settings.patience_s, self._runtime.now()
+        patience_s, progress_s = self._settings.patience_s, self._runtime.now()
         is_waiting, is_paused = True, False
 
         def lose_patience() -> bool:
-            left_s = since + patience_s - self._runtime.now()
+            left_s = progress_s + patience_s - self._runtime.now()
             if is_waiting and left_s <= 0:
                 raise RunLost(
                     f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
@@ -452,21 +452,21 @@ class Coordinator:
                 self._call_at(self._runtime.now() + left_s, lose_patience)
             return False
 
-        self._call_at(since + patience_s, lose_patience)
+        self._call_at(progress_s + patience_s, lose_patience)
         try:
             while True:
                 if self._stirred:
                     self._stirred = False
                     self._ask()
-                    kinds = [one.kind for one in self._rounds.values()]
+                    kinds = [round.kind for round in self._rounds.values()]
                     if not is_paused and not all(map(self.registry.decodable, kinds)):
                         is_paused = True
                         self.tell("paused", missing=missing())
                 if there():
                     break
-                take_in = await self._events.next()
-                if take_in():
-                    since = self._runtime.now()
+                handle = await self._events.next()
+                if handle():
+                    progress_s = self._runtime.now()
         finally:
             is_waiting = False
         if is_paused:
@@ -483,9 +483,9 @@ class Coordinator:
 
         def carries() -> bool:
             """Tells whether enough bytes have come or gone since the last call to count as progress."""
-            now = self._runtime.now()
-            self._carried.update(0, nbytes, now, self._settings.patience_s)
-            return self._carried.last_s == now
+            time_s = self._runtime.now()
+            self._carried.update(0, nbytes, time_s, self._settings.patience_s)
+            return self._carried.last_s == time_s
 
         self._events.put(carries)
 
@@ -496,7 +496,7 @@ class Coordinator:
     def _listen(self, tag: Tag, round: int | None) -> None:
         """Takes in the messages of a tag, until its exchange is forgotten."""
         receive = partial(self._comm.recv_any, tag, deadline_s=math.inf)
-        self._runtime.launch(self._take_in(receive, lambda said: self._take(*said, round)))
+        self._runtime.launch(self._take_in(receive, lambda message: self._take(*message, round)))
 
     async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], bool]) -> None:
         """Adds an event for each thing that comes, until there will be no other."""
@@ -534,11 +534,11 @@ class Coordinator:
 
     def _gets_further(self, rank: int, nbytes: int) -> bool:
         """Tells whether a device that makes a block has exchanged rows since it was probed before."""
-        now = self._runtime.now()
+        time_s = self._runtime.now()
         progress = self._progress.setdefault(rank, Progress())
-        progress.update(0, nbytes, now, self._settings.patience_s)
-        makes = any(block.holder == rank for block in self.registry.making())
-        return makes and not self.registry.members[rank].is_stuck and progress.last_s == now
+        progress.update(0, nbytes, time_s, self._settings.patience_s)
+        is_building = any(block.holder == rank for block in self.registry.making())
+        return is_building and not self.registry.members[rank].is_stuck and progress.last_s == time_s
 
     def _refuse(self, rank: int, why: str) -> None:
         """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
@@ -640,8 +640,8 @@ class Coordinator:
                 registry.partitions.append(partition)
             raw = partition.block
             registry.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
-        for other in registry.members:
-            pair = min(rank, other), max(rank, other)
+        for peer in registry.members:
+            pair = min(rank, peer), max(rank, peer)
             self._to_meet[self._meetings] = pair
             self._meet(pair[0], pair[1], self._meetings, first=True)
             self._meetings += 1
@@ -665,20 +665,20 @@ class Coordinator:
             return ""
         if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
             raise Malformed("data without rows, or too wide, or with another number of labels")
-        known, features = self.registry.named(hello.partition), self.registry.features
+        partition, features = self.registry.named(hello.partition), self.registry.features
         if features and hello.features != features:
             return (
                 f"partition {hello.partition!r} has {hello.features} features, and those that are there have "
                 f"{features}: give all devices the same columns"
             )
-        if strange := self.check_labels(hello.labels):
-            return f"partition {hello.partition!r}: {strange}"
-        if known is None:
+        if mismatch := self.check_labels(hello.labels):
+            return f"partition {hello.partition!r}: {mismatch}"
+        if partition is None:
             return ""
-        holder = self.registry.blocks[known.block].holder
+        holder = self.registry.blocks[partition.block].holder
         if holder is not None and not self.registry.members[holder].silent:
             return f"partition {hello.partition!r} is there already: give each device another one"
-        if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
+        if partition.rows != hello.rows or not torch.equal(partition.labels, hello.labels.reshape(-1)):
             return f"partition {hello.partition!r} was there with other labels: give it another name"
         return ""
 
@@ -691,35 +691,35 @@ class Coordinator:
           PartitionsChanged: training goes on without some of the partitions.
         """
         self._gone.add(rank)
-        for one in self._rounds.values():
-            one.lose(rank)
+        for round in self._rounds.values():
+            round.lose(rank)
         if rank not in self.registry.members:
             return False
         self.registry.lose(rank)
         self._to_meet = {number: pair for number, pair in self._to_meet.items() if rank not in pair}
         self.tell("gone", rank=rank)
-        for other in self.registry.members:
-            self._send(other, Lost(rank))
-        changed = self._encoded and self._loses_partitions()
+        for peer in self.registry.members:
+            self._send(peer, Lost(rank))
+        has_dropped = self._encoded and self._loses_partitions()
         self._repair()
-        if changed and self._rounds:
+        if has_dropped and self._rounds:
             raise PartitionsChanged
         return False
 
     def _loses_partitions(self) -> bool:
         """Tells whether training goes on without partitions that follow from no remaining block."""
-        registry, changed = self.registry, False
-        while lost := [one for one in registry.active if not registry.recoverable(one)]:
+        registry, has_dropped = self.registry, False
+        while lost := [partition for partition in registry.active if not registry.recoverable(partition)]:
             for partition in lost:
                 self.tell("lost", partition=partition.name)
             if self._settings.on_loss == "wait":
                 return False
             for partition in lost:
                 registry.forsake(partition)
-            changed = True
-        if changed and not registry.active:
+            has_dropped = True
+        if has_dropped and not registry.active:
             raise RunLost("no partition is left: all devices that had one are gone")
-        return changed
+        return has_dropped
 
     def _silence(self, ranks: Iterable[int]) -> None:
         """Counts devices that have let a deadline pass as absent until they are heard, and probes them."""
@@ -747,15 +747,15 @@ class Coordinator:
             member.failures -= 1
         if resting:
             self._repair()
-        makers = {block.holder for block in self.registry.making() if block.holder is not None}
-        silent = makers & self._probed
-        self._probed = makers - silent
+        builders = {block.holder for block in self.registry.making() if block.holder is not None}
+        silent_ranks = builders & self._probed
+        self._probed = builders - silent_ranks
         for rank in self._probed:
             self._send(rank, Probe())
-        if silent:
-            self._silence(silent)
-        stuck = [rank for rank, member in self.registry.members.items() if member.is_stuck]
-        self._runtime.launch(self._count_bytes(stuck))
+        if silent_ranks:
+            self._silence(silent_ranks)
+        stuck_ranks = [rank for rank, member in self.registry.members.items() if member.is_stuck]
+        self._runtime.launch(self._count_bytes(stuck_ranks))
         self._look_later()
         return False
 
@@ -772,13 +772,13 @@ class Coordinator:
 
     def _repair(self) -> None:
         """Orders the blocks that are missing, and lets devices go that may: all of them, before there are blocks."""
-        registry, ordered = self.registry, list[Placed]()
+        registry, placed_blocks = self.registry, list[Placed]()
         while self._encoded and (placed := self._placement.next(registry)) is not None:
             registry.place(placed)
-            ordered.append(placed)
-        if ordered and self._record is not None:  # before a device acts on it
+            placed_blocks.append(placed)
+        if placed_blocks and self._record is not None:  # before a device acts on it
             self._record.keep_registry(registry)
-        for placed in ordered:
+        for placed in placed_blocks:
             assert placed.block.holder is not None
             self.tell("ordered", rank=placed.block.holder, block=placed.block.number)
             self._send(placed.block.holder, placed.order)
@@ -797,8 +797,8 @@ class Coordinator:
         """Computes the bytes that other devices would have given for a block with all partitions in it."""
         if block.kind == "columns" or block.raw is not None or block.replaces is not None:
             return nbytes
-        own = {one.raw for one in self.registry.of("rows") if one.holder == block.holder}
-        rows = sum(one.rows for one in self.registry.active if one.number not in own)
+        own_partitions = {row_block.raw for row_block in self.registry.of("rows") if row_block.holder == block.holder}
+        rows = sum(partition.rows for partition in self.registry.active if partition.number not in own_partitions)
         return 8 * rows * self.registry.features
 
     def _send(self, rank: int, message: Command) -> Pending[None]:

@@ -192,21 +192,21 @@ def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
 def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
     """Lists what is missing in a draft."""
     if isinstance(order, Rows):
-        parts, most = [Part(-1, order.rows, False, order.sources)], order.features
+        parts, width = [Part(-1, order.rows, False, order.sources)], order.features
     else:  # blocks of columns that are summed may be wider than their sum
-        parts, most = [*order.parts], max(end - begin for begin, end in itertools.pairwise(order.bounds))
-    step = rows_at_once(most)
+        parts, width = [*order.parts], max(end - begin for begin, end in itertools.pairwise(order.bounds))
+    step = rows_at_once(width)
     for part in parts:
         terms = frozenset(map(_term, part.sources))
         for begin in range(0, part.rows, step):
             end = min(part.rows, begin + step)
-            into = draft.block.stretch(part.partition, begin, end)
-            missing = draft.missing(part.partition, begin, terms, into)
+            target = draft.block.stretch(part.partition, begin, end)
+            missing = draft.missing(part.partition, begin, terms, target)
             for source in [source for source in part.sources if _term(source) in missing]:
                 request = Fetch(0, source.block, begin, end, part.partition)
                 if isinstance(order, Columns) and part.raw:
                     request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
-                yield _Share(source, request, into, end - begin if part.partition < 0 else most, missing)
+                yield _Share(source, request, target, end - begin if part.partition < 0 else width, missing)
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -277,10 +277,10 @@ class Device:
         """
         for service in (self._hear(), self._obey(), self._give(), *(self._make() for _ in range(_MAKERS))):
             self._runtime.launch(service)
-        held = self._holding
-        rows, features = (0, 0) if held.data is None else held.data.shape
-        labels = torch.empty(0, dtype=torch.float64) if held.labels is None else held.labels
-        self._report(Hello(held.partition, rows, features, held.coded, held.run, labels))
+        store = self._holding
+        rows, features = (0, 0) if store.data is None else store.data.shape
+        labels = torch.empty(0, dtype=torch.float64) if store.labels is None else store.labels
+        self._report(Hello(store.partition, rows, features, store.coded, store.run, labels))
         self._greeted = True
         if self._leaves:
             self._report(Leaving())
@@ -308,9 +308,9 @@ class Device:
         """Takes in the tasks that come while another one is carried out."""
         try:
             while True:
-                told = self._comm.recv(_COORDINATOR, messages.OPERAND)
+                message = self._comm.recv(_COORDINATOR, messages.OPERAND)
                 try:
-                    task = unpacked(await told, _WORK)
+                    task = unpacked(await message, _WORK)
                 except Malformed:
                     self.refused += 1
                     continue
@@ -392,8 +392,8 @@ class Device:
                 self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
             else:
                 parts = order.parts if isinstance(order, Columns) else ()
-                made = tuple(part.partition for part in parts)
-                self._report(Built(order.block, made, fetched_nbytes))
+                partitions = tuple(part.partition for part in parts)
+                self._report(Built(order.block, partitions, fetched_nbytes))
 
     async def _made(self, order: Rows | Columns) -> int:
         """Makes a block, or adds parts to one of columns.
@@ -411,14 +411,14 @@ class Device:
         if order.block in (-1, self._holding.raw):
             raise Malformed("an order of a block that is there")
         drafts = self._holding.drafts
-        earlier = drafts.pop(order.block, None)
+        previous = drafts.pop(order.block, None)
         if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
             drafts.clear()
         if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
             raise Malformed(f"no room for {nbytes} bytes more")
         self._making_nbytes += nbytes
         try:
-            draft = _drafted(order, earlier)
+            draft = _drafted(order, previous)
             try:
                 await self._gather(order, draft)
             except PeerLost:
@@ -432,33 +432,33 @@ class Device:
         return draft.fetched_nbytes
 
     async def _gather(self, order: Rows | Columns, draft: Draft) -> None:
-        flying: deque[_Asked] = deque()
+        fetches: deque[_Asked] = deque()
         try:
-            for share in _shares(order, draft):
-                if share.source.rank == self._comm.rank:
-                    share.add(self._holding.give(share.request))
+            for source_rows in _shares(order, draft):
+                if source_rows.source.rank == self._comm.rank:
+                    source_rows.add(self._holding.give(source_rows.request))
                     continue
-                if len(flying) == _WINDOW:
-                    await self._land(flying, draft)
-                flying.append(await self._ask(share))
-            while flying:
-                await self._land(flying, draft)
+                if len(fetches) == _WINDOW:
+                    await self._land(fetches, draft)
+                fetches.append(await self._ask(source_rows))
+            while fetches:
+                await self._land(fetches, draft)
         except PeerLost:
-            for asked in flying:
-                if asked.answer.done and asked.answer.error is None:
+            for fetch in fetches:
+                if fetch.answer.done and fetch.answer.error is None:
                     with suppress(Malformed):
-                        draft.fetched_nbytes += self._add(asked.share, asked.answer.result())
+                        draft.fetched_nbytes += self._add(fetch.share, fetch.answer.result())
             raise
         finally:
-            self._withdraw(flying)
+            self._withdraw(fetches)
 
     def _withdraw(self, flying: Iterable[_Asked]) -> None:
         """Forgets requests, and takes them back from their sources."""
         requests: dict[int, list[int]] = {}
-        for asked in flying:
-            if not asked.answer.done or asked.answer.error is not None:
-                requests.setdefault(asked.share.source.rank, []).append(asked.number)
-            self._forget(asked.number)
+        for fetch in flying:
+            if not fetch.answer.done or fetch.answer.error is not None:
+                requests.setdefault(fetch.share.source.rank, []).append(fetch.number)
+            self._forget(fetch.number)
         for rank, numbers in requests.items() if not self._stopped else ():
             self._runtime.launch(sent(self._comm, packed(Cancel(tuple(numbers))), rank, messages.ASK))
 
@@ -474,45 +474,45 @@ class Device:
 
     async def _ask(self, share: _Share) -> _Asked:
         rank = share.source.rank
-        met, passed = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
-        if not met.done and await self._runtime.first_of(met, passed):
+        meeting, timeout = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
+        if not meeting.done and await self._runtime.first_of(meeting, timeout):
             raise PeerLost(rank, f"not met within {self._fetch_s:g} s")
-        if met.error is not None:
-            raise PeerLost(rank, str(met.error))
+        if meeting.error is not None:
+            raise PeerLost(rank, str(meeting.error))
         if self._stopped:
             raise PeerLost(rank, "this device has ended")
         self._requests += 1
         number = self._requests
         answer = self._comm.recv(rank, messages.reply(number), deadline_s=math.inf)
         progress = Progress(self._runtime.now(), self._comm.moved_nbytes(rank))
-        asked = self._open[number] = _Asked(share, number, answer, progress)
+        fetch = self._open[number] = _Asked(share, number, answer, progress)
         if not self._watches:
             self._watches = True
             self._runtime.launch(self._watch())
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
-        return asked
+        return fetch
 
     async def _watch(self) -> None:
         """Fails requests whose source is silent: nothing comes from it, and nothing goes there."""
         while self._open:
             await self._runtime.sleep_until(self._runtime.now() + self._fetch_s / QUESTIONS)
-            now = self._runtime.now()
-            for asked in tuple(self._open.values()):
-                rank = asked.share.source.rank
-                asked.progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
-                if now >= asked.progress.last_s + self._fetch_s:
-                    asked.answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
+            time_s = self._runtime.now()
+            for fetch in tuple(self._open.values()):
+                rank = fetch.share.source.rank
+                fetch.progress.update(0, self._comm.moved_nbytes(rank), time_s, self._fetch_s)
+                if time_s >= fetch.progress.last_s + self._fetch_s:
+                    fetch.answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
         self._watches = False
 
     async def _land(self, flying: deque[_Asked], draft: Draft) -> None:
         """Waits for the first answer, and adds it."""
-        asked = flying[0]
+        fetch = flying[0]
         try:
-            draft.fetched_nbytes += self._add(asked.share, await asked.answer)
+            draft.fetched_nbytes += self._add(fetch.share, await fetch.answer)
         except (FarflungError, Malformed) as error:
-            raise PeerLost(asked.share.source.rank, str(error)) from None
+            raise PeerLost(fetch.share.source.rank, str(error)) from None
         finally:
-            self._forget(asked.number)
+            self._forget(fetch.number)
         flying.popleft()
 
     def _add(self, share: _Share, answer: Payload) -> int:
@@ -521,13 +521,13 @@ class Device:
         Raises:
           Malformed: it has others, or none.
         """
-        given = list(answer.tensors())
-        if len(given) != 1 or given[0].dtype != torch.float64:
+        tensors = list(answer.tensors())
+        if len(tensors) != 1 or tensors[0].dtype != torch.float64:
             raise Malformed("it has no such block")
-        if not bool(torch.isfinite(given[0]).all()):
+        if not bool(torch.isfinite(tensors[0]).all()):
             raise Malformed("numbers that are not finite")
-        share.add(given[0])
-        return given[0].nbytes
+        share.add(tensors[0])
+        return tensors[0].nbytes
 
     # --- rows for other devices ------------------------------------------------------------------------------------
 
@@ -539,8 +539,8 @@ class Device:
                 request = unpacked(payload, _REQUESTS)
                 if isinstance(request, Cancel):
                     waiting = self._asked.get(rank, deque())
-                    for one in [one for one in waiting if one.reply in request.replies]:
-                        waiting.remove(one)
+                    for fetch in [fetch for fetch in waiting if fetch.reply in request.replies]:
+                        waiting.remove(fetch)
                     continue
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
@@ -554,16 +554,16 @@ class Device:
                 self._runtime.launch(self._answer(rank))
 
     async def _answer(self, rank: int) -> None:
-        asked = self._asked[rank]
+        requests = self._asked[rank]
         try:
-            while asked:
-                request, given = asked.popleft(), _NO_BLOCK
+            while requests:
+                request, answer = requests.popleft(), _NO_BLOCK
                 if request.block in self._holding.blocks:  # an order may be older than the end of a block
                     try:
-                        given = Payload((self._holding.give(request),))
+                        answer = Payload((self._holding.give(request),))
                     except Malformed:
                         self.refused += 1
-                await self._comm.send(given, rank, messages.reply(request.reply))
+                await self._comm.send(answer, rank, messages.reply(request.reply))
         except FarflungError:  # the device that has asked is gone
             return
         finally:

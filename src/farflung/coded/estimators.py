@@ -88,24 +88,24 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"X holds numbers above {LARGEST:g}, whose squares may not be finite: scale the features"
             )
         try:
-            found = self._minimum(_dense(X), torch.from_numpy(codes), weights, X.dtype)
+            state = self._minimum(_dense(X), torch.from_numpy(codes), weights, X.dtype)
         except ConfigError as error:
             raise BadParameter(str(error)) from None
-        if not found.converged:
-            if found.stalled:
-                why = f"stopped after {found.iterations} iterations, as rounding errors allow no further one"
+        if not state.converged:
+            if state.stalled:
+                cause = f"stopped after {state.iterations} iterations, as rounding errors allow no further one"
                 remedy = "centre and scale the features"
             else:
-                why = f"did not converge in {found.iterations} iterations"
+                cause = f"did not converge in {state.iterations} iterations"
                 remedy = "raise max_iter, or scale the features"
             warnings.warn(
-                f"{type(self).__name__} {why} (gap {found.gap:.1e}): {remedy}",
+                f"{type(self).__name__} {cause} (gap {state.gap:.1e}): {remedy}",
                 ConvergenceWarning,
                 stacklevel=2,
             )
-        self.objective_ = found.objective
+        self.objective_ = state.objective
         self.n_iter_: Any = (
-            found.iterations if self._model == "svc" else np.array([found.iterations], np.int32)
+            state.iterations if self._model == "svc" else np.array([state.iterations], np.int32)
         )
         return self
 
@@ -139,10 +139,10 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return None
         weights = np.ones(len(codes))
         if sample_weight is not None:
-            given = check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
-            if given.shape not in ((), codes.shape) or (given < 0).any():
+            factors = check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
+            if factors.shape not in ((), codes.shape) or (factors < 0).any():
                 raise BadParameter(f"sample_weight: {len(codes)} numbers of at least 0 are due, or one")
-            weights *= given
+            weights *= factors
         if not weights.any():
             raise BadParameter("Sample weights must contain at least one non-zero number")
         counts = np.bincount(codes, weights=weights)
@@ -179,22 +179,22 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
         problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
         start, shape = None, (problem.shape[1], matrix.shape[1])
-        before: Any = self
-        if self.warm_start and hasattr(before, "coef_"):
-            if before.coef_.shape != shape:
+        previous: Any = self
+        if self.warm_start and hasattr(previous, "coef_"):
+            if previous.coef_.shape != shape:
                 raise BadParameter(
-                    f"warm_start: the last fit has coef_ of shape {before.coef_.shape}, and {shape} is due: make "
+                    f"warm_start: the last fit has coef_ of shape {previous.coef_.shape}, and {shape} is due: make "
                     "another estimator for other features or classes"
                 )
-            rows = [before.coef_.T]
+            rows = [previous.coef_.T]
             if self.fit_intercept:
-                rows.append(before.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
+                rows.append(previous.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
             start = torch.from_numpy(np.concatenate(rows).astype(np.float64))
-        found = self._trained(matrix, problem, learner.minimiser(classes), start)
-        coefficients, intercepts = problem.split(found.weights)
+        state = self._trained(matrix, problem, learner.minimiser(classes), start)
+        coefficients, intercepts = problem.split(state.weights)
         self.coef_ = coefficients.T.numpy().astype(dtype, order="C")
         self.intercept_ = intercepts.numpy().astype(dtype)
-        return found
+        return state
 
     def _trained(
         self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None

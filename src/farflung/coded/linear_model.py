@@ -145,15 +145,15 @@ class Logistic(Objective):
         parts = [part.reshape(-1).split(_BLOCK) for part in (margins, targets, slopes)]
         factors = _split(sample_weights, margins, _BLOCK)
         for z, y, slope, factor in zip(*parts, factors, strict=True):
-            right = z * y
-            torch.mul(torch.sigmoid(-right), y, out=slope)
+            agreement = z * y
+            torch.mul(torch.sigmoid(-agreement), y, out=slope)
             if factor is None:
-                total -= right.clamp(max=0).sum()
-                total += right.abs_().neg_().exp_().log1p_().sum()
+                total -= agreement.clamp(max=0).sum()
+                total += agreement.abs_().neg_().exp_().log1p_().sum()
             else:
                 slope.mul_(factor)
-                total -= right.clamp(max=0) @ factor
-                total += right.abs_().neg_().exp_().log1p_() @ factor
+                total -= agreement.clamp(max=0) @ factor
+                total += agreement.abs_().neg_().exp_().log1p_() @ factor
         return self.loss_weight * float(total), slopes.mul_(-self.loss_weight)
 
     @override
@@ -161,10 +161,10 @@ class Logistic(Objective):
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
         odds = slopes.abs().div_(self.loss_weight)  # of the wrong label, times the sample's weight
-        missed = 1 - odds if sample_weights is None else sample_weights - odds
+        complement = 1 - odds if sample_weights is None else sample_weights - odds
         if sample_weights is not None:
             odds = torch.where(sample_weights > 0, odds / sample_weights, 0.0)
-        return torch.diag(self.loss_weight * (odds * missed).sum(dim=0))
+        return torch.diag(self.loss_weight * (odds * complement).sum(dim=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,14 +441,14 @@ class Problem:
             shift = -(torch.linalg.pinv(curvature, hermitian=True) @ excess)
             is_near = bool((excess.abs() <= _NEAR * rounding).all())
             for length in _LENGTHS[:1] if is_near else _LENGTHS:
-                moved = torch.cat([weights[:-1], weights[-1:] + length * shift / scaling])
-                shifted = margins + length * shift
-                after, rounding, slopes = self._excess(moved, shifted)
-                if float(after.norm()) < float(excess.norm()):
+                new_weights = torch.cat([weights[:-1], weights[-1:] + length * shift / scaling])
+                new_margins = margins + length * shift
+                new_excess, rounding, slopes = self._excess(new_weights, new_margins)
+                if float(new_excess.norm()) < float(excess.norm()):
                     break
             else:
                 break
-            weights, margins, excess = moved, shifted, after
+            weights, margins, excess = new_weights, new_margins, new_excess
         return weights, margins
 
     def _excess(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -505,15 +505,15 @@ class Classes:
         Raises:
           DataError: there is one class alone.
         """
-        found = tuple(labels.unique().tolist())
-        if positive is not None and positive not in found:
-            raise DataError(f"positive = {positive:g}: no sample has that label; there are {_listed(found)}")
-        if len(found) < 2:
+        distinct = tuple(labels.unique().tolist())
+        if positive is not None and positive not in distinct:
+            raise DataError(f"positive = {positive:g}: no sample has that label; there are {_listed(distinct)}")
+        if len(distinct) < 2:
             raise DataError(
-                f"all samples have the label {_listed(found)}: there is nothing to tell apart; give the devices "
+                f"all samples have the label {_listed(distinct)}: there is nothing to tell apart; give the devices "
                 "samples of two classes or more"
             )
-        return Classes(found, positive)
+        return Classes(distinct, positive)
 
     @property
     def count(self) -> int:
@@ -524,9 +524,9 @@ class Classes:
         """Numbers the class of each label, (samples,) int64; -1: none of the classes."""
         if self.positive is not None:
             return (labels == self.positive).to(torch.int64)
-        known = torch.tensor(self.labels, dtype=torch.float64)
-        places = torch.searchsorted(known, labels.to(torch.float64)).clamp_(max=len(known) - 1)
-        return torch.where(known[places] == labels, places, -1)
+        class_labels = torch.tensor(self.labels, dtype=torch.float64)
+        places = torch.searchsorted(class_labels, labels.to(torch.float64)).clamp_(max=len(class_labels) - 1)
+        return torch.where(class_labels[places] == labels, places, -1)
 
     def named(self, codes: Tensor) -> Tensor:
         """Gives the labels of numbered classes; with a positive class, 1 for that and 0 for the others."""

@@ -96,8 +96,8 @@ def coordinating(
     if endpoint.advertise is not None:
         advertised(endpoint.advertise, address.port or 1)
     endpoint.read_keys()
-    (_, _, _, _, (here, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
-    endpoint = replace(endpoint, interface=str(here), port=address.port)
+    (_, _, _, _, (interface, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    endpoint = replace(endpoint, interface=str(interface), port=address.port)
     try:
         runtime = _runtime(0, run, endpoint, join_s, members=[0], come=lambda me: [me])
     except ConfigError as error:
@@ -105,8 +105,8 @@ def coordinating(
             f"{address}: cannot be listened at ({error}): choose another address of this machine, or another port"
         ) from None
     with _closing(runtime):
-        seats = _Seats(runtime, run, join_s)
-        runtime.launch(seats.listen()).wait()
+        allocator = _Seats(runtime, run, join_s)
+        runtime.launch(allocator.listen()).wait()
         host, port = runtime.view.transport.me.host_and_port
         yield runtime, Address(address.host if endpoint.advertise is None else host, port)
 
@@ -161,11 +161,11 @@ def attending(
 
     match visit({"seat": True}, patience_s):
         case {"run": str(run), "rank": int(rank)} if 0 < rank < SEATS:
-            kept = None if pace is None else Pace(pace, rank, seed)
+            slowdown = None if pace is None else Pace(pace, rank, seed)
         case answer:
             raise ConfigError(f"{address}: {answer.get('refused', 'no coordinator answers there')}")
-    here = endpoint.on(partial(route_to, address.host))
-    runtime = _runtime(rank, run, here, join_s, members=[0, rank], come=come, pace=kept)
+    own_endpoint = endpoint.on(partial(route_to, address.host))
+    runtime = _runtime(rank, run, own_endpoint, join_s, members=[0, rank], come=come, pace=slowdown)
     with _closing(runtime):
         yield runtime
 
@@ -216,12 +216,12 @@ def take_part(
     """
     check_host(address.host, str(address))
     endpoint.read_keys()
-    until = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            left_s = max(0.0, until - time.monotonic())
+            remaining_s = max(0.0, deadline_s - time.monotonic())
             with attending(
-                address, endpoint, patience_s=left_s, join_s=join_s, pace=pace, seed=seed
+                address, endpoint, patience_s=remaining_s, join_s=join_s, pace=pace, seed=seed
             ) as runtime:
                 device = Device(
                     runtime,
@@ -232,9 +232,9 @@ def take_part(
                 try:
                     return runtime.drive(device.run())
                 finally:
-                    until = time.monotonic() + patience_s
+                    deadline_s = time.monotonic() + patience_s
         except (PeerLost, PeerFailed, DeadlinePassed):
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline_s:
                 raise
         time.sleep(_RETRY_S)
 
@@ -289,24 +289,24 @@ class _Seats:
                 peer = Peer.from_json(text)
                 if self._due.get(peer.rank, 0.0) <= self._runtime.now():
                     return {}  # it has no seat, or not any more
-                come = self._runtime.peers.get(peer.rank)
-                if come is None:
+                admitted_peer = self._runtime.peers.get(peer.rank)
+                if admitted_peer is None:
                     self._runtime.let_in(peer, self._join_s)
                     self._due[peer.rank] = self._runtime.now() + self._join_s
-                elif come != peer:
+                elif admitted_peer != peer:
                     raise ConfigError(f"rank {peer.rank} has come already")
                 return {"peer": self._runtime.view.transport.me.to_json()}
             case _:
                 raise ValueError("no question")
 
     def _give(self) -> int:
-        present, now = self._runtime.view.present(), self._runtime.now()
-        for rank in [rank for rank, until in self._due.items() if rank not in present and now >= until]:
+        present_ranks, time_s = self._runtime.view.present(), self._runtime.now()
+        for rank in [rank for rank, deadline_s in self._due.items() if rank not in present_ranks and time_s >= deadline_s]:
             del self._due[rank]
             self._runtime.peers.pop(rank, None)
             self._free.append(rank)  # one that was left lately comes last: not all may have seen that it was
         if not self._free:
             raise ConfigError(f"all {SEATS - 1} seats of the run are taken: try again when a device has left")
         rank = self._free.popleft()
-        self._due[rank] = now + self._join_s
+        self._due[rank] = time_s + self._join_s
         return rank

@@ -417,15 +417,15 @@ def unpacked(payload: Payload, kinds: Iterable[type[M]]) -> M:
     if kind is None or kind not in kinds:
         raise Malformed("a kind that is not due here")
     values: dict[str, Any] = {}
-    for name, due in _FIELDS[kind].items():
-        if due is Tensor:
+    for name, expected_type in _FIELDS[kind].items():
+        if expected_type is Tensor:
             values[name] = _tensor(tensors)
         elif name not in body:
-            if due == str | None:
+            if expected_type == str | None:
                 continue
             raise Malformed(f"{kind.__name__} without {name}")
         else:
-            values[name] = _checked(body.pop(name), due)
+            values[name] = _checked(body.pop(name), expected_type)
     if body or tensors:
         raise Malformed(f"{kind.__name__} with more than it has")
     message: M = kind(**values)
@@ -443,7 +443,7 @@ def _tensor(tensors: list[Tensor]) -> Tensor:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     if dataclasses.is_dataclass(value):
         return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return value
@@ -467,8 +467,8 @@ def _checked(value: Any, due: Any) -> Any:
     if not isinstance(value, list) or len(value) > _MAX_LIST:
         raise Malformed("no list, or too long a one")
     if typing.get_origin(due) is tuple:
-        return tuple(_checked(one, typing.get_args(due)[0]) for one in value)
+        return tuple(_checked(entry, typing.get_args(due)[0]) for entry in value)
     fields = _FIELDS[due]
     if len(value) != len(fields):
         raise Malformed(f"no {due.__name__}")
-    return due(*(_checked(one, kind) for one, kind in zip(value, fields.values(), strict=True)))
+    return due(*(_checked(entry, kind) for entry, kind in zip(value, fields.values(), strict=True)))

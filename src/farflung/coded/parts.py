@@ -35,8 +35,8 @@ def partitioned(rows: int, partitions: int) -> list[slice]:
     >>> partitioned(5, 2)
     [slice(0, 3, None), slice(3, 5, None)]
     """
-    each, more = divmod(rows, partitions)
-    bounds = [part * each + min(part, more) for part in range(partitions + 1)]
+    size, remainder = divmod(rows, partitions)
+    bounds = [part * size + min(part, remainder) for part in range(partitions + 1)]
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
@@ -61,10 +61,10 @@ class Part:
         Raises:
           ConfigError: it is something else, or there is no such part.
         """
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        if match is None:
             raise ConfigError(f"part {text!r}: write it as I/K, such as 1/4")
-        part = Part(int(found[1]), int(found[2]), seed)
+        part = Part(int(match[1]), int(match[2]), seed)
         if not 1 <= part.number <= part.of:
             raise ConfigError(f"part {text}: the part must be between 1 and {part.of}")
         return part
@@ -109,16 +109,16 @@ def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> 
         return samples, labels
     if data not in _SETS:
         raise UnknownName("data", data, [*_SETS, "a file ending in .npz"])
-    found = _SETS[data]()[test]
-    rows = torch.arange(len(found)) if part is None else part.rows(len(found))
-    batch = found.take(rows, train=False)
+    dataset = _SETS[data]()[test]
+    rows = torch.arange(len(dataset)) if part is None else part.rows(len(dataset))
+    batch = dataset.take(rows, train=False)
     return batch.inputs.to(torch.float64), batch.targets.to(torch.float64)
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
     with reading(path, "not a file of arrays", DataError), np.load(path, allow_pickle=False) as arrays:
-        if absent := {"x", "y"} - set(arrays.files):
-            raise DataError(f"{path}: it has no array {sorted(absent)[0]!r}; arrays x and y are due")
+        if missing := {"x", "y"} - set(arrays.files):
+            raise DataError(f"{path}: it has no array {sorted(missing)[0]!r}; arrays x and y are due")
         x, y = arrays["x"], arrays["y"]
     if x.ndim != 2 or y.shape != x.shape[:1] or not x.size:
         raise DataError(

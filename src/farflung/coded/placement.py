@@ -53,22 +53,22 @@ class Placement:
 
     def _parts(self, registry: Registry) -> Iterator[Placed]:
         """Adds the rows of later partitions to blocks of columns, and restores partitions that these need."""
-        there = registry.there("columns")
+        ready_blocks = registry.there("columns")
         for partition in registry.partitions if registry.bounds else ():
-            lacking = [
+            incomplete = [
                 block
-                for block in there
+                for block in ready_blocks
                 if partition.number not in block.parts
                 and partition.number not in block.making
                 and not registry.members[_holder(block)].unable
             ]
             if registry.raw(partition) is not None:
-                for block in lacking:
+                for block in incomplete:
                     order = self._columns(registry, block, [partition])
                     if order is not None:
                         yield Placed(block, order)
             elif (
-                (lacking or not registry.decodable("columns"))
+                (incomplete or not registry.decodable("columns"))
                 and registry.recoverable(partition)
                 and not any(
                     block.raw == partition.number and not block.ready for block in registry.of("rows")
@@ -87,19 +87,19 @@ class Placement:
 
     def _best(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
         """Gives the block that lowers the lacking rank most."""
-        least = self._lacking(registry, kind)
-        found: list[tuple[list[int], int, int, Placed]] = []
-        for place, placed in enumerate(self._candidates(registry, kind) if any(least) else ()):
-            lacking = self._lacking(registry, kind, placed.block)
-            if lacking < least:
+        deficits = self._lacking(registry, kind)
+        candidates: list[tuple[list[int], int, int, Placed]] = []
+        for place, placed in enumerate(self._candidates(registry, kind) if any(deficits) else ()):
+            new_deficits = self._lacking(registry, kind, placed.block)
+            if new_deficits < deficits:
                 fetched = 0
                 if isinstance(placed.order, Rows):
                     fetched = sum(source.rank != placed.block.holder for source in placed.order.sources)
-                found.append((lacking, fetched, place, placed))
-                if lacking[1] < least[1]:  # no block lowers the rank that is lacking already by more than one
+                candidates.append((new_deficits, fetched, place, placed))
+                if new_deficits[1] < deficits[1]:  # no block lowers the rank that is lacking already by more than one
                     break
-        if found:
-            yield min(found, key=lambda one: one[:3])[-1]
+        if candidates:
+            yield min(candidates, key=lambda candidate: candidate[:3])[-1]
 
     # --- candidates -------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Placement:
         ]
         for block in coded if added else ():
             if block.ready and block.holder in registry.makers:
-                sources = tuple(Source(_holder(one), one.number, 1.0) for one in (block, *added))
+                sources = tuple(Source(_holder(source_block), source_block.number, 1.0) for source_block in (block, *added))
                 coefficients = {
                     **block.coefficients,
                     **{raw.raw: 1.0 for raw in added if raw.raw is not None},
@@ -152,21 +152,21 @@ class Placement:
         none, of one, and so on up to :attr:`redundancy` devices, each summed over all such losses, to the first that is
         not 0. Blocks that are being made count as there.
         """
-        active, unknowns = {one.number for one in registry.active}, registry.unknowns(kind)
+        active, unknowns = {partition.number for partition in registry.active}, registry.unknowns(kind)
         blocks = [
             block
             for block in [*self._staying(registry, kind), *([] if more is None else [more])]
             if (more is None or block.number != more.replaces)
             and active.issuperset(block.coefficients if kind == "rows" else ())
         ]
-        kept = {block.raw for block in blocks}
-        found = [len({block.raw for block in registry.there(kind) if block.raw in unknowns} - kept)]
+        host_copies = {block.raw for block in blocks}
+        deficits = [len({block.raw for block in registry.there(kind) if block.raw in unknowns} - host_copies)]
         holders = [block.holder for block in blocks]
-        for missing in missing_ranks(matrix(blocks, unknowns), holders, enough=self.redundancy):
-            found.append(missing)
-            if missing:
+        for deficit in missing_ranks(matrix(blocks, unknowns), holders, enough=self.redundancy):
+            deficits.append(deficit)
+            if deficit:
                 break
-        return found
+        return deficits
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -200,13 +200,13 @@ class Placement:
             else self._number(registry, "rows", rank, coefficients)
         )
         block = Block(number, "rows", coefficients, rank, replaces=replaces)
-        height = max(registry.partitions[one].rows for one in coefficients)
+        height = max(registry.partitions[partition].rows for partition in coefficients)
         return Placed(block, Rows(block.number, height, registry.features, sources))
 
     def _number(self, registry: Registry, kind: Kind, rank: int, coefficients: Mapping[int, float]) -> int:
         """Numbers a block: one that the device has begun goes on."""
-        begun = (block.number for block in registry.begun(kind, rank) if block.coefficients == coefficients)
-        return next(begun, registry.next_number)
+        numbers = (block.number for block in registry.begun(kind, rank) if block.coefficients == coefficients)
+        return next(numbers, registry.next_number)
 
     def _columns(self, registry: Registry, block: Block, partitions: Sequence[Partition]) -> Columns | None:
         """Orders parts of a block of columns, from plain copies, or else from the same parts of other blocks."""
@@ -216,8 +216,8 @@ class Placement:
             if raw is not None:
                 sources: tuple[Source, ...] | None = (Source(_holder(raw), raw.number, 1.0),)
             else:
-                there = [one for one in registry.there("columns") if partition.number in one.parts]
-                sources = self._sources(registry, _holder(block), block.coefficients, there)
+                candidates = [candidate for candidate in registry.there("columns") if partition.number in candidate.parts]
+                sources = self._sources(registry, _holder(block), block.coefficients, candidates)
             if sources is None:
                 return None
             parts.append(Part(partition.number, partition.rows, raw is not None, sources))
@@ -229,13 +229,13 @@ class Placement:
     ) -> tuple[Source, ...] | None:
         """Finds blocks whose sum is a wanted one, the device's own first; ``None``: there are none."""
         blocks = sorted(blocks, key=lambda block: block.holder != rank)
-        unknowns = sorted({*wanted, *(one for block in blocks for one in block.coefficients)})
-        target = torch.tensor([wanted.get(one, 0.0) for one in unknowns], dtype=torch.float64)
-        found = combination(target, dict(enumerate(matrix(blocks, unknowns))))
-        if found is None:
+        unknowns = sorted({*wanted, *(unknown for block in blocks for unknown in block.coefficients)})
+        target = torch.tensor([wanted.get(unknown, 0.0) for unknown in unknowns], dtype=torch.float64)
+        terms = combination(target, dict(enumerate(matrix(blocks, unknowns))))
+        if terms is None:
             return None
         return tuple(
-            Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in found.items()
+            Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in terms.items()
         )
 
     # --- hosts ------------------------------------------------------------------------------------------------------
@@ -243,14 +243,14 @@ class Placement:
     def _staying(self, registry: Registry, kind: Kind) -> list[Block]:
         """Lists the blocks of hosts, made or being made, but those that are being replaced."""
         hosts = registry.hosts
-        found = [block for block in registry.of(kind) if block.holder in hosts]
-        replaced = {block.replaces for block in found}
-        return [block for block in found if block.number not in replaced]
+        host_blocks = [block for block in registry.of(kind) if block.holder in hosts]
+        replaced = {block.replaces for block in host_blocks}
+        return [block for block in host_blocks if block.number not in replaced]
 
     def _host(self, registry: Registry, kind: Kind) -> int | None:
         """Finds the device with the fewest blocks."""
-        held = [block.holder for block in registry.of(kind)]
-        return min(registry.makers, key=lambda rank: (held.count(rank), rank), default=None)
+        holders = [block.holder for block in registry.of(kind)]
+        return min(registry.makers, key=lambda rank: (holders.count(rank), rank), default=None)
 
 
 def _holder(block: Block) -> int:

@@ -52,7 +52,7 @@ class Record:
     def keep_registry(self, registry: Registry) -> None:
         """Writes the registry; before a device acts on it."""
         tree = registry.tree()
-        labels = {number: one.pop("labels") for number, one in tree["partitions"].items()}
+        labels = {number: partition.pop("labels") for number, partition in tree["partitions"].items()}
         if len(labels) != self._labelled:
             save_tree(self._folder / "labels.safetensors", labels)
             self._labelled = len(labels)
@@ -144,7 +144,7 @@ class Folder(RunFiles):
                 labels = stored["labels"]
                 if not isinstance(labels, list):
                     raise TypeError("no labels")
-                return Classes(tuple(float(one) for one in labels), classes.positive)  # type: ignore[arg-type]
+                return Classes(tuple(float(label) for label in labels), classes.positive)  # type: ignore[arg-type]
         write_json(self.classes, {"labels": list(classes.labels)})
         return classes
 

@@ -153,17 +153,17 @@ class Registry:
             "features": self.features,
             "bounds": list(self.bounds),
             "partitions": {
-                str(one.number): {
-                    "name": one.name,
-                    "block": one.block,
-                    "active": one.active,
-                    "labels": one.labels,
+                str(partition.number): {
+                    "name": partition.name,
+                    "block": partition.block,
+                    "active": partition.active,
+                    "labels": partition.labels,
                 }
-                for one in self.partitions
+                for partition in self.partitions
             },
             "blocks": [
-                [one.number, one.kind, list(map(list, one.coefficients.items())), sorted(one.parts)]
-                for one in self.blocks.values()
+                [block.number, block.kind, list(map(list, block.coefficients.items())), sorted(block.parts)]
+                for block in self.blocks.values()
             ],
         }
 
@@ -172,8 +172,8 @@ class Registry:
         """Reads the result of :meth:`tree`; the registry has no members."""
         registry = cls()
         registry.features, registry.bounds = tree["features"], tuple(tree["bounds"])
-        for number, one in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
-            partition = Partition(int(number), one["name"], one["labels"], one["block"], one["active"])
+        for number, entry in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
+            partition = Partition(int(number), entry["name"], entry["labels"], entry["block"], entry["active"])
             registry.partitions.append(partition)
         for number, kind, coefficients, parts in tree["blocks"]:
             mix = {int(unknown): float(weight) for unknown, weight in coefficients}
@@ -213,9 +213,9 @@ class Registry:
     def built(self, block: Block, partitions: Iterable[int]) -> None:
         """Marks a block as made, or of a block of columns these parts; other orders for it may be under way."""
         block.ready = True
-        made = block.making.intersection(partitions)
-        block.parts |= made
-        block.making -= made
+        built_parts = block.making.intersection(partitions)
+        block.parts |= built_parts
+        block.making -= built_parts
 
     def failed(self, block: Block) -> None:
         """Gives up an order; a block that was there before stays as it was."""
@@ -254,7 +254,7 @@ class Registry:
 
     def named(self, name: str) -> Partition | None:
         """Finds the partition of a name."""
-        return next((one for one in self.partitions if one.name == name), None)
+        return next((partition for partition in self.partitions if partition.name == name), None)
 
     def unknowns(self, kind: Kind) -> list[int]:
         """Lists the unknowns of decoding: partitions that are trained on, or column blocks."""
@@ -280,8 +280,8 @@ class Registry:
 
     def there(self, kind: Kind, *, silent: bool = False) -> list[Block]:
         """Lists the blocks that are made, with devices that are heard, or with silent ones too."""
-        heard = set(self.members) if silent else set(self.heard)
-        return [block for block in self.of(kind) if block.ready and block.holder in heard]
+        ranks = set(self.members) if silent else set(self.heard)
+        return [block for block in self.of(kind) if block.ready and block.holder in ranks]
 
     def answering(self, kind: Kind) -> list[Block]:
         """Lists the blocks whose answers are products of all that is trained on."""
@@ -296,21 +296,21 @@ class Registry:
 
     def making(self) -> list[Block]:
         """Lists the blocks that devices which are heard are making."""
-        heard = self.heard
+        ranks = self.heard
         return [
             block
             for block in self.blocks.values()
-            if block.holder in heard and (not block.ready or block.making)
+            if block.holder in ranks and (not block.ready or block.making)
         ]
 
     def can_go(self, rank: int) -> bool:
         """Tells whether other devices hold all plain copies that a device holds."""
         for kind in ("rows", "columns"):
-            there = self.there(kind)
-            others = [block for block in there if block.holder != rank]
-            for block in there:
+            ready_blocks = self.there(kind)
+            peer_blocks = [block for block in ready_blocks if block.holder != rank]
+            for block in ready_blocks:
                 if block.holder == rank and block.raw is not None:
-                    if not any(other.raw == block.raw and other.parts >= block.parts for other in others):
+                    if not any(peer_block.raw == block.raw and peer_block.parts >= block.parts for peer_block in peer_blocks):
                         return False
         return True
 
@@ -338,7 +338,7 @@ class Registry:
         blocks = self.there("rows", silent=True)
         if any(block.raw == partition.number for block in blocks):
             return True
-        unknowns = [one.number for one in self.partitions]
+        unknowns = [candidate.number for candidate in self.partitions]
         return not _undetermined(blocks, unknowns, [partition.number])
 
     def missing(self, kind: Kind) -> list[int]:
@@ -361,12 +361,12 @@ class Registry:
 def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
     """Makes the coefficients of blocks, (blocks, unknowns)."""
     return torch.tensor(
-        [[block.coefficients.get(one, 0.0) for one in unknowns] for block in blocks], dtype=torch.float64
+        [[block.coefficients.get(unknown, 0.0) for unknown in unknowns] for block in blocks], dtype=torch.float64
     ).reshape(len(blocks), len(unknowns))
 
 
 def _undetermined(blocks: Sequence[Block], unknowns: Sequence[int], among: Sequence[int]) -> list[int]:
     """Lists those of some unknowns that do not follow from blocks."""
     rows, eye = matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
-    whole = rank(rows)
-    return [one for one in among if rank(torch.cat([rows, eye[unknowns.index(one)][None]])) > whole]
+    base_rank = rank(rows)
+    return [unknown for unknown in among if rank(torch.cat([rows, eye[unknowns.index(unknown)][None]])) > base_rank]

@@ -77,20 +77,20 @@ class Round:
         Each device begins with another piece, so that all pieces are decoded at about the same time, and the answers of
         slow devices count.
         """
-        found: dict[int, list[Block]] = {}
+        new_blocks: dict[int, list[Block]] = {}
         for block in blocks:
             if block.holder is not None and block.number not in self.asked.get(block.holder, ()):
-                found.setdefault(block.holder, []).append(block)
-        tasks, devices = {}, len(self.asked.keys() | found.keys())
-        for rank, mine in sorted(found.items()):
+                new_blocks.setdefault(block.holder, []).append(block)
+        tasks, devices = {}, len(self.asked.keys() | new_blocks.keys())
+        for rank, own_blocks in sorted(new_blocks.items()):
             first = len(self.asked) * self.pieces // devices % self.pieces
-            self.asked.setdefault(rank, set()).update(block.number for block in mine)
-            self.owed[rank] += self.pieces * len(mine)
-            self._blocks.update((block.number, block) for block in mine)
+            self.asked.setdefault(rank, set()).update(block.number for block in own_blocks)
+            self.owed[rank] += self.pieces * len(own_blocks)
+            self._blocks.update((block.number, block) for block in own_blocks)
             tasks[rank] = Multiply(
                 self.number,
                 since,
-                tuple(block.number for block in mine),
+                tuple(block.number for block in own_blocks),
                 self.partitions,
                 max(self.heights),
                 self.pieces,
@@ -106,9 +106,9 @@ class Round:
 
     def silent(self) -> set[int]:
         """Lists the devices that owe pieces, and have sent none since the last look."""
-        silent = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
+        ranks = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
         self.answered.clear()
-        return silent
+        return ranks
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Round:
         begin, end = piece_of(max(self.heights), self.pieces, piece)
         block = self._blocks[number]
         heights = zip(self.unknowns, self.heights, strict=True)
-        height = max(rows for one, rows in heights if one in block.coefficients)
+        height = max(rows for unknown, rows in heights if unknown in block.coefficients)
         rows = max(0, min(end, height) - begin)
         if product.dtype != torch.float64 or product.shape != (rows, self.operand.shape[1]):
             raise Malformed("no product of the size that was asked for")
@@ -162,9 +162,9 @@ class Round:
         answers[number] = pad(product, (0, 0, 0, end - begin - rows)) if rows < end - begin else product
         decoder.add(number, matrix([block], self.unknowns)[0])
         if (plan := decoder.plan()) is not None:
-            for whole, part in zip(self.products, plan.apply(answers), strict=True):
-                if begin < len(whole):
-                    whole[begin:end] = part[: len(whole[begin:end])]
+            for total, part in zip(self.products, plan.apply(answers), strict=True):
+                if begin < len(total):
+                    total[begin:end] = part[: len(total[begin:end])]
             self._plans[piece] = plan
             answers.clear()
 

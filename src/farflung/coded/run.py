@@ -89,8 +89,8 @@ class Learner:
         """Makes the targets of the objective from the number of each sample's class."""
         if self.model == "logistic" and classes > 2:
             return codes
-        wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
-        return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
+        positive_codes = torch.arange(classes) if classes > 2 else torch.tensor([1])
+        return torch.where(codes[:, None] == positive_codes, 1.0, -1.0).to(torch.float64)
 
     def minimiser(self, classes: int) -> Solver[Any]:
         """Makes the solver for a number of classes."""
@@ -149,10 +149,10 @@ async def train(
       RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.times`.
     """
     await coordinator.gather()
-    kept = None if record is None else record.state()
-    state = None if kept is None else _restored(solver, kept["solver"])
-    before = None if kept is None else tuple(kept["partitions"])
-    spent = 0 if kept is None else int(kept["spent"])
+    saved = None if record is None else record.state()
+    state = None if saved is None else _restored(solver, saved["solver"])
+    trained_names = None if saved is None else tuple(saved["partitions"])
+    num_spent = 0 if saved is None else int(saved["spent"])
     while True:
         active = coordinator.settle()
         names = tuple(partition.name for partition in active)
@@ -160,17 +160,17 @@ async def train(
         factors = None if sample_weights is None else sample_weights(labels)
         problem = Problem(coordinator, objective, targets(labels), factors)
         try:
-            if state is None or names != before:
-                spent += 0 if state is None else state.iterations
+            if state is None or names != trained_names:
+                num_spent += 0 if state is None else state.iterations
                 state = await solver.init(problem, start if state is None else state.weights)
-                before = names
-            while not (state.is_over or spent + state.iterations >= max_iterations or stop_asked()):
+                trained_names = names
+            while not (state.is_over or num_spent + state.iterations >= max_iterations or stop_asked()):
                 state = await solver.step(problem, state)
                 coordinator.tell(
                     "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
                 )
                 if record is not None:
-                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": spent})
+                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": num_spent})
                 if coordinator.changed:
                     break
         except PartitionsChanged:
@@ -203,21 +203,21 @@ def simulate(
       body: is called once the devices have been gathered; they may go when it is through.
       record: keeps events and the registry.
     """
-    found: list[T] = []
+    results: list[T] = []
 
     async def lead(runtime: VirtualRuntime) -> None:
         coordinator = Coordinator(runtime, settings, record=record)
         await coordinator.gather()
-        found.append(await body(coordinator))
+        results.append(await body(coordinator))
         await coordinator.end()
 
     async def take_part(runtime: VirtualRuntime) -> None:
         await attend(runtime).run()
 
-    first, *others = world.runtimes
-    bodies: list[Coroutine[Pending[Any], None, None]] = [lead(first), *map(take_part, others)]
+    coordinator_runtime, *device_runtimes = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, None]] = [lead(coordinator_runtime), *map(take_part, device_runtimes)]
     world.run(bodies, again=take_part)
-    return found[0]
+    return results[0]
 
 
 def coordinate(
@@ -282,13 +282,13 @@ def coordinate(
         intercepts = objective.intercept_scaling * weights[features:].sum(dim=0)
         return LinearModel(weights[:features].clone(), intercepts, classes), trained
 
-    kept = {**asdict(settings), **asdict(learner), "max_iterations": max_iterations}
+    config = {**asdict(settings), **asdict(learner), "max_iterations": max_iterations}
     with (
-        folder.begun(kept) as name,
+        folder.begun(config) as name,
         closing(Record(folder.path, told)) as record,
-        coordinating(address, name, endpoint) as (runtime, at),
+        coordinating(address, name, endpoint) as (runtime, bound_address),
     ):
-        met(at)
+        met(bound_address)
         coordinator = Coordinator(runtime, settings, run=name, record=record)
         model, trained = runtime.drive(train_all(coordinator, record))
         model.save(folder.model)
@@ -323,17 +323,17 @@ def of_encoding(events: Iterable[Event]) -> dict[str, Json]:
 
     ``mds_encoding_nbytes`` are the bytes under a code whose blocks need all partitions.
     """
-    counted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for event in events:
-        counted[str(event["event"])] += 1
+        counts[str(event["event"])] += 1
         if event["event"] == "built":
             values: dict[str, Any] = event
-            counted[f"{values['kind']} nbytes"] += values["nbytes"]
-            counted["mds_nbytes"] += values["mds_nbytes"]
+            counts[f"{values['kind']} nbytes"] += values["nbytes"]
+            counts["mds_nbytes"] += values["mds_nbytes"]
     return {
-        "encoding_nbytes": {kind: counted[f"{kind} nbytes"] for kind in ("rows", "columns")},
-        "mds_encoding_nbytes": counted["mds_nbytes"],
-        "devices_came": counted["came"],
-        "devices_gone": counted["gone"],
-        "partitions_lost": counted["lost"],
+        "encoding_nbytes": {kind: counts[f"{kind} nbytes"] for kind in ("rows", "columns")},
+        "mds_encoding_nbytes": counts["mds_nbytes"],
+        "devices_came": counts["came"],
+        "devices_gone": counts["gone"],
+        "partitions_lost": counts["lost"],
     }

@@ -218,13 +218,13 @@ class GD:
         iterations, rate = state.iterations + 1, state.learning_rate
         weights = state.weights - rate * state.gradient
         margins = await problem.margins(weights)
-        ended = await self._state_at(problem, weights, margins, rate, iterations)
-        if ended.gap > self.tol:
-            return ended
-        settled = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
-        if settled.gap > self.tol:
-            return replace(ended, gap=settled.gap)
-        return replace(settled, converged=True)
+        new_state = await self._state_at(problem, weights, margins, rate, iterations)
+        if new_state.gap > self.tol:
+            return new_state
+        best_state = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
+        if best_state.gap > self.tol:
+            return replace(new_state, gap=best_state.gap)
+        return replace(best_state, converged=True)
 
     async def _state_at(
         self, problem: Problem, weights: Tensor, margins: Tensor, rate: float, iterations: int
@@ -370,53 +370,53 @@ class LBFGS:
     async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
         """Takes one step by two products, and two more where it may have converged, or finds no lower point."""
         iterations, outputs, direction = state.iterations + 1, problem.shape[1], state.direction
-        is_settled = problem.objective.intercept_penalty == 0
+        has_best_intercept = problem.objective.intercept_penalty == 0
         gain = -0.5 * float((state.gradient * direction).sum())
         # H may say that the gap is small, where errors in a penalised intercept hide it.
-        expects_end = not is_settled and gain <= 0.01 * self.tol * state.objective
+        expects_end = not has_best_intercept and gain <= 0.01 * self.tol * state.objective
         if expects_end and state.iterations % _LOOKS == _LOOKS - 1:
-            again = await self._restart(problem, state)
-            if again.converged:
-                return again
+            restarted = await self._restart(problem, state)
+            if restarted.converged:
+                return restarted
         if iterations % _REFRESH:
             margins, change = state.margins, await problem.margins(direction)
         else:
-            both = await problem.margins(torch.cat([state.weights, direction], dim=1))
-            margins, change = both[:, :outputs], both[:, outputs:]
+            margin_pair = await problem.margins(torch.cat([state.weights, direction], dim=1))
+            margins, change = margin_pair[:, :outputs], margin_pair[:, outputs:]
         ray = Ray(problem, state.weights, margins, direction, change)
         start = ray.at(0.0)
         guess = 1.0 if len(state.moves) else _cautious(ray, start)
         point = strong_wolfe(ray, start, guess)
         if point is None:
-            again = await self._restart(problem, state)
-            return replace(again, stalled=not again.converged and not len(state.moves))
+            restarted = await self._restart(problem, state)
+            return replace(restarted, stalled=not restarted.converged and not len(state.moves))
         weights, margins = point.weights, point.margins
-        if is_settled:
+        if has_best_intercept:
             weights, margins = problem.settle(weights, margins)
         objective, gradient = await problem.gradient(weights, margins)
-        moves, turns = state.moves, state.turns
-        move, turn = weights - state.weights, gradient - state.gradient
-        if float((move * turn).sum()) > 0:
-            moves = torch.cat([moves, move[None]])[-self.memory :]
-            turns = torch.cat([turns, turn[None]])[-self.memory :]
-        ended = replace(
+        weight_changes, gradient_changes = state.moves, state.turns
+        weight_change, gradient_change = weights - state.weights, gradient - state.gradient
+        if float((weight_change * gradient_change).sum()) > 0:
+            weight_changes = torch.cat([weight_changes, weight_change[None]])[-self.memory :]
+            gradient_changes = torch.cat([gradient_changes, gradient_change[None]])[-self.memory :]
+        new_state = replace(
             state,
             weights=weights,
             objective=objective,
             iterations=iterations,
             margins=margins,
             gradient=gradient,
-            moves=moves,
-            turns=turns,
+            moves=weight_changes,
+            turns=gradient_changes,
         )
-        ended = _marked(replace(ended, gap=_gap(problem, ended)))
-        if ended.idle == _IDLE:
-            again = await self._restart(problem, ended)
-            return replace(again, stalled=not again.converged)
-        if ended.gap > self.tol:
-            return ended
-        again = await self._restart(problem, ended)
-        return again if again.converged else _marked(replace(again, moves=moves, turns=turns))
+        new_state = _marked(replace(new_state, gap=_gap(problem, new_state)))
+        if new_state.idle == _IDLE:
+            restarted = await self._restart(problem, new_state)
+            return replace(restarted, stalled=not restarted.converged)
+        if new_state.gap > self.tol:
+            return new_state
+        restarted = await self._restart(problem, new_state)
+        return restarted if restarted.converged else _marked(replace(restarted, moves=weight_changes, turns=gradient_changes))
 
     def restored(self, tree: State) -> LBFGSState:
         return LBFGSState.from_tree(tree)
@@ -447,9 +447,9 @@ class LBFGS:
     async def _restart(self, problem: Problem, state: LBFGSState) -> LBFGSState:
         """Computes margins and gradient afresh, by two products, and begins without pairs."""
         margins = await problem.margins(state.weights)
-        begun = await self._begin(problem, state.weights, margins, state.preconditioner)
+        fresh = await self._begin(problem, state.weights, margins, state.preconditioner)
         return replace(
-            begun, iterations=state.iterations, mark=state.mark, least_gap=state.least_gap, idle=state.idle
+            fresh, iterations=state.iterations, mark=state.mark, least_gap=state.least_gap, idle=state.idle
         )
 
 
@@ -622,13 +622,13 @@ class OneVsRest(Generic[S]):
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
         """Takes a step of each output in as many rounds as one output takes."""
-        going = [index for index, one in enumerate(state.outputs) if not one.is_over]
+        active = [index for index, output in enumerate(state.outputs) if not output.is_over]
         steps = await _together(
             problem,
-            lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in going),
+            lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in active),
         )
-        taken = dict(zip(going, steps, strict=True))
-        return _joined([taken.get(index, one) for index, one in enumerate(state.outputs)])
+        new_states = dict(zip(active, steps, strict=True))
+        return _joined([new_states.get(index, output) for index, output in enumerate(state.outputs)])
 
     def restored(self, tree: State) -> OneVsRestState[S]:
         outputs = tree["outputs"]
@@ -637,12 +637,12 @@ class OneVsRest(Generic[S]):
 
 def _joined(outputs: list[S]) -> OneVsRestState[S]:
     return OneVsRestState(
-        weights=torch.cat([one.weights for one in outputs], dim=1),
-        objective=sum(one.objective for one in outputs),
-        gap=max(one.gap for one in outputs),
-        iterations=max(one.iterations for one in outputs),
-        converged=all(one.converged for one in outputs),
-        stalled=all(one.is_over for one in outputs) and any(one.stalled for one in outputs),
+        weights=torch.cat([state.weights for state in outputs], dim=1),
+        objective=sum(state.objective for state in outputs),
+        gap=max(state.gap for state in outputs),
+        iterations=max(state.iterations for state in outputs),
+        converged=all(state.converged for state in outputs),
+        stalled=all(state.is_over for state in outputs) and any(state.stalled for state in outputs),
         outputs=tuple(outputs),
     )
 
@@ -673,17 +673,17 @@ async def _together(
         Problem(column, problem.objective, targets, factor)
         for targets, factor in zip(problem.targets.split(1, dim=1), factors, strict=True)
     ]
-    tasks: list[Task[T]] = [Task(one, ready.append) for one in begun(outputs)]
+    tasks: list[Task[T]] = [Task(coroutine, ready.append) for coroutine in begun(outputs)]
     while not all(task.done for task in tasks):
         while ready:
             ready.popleft()()
         for product, waiting in rounds:
-            asked = waiting.copy()
+            requests = waiting.copy()
             waiting.clear()
-            if asked:
-                whole = await product(torch.cat([factor for factor, _ in asked], dim=1))
-                parts = whole.split([factor.shape[1] for factor, _ in asked], dim=1)
-                for (_, answer), part in zip(asked, parts, strict=True):
+            if requests:
+                total = await product(torch.cat([factor for factor, _ in requests], dim=1))
+                parts = total.split([factor.shape[1] for factor, _ in requests], dim=1)
+                for (_, answer), part in zip(requests, parts, strict=True):
                     answer.set(part)
     return [task.result() for task in tasks]
 

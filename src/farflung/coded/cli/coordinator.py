@@ -110,15 +110,15 @@ class Coordinate(OutputOptions):
         return 130 if summary["interrupted"] else 0
 
     def _settings(self) -> Settings:
-        said = {
+        values = {
             name: value
             for name in settings_of(Settings)
             if (value := getattr(self, name.removesuffix("_s"), None)) is not None
         }
         for name in ("partitions", "devices"):
-            if name not in said:
+            if name not in values:
                 raise ConfigError(f"--{name}: give how many {name} training begins with")
-        return Settings(**said)
+        return Settings(**values)
 
     def _say_where(self, at: Address) -> None:
         """What to run elsewhere."""
@@ -188,29 +188,29 @@ class CodedProgress(Bar):
             self.advance(len(self._partitions))
 
     def _iterate(self, event: Mapping[str, Any]) -> None:
-        gap, done = event["gap"], event["iterations"] / self._most
+        gap, fraction = event["gap"], event["iterations"] / self._most
         if self._first_gap is None:
             self._first_gap = gap
-        way = math.log(self._first_gap / self._tolerance) if self._first_gap > self._tolerance else 0.0
-        if way and gap > 0:
-            done = max(done, math.log(self._first_gap / gap) / way)
+        log_range = math.log(self._first_gap / self._tolerance) if self._first_gap > self._tolerance else 0.0
+        if log_range and gap > 0:
+            fraction = max(fraction, math.log(self._first_gap / gap) / log_range)
         self.about = (
             f"iterate {event['iterations']:,}, objective {event['objective']:.6g}, gap {gap:.1e}, "
             f"{len(self._partitions)} devices"
         )
-        self.advance(100 * min(1.0, done))
+        self.advance(100 * min(1.0, fraction))
 
 
 def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and figures of a summary."""
-    how = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
+    outcome = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
     if summary["stalled"]:
-        how = "not converged: rounding errors allow no further step; scale the features"
+        outcome = "not converged: rounding errors allow no further step; scale the features"
     partitions, classes = summary["partitions"], summary["classes"]
     lines = [
         ("objective", f"{summary['objective']:.10g}"),
         ("gap", f"{summary['gap']:.1e}"),
-        ("iterates", f"{summary['iterations']:,}, {how}"),
+        ("iterates", f"{summary['iterations']:,}, {outcome}"),
         ("trained on", f"{summary['samples']:,} samples of {summary['features']:,} features"),
         ("partitions", f"{len(partitions)}: {', '.join(partitions)}"),
         ("classes", f"{len(classes)}"),

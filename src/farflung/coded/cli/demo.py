@@ -128,7 +128,7 @@ class Demo(OutputOptions):
                 elif not turn % 2 and turn // 2 <= self.join:
                     start(addresses[0])
 
-            found = coordinate(
+            result = coordinate(
                 settings,
                 learner,
                 folder,
@@ -139,10 +139,10 @@ class Demo(OutputOptions):
                 told=told,
                 stop_asked=stop.is_set,
             )
-            alone = _alone(learner, samples, labels)
+            uncoded = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
-        summary = {**found, "data": data, "uncoded_objective": alone.objective}
+        summary = {**result, "data": data, "uncoded_objective": uncoded.objective}
         self._say(summary, events, folder)
         return 130 if summary["interrupted"] else 0
 
@@ -153,15 +153,15 @@ class Demo(OutputOptions):
         at_hand = any(entry.source.name == "a9a" and entry.location for entry in entries())
         if self.data == "a9a" or (self.data == "auto" and at_hand):
             return "a9a", *read_samples("a9a"), read_samples("a9a", test=True)
-        found = [_drawn(4000, self.seed, part) for part in ("train", "test")]
-        return "synthetic data", *found[0], found[1]
+        splits = [_drawn(4000, self.seed, part) for part in ("train", "test")]
+        return "synthetic data", *splits[0], splits[1]
 
     def _say(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
-        away = abs(summary["objective"] / summary["uncoded_objective"] - 1)
+        difference = abs(summary["objective"] / summary["uncoded_objective"] - 1)
         vanished = _vanished(events)
         if self.json:
-            found: dict[str, Json] = {**summary, "vanished": list(vanished), "folder": str(folder.path)}
-            print(json.dumps(found))
+            output: dict[str, Json] = {**summary, "vanished": list(vanished), "folder": str(folder.path)}
+            print(json.dumps(output))
             return
         print_table(
             ("what", "how much"),
@@ -172,7 +172,7 @@ class Demo(OutputOptions):
                 ),
                 ("iterates", f"{summary['iterations']}"),
                 ("objective", f"{summary['objective']:.10g}"),
-                ("the same without a code", f"{summary['uncoded_objective']:.10g} ({away:.0e} away)"),
+                ("the same without a code", f"{summary['uncoded_objective']:.10g} ({difference:.0e} away)"),
                 ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
                 ("encoding", encoding_words(summary)),
                 ("vanished", "; ".join(vanished) or "none"),
@@ -211,11 +211,11 @@ def _processes() -> Iterator[tuple[Callable[..., None], list[ForkServerProcess]]
 
 def _attend(address: str, path: Path | None) -> None:
     torch.set_num_threads(1)
-    with Path(os.devnull).open("wb") as nothing:
-        os.dup2(nothing.fileno(), 2)  # what a device says that is killed half-way
-    holding = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
+    with Path(os.devnull).open("wb") as sink:
+        os.dup2(sink.fileno(), 2)  # what a device says that is killed half-way
+    store = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
     with suppress(FarflungError, KeyboardInterrupt):
-        take_part(Address.of(address), holding, patience_s=_PATIENCE_S)
+        take_part(Address.of(address), store, patience_s=_PATIENCE_S)
 
 
 def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:
@@ -234,17 +234,17 @@ def _alone(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate:
         HeldProducts(samples), learner.objective(2), learner.targets((labels > 0).to(torch.int64), 2)
     )
     training = solve(learner.minimiser(2), problem, max_iterations=_MAX_ITERATIONS)
-    found: Iterate = Task(training, lambda resume: resume(), at_once=True).result()
-    return found
+    state: Iterate = Task(training, lambda resume: resume(), at_once=True).result()
+    return state
 
 
 def _vanished(events: list[Event]) -> list[str]:
     """Lists rank, time and partition of each device that vanished."""
-    brought, found = {}, []
+    partitions, lines = {}, []
     for event in events:
         if event["event"] == "came":
-            brought[event["rank"]] = event["partition"]
+            partitions[event["rank"]] = event["partition"]
         elif event["event"] == "gone":
-            what = brought.get(event["rank"]) or "room alone"
-            found.append(f"rank {event['rank']} ({what}) after {float(str(event['t'])):.1f} s")
-    return found
+            content = partitions.get(event["rank"]) or "room alone"
+            lines.append(f"rank {event['rank']} ({content}) after {float(str(event['t'])):.1f} s")
+    return lines

@@ -59,16 +59,16 @@ class Attend(OutputOptions):
         """Carries it out; returns the exit code."""
         if not 0 < self.patience < math.inf:
             raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
-        address, endpoint, holding = Address.of(self.address), endpoint_of(self), self._holding()
-        seat = _Seat(self._tell)
+        address, endpoint, store = Address.of(self.address), endpoint_of(self), self._holding()
+        sessions = _Seat(self._tell)
         self._tell(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
-        with on_stop(seat.ask):
+        with on_stop(sessions.ask):
             reason = take_part(
-                address, holding, endpoint, patience_s=self.patience, pace=self._pace(holding), met=seat.take
+                address, store, endpoint, patience_s=self.patience, pace=self._pace(store), met=sessions.take
             )
         if reason:
             raise ConfigError(f"the coordinator at {address} has refused this device: {reason}")
-        self._say(holding, seat)
+        self._say(store, sessions)
         return 0
 
     def _holding(self) -> Holding:
@@ -84,9 +84,9 @@ class Attend(OutputOptions):
 
     def _name(self, part: Part | None) -> str:
         assert self.data is not None
-        file = self.data.endswith(".npz")
-        where = f"{platform.node()}:{Path(self.data).name}" if file and part is None else Path(self.data).stem
-        return where if part is None else f"{where} {part}"
+        is_file = self.data.endswith(".npz")
+        source = f"{platform.node()}:{Path(self.data).name}" if is_file and part is None else Path(self.data).stem
+        return source if part is None else f"{source} {part}"
 
     def _pace(self, holding: Holding) -> DeviceProfile | None:
         """Of a product with one vector, per row: a multiplication and an addition for each feature."""
