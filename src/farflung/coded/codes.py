@@ -1,4 +1,4 @@
-"""Codes: the coefficients of coded blocks, their rank and redundancy, and the decoding of answers."""
+"""Codes: coefficients of coded blocks, their rank and redundancy, and the decoding of answers."""
 
 from __future__ import annotations
 
@@ -36,39 +36,40 @@ __all__ = [
 ]
 
 MOST_SETS = 33_000
-"""Sets of losses that are tried: all pairs of 256 devices, for example."""
+"""Maximum number of sets of losses to test: all pairs of 256 devices, for example."""
 _AT_ONCE = 4096
-"""Sets that are tried in one call."""
+"""Number of sets tested in one call."""
 TOLERANCE = 1e-6
-"""Of a row's length, what has to lie outside a span for the row to add a dimension. With less, a decoding matrix of
-both would have a condition above :data:`MAX_CONDITION`."""
+"""Minimum share of a row's length outside a span for the row to add a dimension.
+
+With a smaller share, a decoding matrix of both would have a condition above :data:`MAX_CONDITION`.
+"""
 MAX_CONDITION = 1 / TOLERANCE
-"""An answer in float64 is right to about 1e-16 of its size, so decoded products are right to 1e-10, which training
-does not notice."""
+"""Maximum condition of a decoding matrix; answers, accurate to 1e-16, decode to products accurate to 1e-10."""
 _PLANS = 512
-"""Sets of answers whose decoding is remembered; those of one round come again in the next."""
+"""Number of cached decoding plans; the sets of answers of one round recur in the next."""
 _EXACT = 1e-9
-"""Allowed difference of a combination, relative to the target's largest coefficient."""
+"""Allowed error of a combination, relative to the target's largest coefficient."""
 _ROUNDING = 1e-12
-"""Remainder of a coefficient whose terms cancel, relative to these."""
+"""Error of a coefficient whose terms cancel, relative to these."""
 
 Index = TypeVar("Index", bound=Hashable)
-"""Names a block, or the answer of one."""
+"""Identifier of a block, or of its answer."""
 
 
 class Code(Protocol):
     r"""Coefficients of the coded blocks :math:`\tilde X_j = \sum_k G_{jk} X_k`, as settings alone.
 
-    The raw blocks are rows of their own, the unit vectors, so every code is systematic.
+    Raw blocks are rows of their own, the unit vectors, so every code is systematic.
     """
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
         """Draws the coefficients of one coded block, as a pure function; never all zero.
 
         Args:
-          index: of the coded block, counted from 0.
-          partitions: their number, K.
-          seed: of the whole code.
+          index: Number of the coded block, from 0.
+          partitions: Number of partitions, K.
+          seed: Seed of the whole code.
 
         Returns:
           (partitions,), float64.
@@ -76,7 +77,7 @@ class Code(Protocol):
 
 
 def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Draws standard normal numbers as :func:`farflung.noise.uniform_row` draws uniform ones (Box & Muller 1958)."""
+    """Draws standard normal numbers from :func:`farflung.noise.uniform_row` (Box & Muller 1958)."""
     radius = np.sqrt(-2 * np.log1p(-uniform_row(seed, *counters, 0)))
     normal: npt.NDArray[np.float64] = radius * np.cos(2 * np.pi * uniform_row(seed, *counters, 1))
     return normal
@@ -84,7 +85,7 @@ def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray
 
 @dataclass(frozen=True, slots=True)
 class MDS:
-    r"""Standard normal coefficients of all partitions: any K of the blocks determine them, with probability 1.
+    """Standard normal coefficients of all partitions: any K of the blocks determine them, with probability 1.
 
     References: Lee et al. 2015 (arXiv 1512.02673), maximum distance separable codes.
     """
@@ -95,21 +96,20 @@ class MDS:
 
 @dataclass(frozen=True, slots=True)
 class RLNC:
-    r"""Random linear network coding: half of the coefficients are zero, so a coded block needs half of the partitions.
+    """Random linear network coding: half of the coefficients are zero, so a block needs half of the partitions.
 
     .. math:: G_{jk} = M_{jk} V_{jk}
 
-    Values :math:`V_{jk}` are standard normal, and masks :math:`M_{jk}` balanced by design. Rows 2i and 2i+1 have
-    complementary masks, so each partition is in one of the two. For even K each row has exactly K/2 ones; for odd K one
-    of the two has one more, drawn at random. Over rows 4i to 4i+3 a column has one of four types, by which row of
-    either pair it is in. Columns 4c to 4c+3 have one type each, in an order drawn for these rows: two complementary
-    types, then the other two.
+    Values :math:`V_{jk}` are standard normal, and masks :math:`M_{jk}` balanced by design. Rows 2i and 2i+1
+    have complementary masks, so each partition is in one of the two. For even K each row has exactly K/2 ones;
+    for odd K one of the two has one more, drawn at random. Over rows 4i to 4i+3 a column has one of four types,
+    by which row of either pair it is in. Columns 4c to 4c+3 have one type each, in an order drawn for these
+    rows: two complementary types, then the other two.
 
-    At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K (exact, by counting types); with
-    independent masks after 0.93 (simulated). A row of one partition is never zero.
+    At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K (exact, by counting
+    types); with independent masks after 0.93 (simulated). A row of one partition is never zero.
 
-    References: Lin et al. 2019 (arXiv 1910.10283) propose RLNC for the data; the abstract names no law, so the balanced
-    one is a design of this package.
+    References: Lin et al. 2019 (arXiv 1910.10283) propose RLNC for the data. The distribution is ours.
     """
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
@@ -125,7 +125,7 @@ class RLNC:
 
 
 def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.bool_]:
-    """Tells for each column whether it is in the row. A type is two bits, one for each pair of the group of rows."""
+    """Returns the mask of a row. A column's type is two bits, one for each pair of the group of rows."""
     group, pair, second = index // 4, index // 2 % 2, index % 2
     order = (8 * uniform_row(seed, group, columns // 4)).astype(np.int64)
     first = order % 4
@@ -137,17 +137,17 @@ def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDAr
 
 
 CODES: dict[str, Callable[..., Code]] = {"mds": MDS, "rlnc": RLNC}
-"""All of them by name; each can be made without arguments."""
+"""Codes by name; each can be built without arguments."""
 
 
 # --- rank and redundancy ----------------------------------------------------------------------------------------------
 
 
 class _Span:
-    """The span of the rows so far, by an orthonormal basis; each row costs O(K rank).
+    """Span of the rows so far, by an orthonormal basis; each row costs O(K rank).
 
     Args:
-      partitions: K, the length of a row.
+      partitions: Length of a row, K.
     """
 
     def __init__(self, partitions: int) -> None:
@@ -155,7 +155,7 @@ class _Span:
         self.rank = 0
 
     def add(self, row: Tensor) -> bool:
-        """Adds a row, (K,) and float64; tells whether the rank grew."""
+        """Adds a row, (K,) and float64; returns True if the rank grew."""
         basis = self._basis[: self.rank]
         residual = row.numpy()
         length = math.sqrt(residual @ residual)
@@ -190,17 +190,17 @@ def _split(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]
 
 
 def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, float] | None:
-    """Finds blocks, and their coefficients, whose sum is the block of a wanted row.
+    """Finds blocks and coefficients whose sum is the block of a given row.
 
-    Raw blocks give what they can. For partitions without one, coded blocks are taken that are independent there, those
-    of few partitions first.
+    Raw blocks contribute where they exist. For the other partitions, independent coded blocks are selected,
+    those of few partitions first.
 
     Args:
-      target: (K,), float64; a unit vector for the repair of a raw block.
-      rows: (K,) of each block; a partition is gone where none of them is its raw block.
+      target: Coefficients of the sum, (K,), float64; a unit vector for the repair of a raw block.
+      rows: Coefficients of each block, (K,); a partition is lost if none of them is its raw block.
 
     Returns:
-      Coefficients other than 0, or ``None`` where these blocks do not make the wanted one.
+      Nonzero coefficients, or ``None`` if the blocks do not span the target.
     """
     raw, coded = _split(rows)
     non_raw = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
@@ -225,7 +225,7 @@ def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, flo
 
 
 def rank(matrix: Tensor) -> int:
-    """Computes the rank of rows of coefficients, (rows, partitions), as :class:`farflung.coded.Decoder` counts it."""
+    """Computes the rank of rows, (rows, partitions), as :class:`farflung.coded.Decoder` counts it."""
     span = _Span(matrix.shape[1])
     for row in matrix:
         span.add(row)
@@ -237,16 +237,16 @@ def redundancy(
 ) -> int:
     """Computes how many holders may vanish, in the worst case, so that the rest determines all partitions.
 
-    The result is exact where that takes at most :data:`MOST_SETS` sets: always with 20 rows of which 4 are coded, up to
-    2 with 256 rows. Beyond, it is a lower bound: all sets of so many losses have been tried.
+    The result is exact if that takes at most :data:`MAX_LOSS_SETS` sets: always with 20 rows of which 4 are
+    coded, up to 2 with 256 rows. Beyond, it is a lower bound: all sets of that many losses have been tested.
 
     Args:
-      matrix: as of :func:`missing_ranks`, and so are the others.
-      holders: the holder of each row; ``None``: each row has its own.
-      enough: the most losses that are tried; ``None``: those of all holders.
+      matrix: Coefficients; see :func:`compute_rank_deficits`, also for the other arguments.
+      holders: Holder of each row; ``None`` gives each row its own.
+      max_losses: Maximum number of losses to test; ``None`` tests those of all holders.
 
     Returns:
-      At least 0, or -1 where the rows as they are do not determine all partitions.
+      At least 0, or -1 if the rows as they are do not determine all partitions.
     """
     tolerated = itertools.takewhile(lambda missing: not missing, missing_ranks(matrix, holders, enough=enough))
     return sum(1 for _ in tolerated) - 1
@@ -258,16 +258,15 @@ def missing_ranks(
     *,
     enough: int | None = None,
 ) -> Iterator[int]:
-    """Yields the missing rank without losses, then after losses of one holder, of two, and so on, each summed over all
-    sets of so many holders.
+    """Yields the missing rank after losses of no holder, one, two, and so on, summed over all sets.
 
-    At most :data:`MOST_SETS` sets are tried; a number of losses that would exceed them is not begun. A set costs a
-    matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
+    At most :data:`MAX_LOSS_SETS` sets are tested; a number of losses that would exceed them is not begun. A set
+    costs a matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
 
     Args:
-      matrix: (rows, partitions), float64.
-      holders: the holder of each row; ``None``: each row has its own.
-      enough: the most losses that are tried; ``None``: those of all holders.
+      matrix: Coefficients, (rows, partitions), float64.
+      holders: Holder of each row; ``None`` gives each row its own.
+      max_losses: Maximum number of losses to test; ``None`` tests those of all holders.
     """
     holders = range(len(matrix)) if holders is None else holders
     raw, coded = _split(dict(enumerate(matrix)))
@@ -296,12 +295,12 @@ def missing_ranks(
 
 
 def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
-    """Sums the ranks that the remaining holders' coded rows lack in the columns that no raw row gives.
+    """Sums the missing ranks of the remaining holders' coded rows, in the columns that no raw row determines.
 
     Args:
-      rows: (coded, partitions), each of length 1.
-      held_by: (coded,), the number of each row's holder.
-      sets: numbers of the holders that are lost, and as many columns in each set.
+      rows: Coded rows, (coded, partitions), each of length 1.
+      held_by: Number of each row's holder, (coded,).
+      sets: Numbers of the lost holders, and the columns, equally many in each set.
     """
     lost, columns = (torch.tensor(numbers, dtype=torch.int64) for numbers in zip(*sets, strict=True))
     is_remaining = (held_by[:, None] != lost[:, None]).all(dim=2)
@@ -313,23 +312,23 @@ def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list
 
 
 class Plan(Generic[Index]):
-    r"""One factorisation, for all answers of one set of blocks.
+    """One factorisation for all answers of one set of blocks.
 
-    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded
-    answers :math:`Y = G X` give
+    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the
+    coded answers :math:`Y = G X` give
 
     .. math:: G_M X_M = Y - G_H X_H
 
-    which is solved by QR, in the sense of least squares, with each row scaled to length 1 first. Equal sets of answers
-    give equal bits, in any order of arrival.
+    which is solved by QR, in the sense of least squares, with each row scaled to length 1 first. Equal sets of
+    answers give equal bits, in any order of arrival.
 
     Args:
-      rows: (K,), the coefficients of each answer; together of rank K.
+      rows: Coefficients of each answer, (K,); together of rank K.
     """
 
     def __init__(self, rows: Mapping[Index, Tensor]) -> None:
         self.answers = tuple(rows)
-        """The blocks whose answers count."""
+        """Identifiers of the blocks whose answers are used."""
         self._raw, self._coded = _split(rows)
         self._coded.sort(key=lambda index: rows[index].tolist())
         matrix = torch.stack(list(rows.values()))
@@ -337,8 +336,8 @@ class Plan(Generic[Index]):
         self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
         values = torch.linalg.svdvals(_unit(matrix))
         self.condition = float(values[0] / values[-1])
-        """Of the matrix of all rows, each scaled to length 1: largest over smallest singular value. In decoding,
-        relative errors of the answers grow at most so many times."""
+        """Condition of the matrix of all rows, each scaled to length 1; bounds the growth of relative
+        errors."""
         if self.missing:
             by_row = torch.stack([rows[index] for index in self._coded])
             self._lengths = by_row.norm(dim=1)
@@ -348,16 +347,16 @@ class Plan(Generic[Index]):
             self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing)])
 
     def apply(self, answers: Mapping[Index, Tensor]) -> list[Tensor]:
-        """Solves for the K tensors that the answers are combinations of, in the order of the partitions.
+        """Solves for the K tensors that the answers combine, in the order of the partitions.
 
-        Partitions may have unlike numbers of rows: a coded block is as high as the highest partition, the others being
-        padded with zeros below. A raw answer may have its partition's own height instead.
+        Partitions may have different numbers of rows. A coded block is as high as the highest partition, with
+        the others padded by zeros below. A raw answer may have its partition's own height instead.
 
         Args:
-          answers: by block: (b, c) of a coded one, (at most b, c) of a raw one; float64.
+          answers: Answer of each block, float64: (b, c) of a coded one, (at most b, c) of a raw one.
 
         Returns:
-          Raw answers as they are, and (b, c) for each partition that was missing.
+          Raw answers unchanged, and (b, c) for each missing partition.
         """
         solutions = {k: answers[index] for k, index in self._raw.items()}
         if self.missing:
@@ -376,20 +375,20 @@ class Plan(Generic[Index]):
 
 @lru_cache(_PLANS)
 def cached_plan(rows: tuple[tuple[Any, bytes], ...]) -> Plan[Any]:
-    """Makes the plan of some rows, given as bytes in the order of their blocks; made once for all pieces and rounds."""
+    """Returns the cached plan of rows, given as bytes in the order of their blocks."""
     return Plan({index: torch.frombuffer(bytearray(row), dtype=torch.float64) for index, row in rows})
 
 
 class Decoder(Generic[Index]):
-    """Takes answers until they determine all partitions.
+    """Collects answers until they determine all partitions.
 
-    The rank is numeric: a row of which at most :data:`TOLERANCE` of its length lies outside the span of those before it
-    counts as dependent, since with it the condition would be too large. Where the answers are of full rank
-    and yet too ill-conditioned, there is no plan. The decoder takes further answers, and then all count, by least
-    squares.
+    The rank is numeric. A row counts as dependent if at most :data:`TOLERANCE` of its length lies outside the
+    span of the earlier rows, since its condition would be too large. If answers of full rank are still too
+    ill-conditioned, there is no plan. The decoder then takes further answers, and all of them are used, by
+    least squares.
 
     Args:
-      partitions: K.
+      partitions: Number of partitions, K.
     """
 
     def __init__(self, partitions: int) -> None:
@@ -402,19 +401,19 @@ class Decoder(Generic[Index]):
         return self._span.rank
 
     def add(self, index: Index, row: Tensor) -> bool:
-        """Takes an answer; tells whether the rank grew. A raw one counts even where it did not, as it needs no solving.
+        """Adds an answer; returns True if the rank grew. A raw one is used in any case, as it needs no solving.
 
         Args:
-          index: of its block; once each.
-          row: (partitions,), its coefficients, finite and float64.
+          index: Identifier of its block; once each.
+          row: Coefficients, (partitions,), finite and float64.
         """
         self._rows[index] = row
         return self._span.add(row)
 
     def plan(self) -> Plan[Index] | None:
-        """Gives the plan that decodes the answers, with a condition of at most :data:`MAX_CONDITION`, if there is one.
+        """Returns a plan for the answers, with a condition of at most :data:`MAX_CONDITION`, if there is one.
 
-        Raw answers count, and the first coded ones that they need, or all where these are ill-conditioned.
+        It uses the raw answers and the first coded ones that they need, or all if these are ill-conditioned.
         """
         if self.rank < self._partitions:
             return None
@@ -423,7 +422,7 @@ class Decoder(Generic[Index]):
         minimal = {index: row for index, row in raw_first.items() if span.add(row)}
         for rows in (minimal, self._rows):
             if len(rows) >= self._partitions:
-                plan = cached_plan(tuple((index, rows[index].numpy().tobytes()) for index in sorted(rows)))  # type: ignore[type-var]
+                plan = cached_plan(tuple((key, rows[key].numpy().tobytes()) for key in sorted(rows)))  # type: ignore[type-var]
                 if plan.condition <= MAX_CONDITION:
                     return plan
         return None

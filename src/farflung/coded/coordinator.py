@@ -1,4 +1,4 @@
-"""The coordinator: it has labels, weights and the registry, turns products into rounds, and sees no features."""
+"""Coordinator of coded training: holds labels, weights and the registry, and sees no features."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ T = TypeVar("T")
 
 _NAME = "coded training"
 _BACK_S = 10.0
-"""The time for which a restarted coordinator waits for all devices, where those that are there would do."""
+"""Time for which a restarted coordinator waits for all devices, even if those present would suffice."""
 _LOOKS = 5.0
-"""Time between two probes of devices that make blocks, in times of the shortest deadline."""
+"""Time between two probes of devices that build blocks, in multiples of the shortest timeout."""
 _REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
 _OVERFLOW = "a product of the samples is not finite in float64: the features are too large: scale them"
 _MAX_FEATURES = 1 << 28
-"""One column of weights for more would be larger than any message."""
+"""Limit of columns: one column of weights for more would exceed the largest message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,22 @@ class Settings:
     """Settings of the coordinator.
 
     Args:
-      partitions: the number of partitions with which training begins, :math:`K`.
-      devices: the number of devices with which it begins, :math:`N`, those that bring partitions among them.
-      code: the coefficients of coded blocks, as text; see :data:`farflung.coded.CODES`.
-      seed: of the code.
-      redundancy: so many devices may vanish at any time, in the worst case: blocks are made that make up for lost ones.
-      pieces: into which every product is cut; 1: whole blocks.
-      transposed: the way to the product with residuals: from coded ``"columns"``; or by ``"repair"``, without them:
-        each device with a partition answers for it, and for one that does not the others multiply their blocks of rows
-        by its residuals, a round for each.
-      on_loss: when a partition is lost that does not follow from the remaining blocks, ``"wait"`` for it to come back,
-        or ``"go_on"`` without it.
-      patience_s: the time for which training waits for missing devices, in seconds.
-      least_s: no device counts as silent sooner, in seconds.
+      partitions: Number of partitions at the start, :math:`K`.
+      devices: Number of devices at the start, :math:`N`, including those that bring partitions.
+      code: Coefficients of coded blocks, as text; see :data:`farflung.coded.CODES`.
+      seed: Seed of the code.
+      redundancy: Number of devices that may vanish at any time, in the worst case; lost blocks are replaced.
+      pieces: Number of pieces of each product; 1 sends whole blocks.
+      transposed: Method for the product with residuals: coded ``"columns"``, or ``"repair"`` without them. Then
+        each device multiplies its own partition, and for a lost one the others multiply their rows, a round for
+        each.
+      on_loss: Reaction to a lost partition that the remaining blocks do not determine: ``"wait"`` until it
+        returns, or ``"go_on"`` without it.
+      patience_s: Time for which training waits for missing devices, in seconds.
+      min_timeout_s: Shortest time after which a device counts as silent, in seconds.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: a value is out of its range.
     """
 
     partitions: int
@@ -118,12 +118,12 @@ class Settings:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of blocks that are made."""
+        """Kinds of blocks that are built."""
         return ("rows", "columns") if self.transposed == "columns" else ("rows",)
 
 
 class PartitionsChanged(Exception):
-    """Other samples are trained on from now on, so a product that was under way is of no use."""
+    """Raised when the set of training samples has changed, so a running product is obsolete."""
 
 
 @dataclass(slots=True)
@@ -131,10 +131,10 @@ class Counters:
     """Counts of a run.
 
     Args:
-      rounds: products and parts of products that devices were asked for.
-      refused: messages that were not of their form, or that were not expected.
-      late: answers for pieces that were decoded before.
-      silences: times that a device has fallen silent.
+      rounds: Number of products, and parts of products, that devices were asked for.
+      refused_messages: Number of malformed or unexpected messages.
+      late_answers: Number of answers for pieces that were already decoded.
+      silences: Number of times that a device has fallen silent.
     """
 
     rounds: int = 0
@@ -147,10 +147,10 @@ class Coordinator:
     """Rank 0 of a run: gathers devices, orders blocks, and computes the two products of all samples.
 
     Args:
-      runtime: the world.
-      settings: of the run.
-      run: its name, by which devices know their blocks.
-      record: keeps events, and the registry for a restarted coordinator; ``None``: nothing is kept.
+      runtime: Runtime of rank 0.
+      settings: Settings of the run.
+      run: Name of the run, by which devices recognize their blocks.
+      record: Store of events and of the registry, for a restart; ``None`` stores nothing.
     """
 
     def __init__(
@@ -158,44 +158,44 @@ class Coordinator:
     ) -> None:
         saved = None if record is None else record.registry()
         self.registry = saved or Registry()
-        """The state of members, partitions and blocks."""
+        """State of members, partitions and blocks."""
         self.changed = False
-        """Whether there are other partitions than those that are trained on."""
+        """True if partitions have become trainable that are not trained on."""
         self.check_labels: Callable[[Tensor], str] = lambda labels: ""
-        """Describes what is wrong with the labels of a partition that comes; empty: nothing."""
+        """Describes the error in the labels of a new partition; returns an empty string if there is none."""
         self.counters = Counters()
         self._runtime, self._comm, self._settings = runtime, runtime.comm, settings
         self._run, self._record, self._began = run, record, runtime.now()
         self._again = saved is not None
-        """Whether the run goes on from a record."""
+        """True if the run resumes from a record."""
         self._encoded = False
-        """Whether the first blocks have been ordered."""
+        """True once the first blocks have been ordered."""
         self._stirred = False
-        """Whether other blocks may answer than when devices were asked last."""
+        """True if blocks may answer that devices have not been asked for yet."""
         code = build("code", settings.code, CODES)
         self._placement = Placement(code, settings.seed, settings.redundancy, settings.kinds)
         self._probed = set[int]()
-        """Devices that were probed and have not answered yet."""
+        """Ranks that were probed and have not answered yet."""
         self._to_meet = dict[int, tuple[int, int]]()
-        """Devices that get ready for a later one, and that one, by the number of their meeting."""
+        """Pairs of ranks that are about to connect, by meeting number; the first one prepares."""
         self._meetings = 0
         self._gone = set[int]()
         """Ranks whose messages from before their loss are ignored."""
         self._refused = Counter[int]()
-        """Messages, by sender."""
+        """Number of refused messages by sender."""
         self._rounds = dict[int, Round]()
-        """Under way, by number."""
+        """Rounds in progress, by number."""
         self._progress: dict[int, Progress] = {}
-        """Of the devices, as they have answered probes."""
+        """Progress of each device, by its answers to probes."""
         self._carried = Progress()
-        """Of the bytes to and from devices."""
+        """Progress of the bytes to and from devices."""
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, settings.least_s) for kind in settings.kinds
         }
         self._events = Queue[Callable[[], bool]]()
-        """Functions that take in an event, and say whether it brings the run nearer."""
+        """Event handlers; each returns True if its event counts as progress."""
         self._overdue = False
-        """Whether the deadline of the rounds under way has passed."""
+        """True once the deadline of the current rounds has passed."""
         self._look_later()
         self._listen(messages.REPORT, None)
         runtime.launch(self._take_in(self._comm.departure, self._lose))
@@ -204,10 +204,10 @@ class Coordinator:
     # --- a run ------------------------------------------------------------------------------------------------------
 
     async def gather(self) -> None:
-        """Waits for the devices and partitions of the beginning, and has their data encoded; does nothing later.
+        """Waits for the initial devices and partitions, and for their encoding; later calls do nothing.
 
         Raises:
-          RunLost: they do not come, or are lost while data are encoded.
+          RunLost: the devices do not come, or are lost before their data are encoded.
         """
         settings, registry = self._settings, self.registry
         if self._encoded:
@@ -217,16 +217,16 @@ class Coordinator:
         if self._again:
             self._call_at(enough_at, lambda: False)
 
-        def brought() -> int:
+        def count_partitions() -> int:
             return sum(registry.raw(partition) is not None for partition in registry.partitions)
 
         await self._until(
             lambda: (
-                (len(registry.members) >= settings.devices and brought() >= settings.partitions)
+                (len(registry.members) >= settings.devices and count_partitions() >= settings.partitions)
                 or (self._again and self._runtime.now() >= enough_at and self._decodable())
             ),
             lambda: (
-                f"{len(registry.members)} of {settings.devices} devices and {brought()} of "
+                f"{len(registry.members)} of {settings.devices} devices and {count_partitions()} of "
                 f"{settings.partitions} partitions have come"
             ),
         )
@@ -243,11 +243,11 @@ class Coordinator:
         self.tell("encoded")
 
     def _decodable(self) -> bool:
-        """Tells whether devices that are heard can answer for all that is trained on."""
+        """Returns True if the responsive devices determine all products."""
         return all(self.registry.decodable(kind) for kind in self._settings.kinds)
 
     def settle(self) -> list[Partition]:
-        """Takes in all partitions that can be trained on, and lists those that are trained on from now on."""
+        """Activates all partitions that can be trained on, and returns the active ones."""
         self.changed = False
         for partition in self.registry.partitions:
             partition.active |= self.registry.trainable(partition, self._settings.kinds)
@@ -256,7 +256,7 @@ class Coordinator:
 
     @property
     def samples(self) -> int:
-        """Rows of all data that are trained on."""
+        """Number of rows that are trained on."""
         return sum(partition.rows for partition in self.registry.active)
 
     @property
@@ -267,9 +267,9 @@ class Coordinator:
         """Multiplies all samples by weights; see :class:`farflung.coded.Products`.
 
         Raises:
-          BadSamples: the product, or one that it follows from, is not finite.
-          PartitionsChanged: some of the data are lost for good, and training goes on without them.
-          RunLost: too few devices are left, and none has come for the patience of the run.
+          BadSamples: the product, or one that it is decoded from, is not finite.
+          PartitionsChanged: some data are lost for good, and training continues without them.
+          RunLost: too few devices are left, and none has come within the patience of the run.
         """
         heights = [partition.rows for partition in self.registry.active]
         return torch.cat((await self._carry(self._round("rows", weights, (), heights))).products)
@@ -283,10 +283,10 @@ class Coordinator:
         return torch.cat((await self._carry(self._round("columns", residuals, numbers, widths))).products)
 
     async def _by_repair(self, active: Sequence[Partition], residuals: Tensor) -> Tensor:
-        """Multiplies each partition on its own device, and on all others for a device that does not answer.
+        """Multiplies each partition on its own device, or on all others if that device does not answer.
 
-        Rows alone are coded, so a coded answer is a sum over partitions with one operand. Of its decoded parts, those
-        of the other partitions are of no use.
+        Only rows are coded, so a coded answer is a sum over partitions with one operand. Of the decoded parts,
+        only that of the missing partition is used.
         """
         features = self.registry.features
         parts = torch.split(residuals, [partition.rows for partition in active])
@@ -308,17 +308,17 @@ class Coordinator:
         return total
 
     async def end(self, reason: str = "") -> None:
-        """Lets all devices go."""
+        """Releases all devices."""
         for sending in [self._send(rank, End(reason)) for rank in self.registry.members]:
             await sending
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the coordinator began, by the clock of its events."""
+        """Seconds since the coordinator started, by the clock of its events."""
         return self._runtime.now() - self._began
 
     def tell(self, event: str, **values: Json) -> None:
-        """Records an event, with the redundancy at that time."""
+        """Records an event with the current redundancy."""
         if self._record is not None:
             redundancy: Json = (
                 [self.registry.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds]
@@ -358,11 +358,11 @@ class Coordinator:
         )
 
     async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
-        """Has rounds answered, side by side; returns the last of them.
+        """Runs rounds concurrently and returns the last of them.
 
         Args:
-          rounds: of one kind.
-          patiently: whether to wait until they are complete; otherwise until the learned deadline.
+          rounds: Rounds of one kind.
+          must_complete: True to wait for all pieces; False to stop at the learned deadline.
         """
         kind, begin = rounds[0].kind, self._runtime.now()
         self._rounds = {round.number: round for round in rounds}
@@ -396,7 +396,7 @@ class Coordinator:
         return rounds[-1]
 
     def _ask(self) -> None:
-        """Has all blocks multiplied that can answer and were not asked yet."""
+        """Sends tasks for all blocks that can answer and have not been asked for."""
         for round in self._rounds.values():
             blocks = [block for block in self.registry.answering(round.kind) if round.serves(block)]
             for rank, task in round.tasks(blocks, min(self._rounds)).items():
@@ -405,15 +405,15 @@ class Coordinator:
     def _watch(self, kind: Kind) -> None:
         rounds = self._rounds
 
-        def pass_deadline() -> bool:
-            """Counts devices as silent that were asked and have answered nothing since the last deadline."""
+        def check_deadline() -> bool:
+            """Marks devices as silent that have answered nothing since the last deadline."""
             if rounds is self._rounds:
                 self._overdue = True
                 self._silence(set[int]().union(*(round.silent() for round in rounds.values())))
                 self._watch(kind)
             return False
 
-        self._call_at(self._runtime.now() + self._deadlines[kind].seconds, pass_deadline)
+        self._call_at(self._runtime.now() + self._deadlines[kind].seconds, check_deadline)
 
     def _in_need(self, kind: Kind) -> str:
         """Describes what is missing for products."""
@@ -424,7 +424,7 @@ class Coordinator:
         if silent:
             texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
         if lost:
-            texts.append(f"lost with their devices: {', '.join(partition.name or str(partition.number) for partition in lost)}")
+            texts.append(f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost)}")
         elif kind == "columns" and not registry.decodable(kind):
             texts.append(
                 f"column blocks {', '.join(map(str, registry.missing(kind)))} follow from none that are there"
@@ -434,25 +434,25 @@ class Coordinator:
     # --- events -----------------------------------------------------------------------------------------------------
 
     async def _until(self, there: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Takes in events until a condition holds.
+        """Handles events until a condition holds.
 
         Raises:
-          RunLost: no event has brought it nearer for the patience of the run.
+          RunLost: no event has counted as progress within the patience of the run.
         """
         patience_s, progress_s = self._settings.patience_s, self._runtime.now()
         is_waiting, is_paused = True, False
 
-        def lose_patience() -> bool:
-            left_s = progress_s + patience_s - self._runtime.now()
-            if is_waiting and left_s <= 0:
+        def check_patience() -> bool:
+            remaining_s = progress_s + patience_s - self._runtime.now()
+            if is_waiting and remaining_s <= 0:
                 raise RunLost(
                     f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
                 )
             if is_waiting:
-                self._call_at(self._runtime.now() + left_s, lose_patience)
+                self._call_at(self._runtime.now() + remaining_s, check_patience)
             return False
 
-        self._call_at(progress_s + patience_s, lose_patience)
+        self._call_at(progress_s + patience_s, check_patience)
         try:
             while True:
                 if self._stirred:
@@ -473,33 +473,33 @@ class Coordinator:
             self.tell("goes_on")
 
     async def _count_bytes(self, stuck: Sequence[int]) -> None:
-        """Counts bytes to and from devices as progress, such as those of an operand that is under way.
+        """Counts bytes to and from devices as progress, for instance of an operand in transit.
 
         Args:
-          stuck: the devices whose bytes do not count, as they are orders that fail again and again.
+          stuck: Devices that do not count because their orders fail repeatedly.
         """
         moved = self._comm.moved_nbytes
         nbytes = moved() - sum(map(moved, stuck))
 
-        def carries() -> bool:
-            """Tells whether enough bytes have come or gone since the last call to count as progress."""
+        def has_traffic() -> bool:
+            """Returns True if enough bytes have moved since the last call to count as progress."""
             time_s = self._runtime.now()
             self._carried.update(0, nbytes, time_s, self._settings.patience_s)
             return self._carried.last_s == time_s
 
-        self._events.put(carries)
+        self._events.put(has_traffic)
 
     def _call_at(self, t: float, take_in: Callable[[], bool]) -> None:
-        """Adds an event at a time."""
+        """Queues an event at a given time."""
         self._runtime.sleep_until(t).on_done(lambda _: self._events.put(take_in))
 
     def _listen(self, tag: Tag, round: int | None) -> None:
-        """Takes in the messages of a tag, until its exchange is forgotten."""
+        """Queues the messages of a tag until its exchange is cancelled."""
         receive = partial(self._comm.recv_any, tag, deadline_s=math.inf)
         self._runtime.launch(self._take_in(receive, lambda message: self._take(*message, round)))
 
     async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], bool]) -> None:
-        """Adds an event for each thing that comes, until there will be no other."""
+        """Queues an event for each received item until the source ends."""
         with suppress(WaitEnded):
             while True:
                 self._events.put(partial(take, await receive()))
@@ -508,14 +508,14 @@ class Coordinator:
         self._comm.forget(messages.answers(round).exchange)
 
     def _expect(self, rank: int) -> bool:
-        """Listens to a device that has come, and may have the rank of an earlier one."""
+        """Accepts messages of a new device, which may have the rank of an earlier one."""
         self._gone.discard(rank)
         return False
 
     def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
-        """Takes in a report, or a piece of the product of a round; tells whether it brings the run nearer.
+        """Handles a report, or an answer of a round; returns True if it counts as progress.
 
-        A failed block does where some of its rows have come; otherwise it may fail for ever.
+        A failed block counts only if some of its rows have arrived; otherwise it could fail forever.
         """
         if rank in self._gone:
             return False
@@ -533,7 +533,7 @@ class Coordinator:
         return True
 
     def _gets_further(self, rank: int, nbytes: int) -> bool:
-        """Tells whether a device that makes a block has exchanged rows since it was probed before."""
+        """Returns True if a device has exchanged rows for a block since its last probe."""
         time_s = self._runtime.now()
         progress = self._progress.setdefault(rank, Progress())
         progress.update(0, nbytes, time_s, self._settings.patience_s)
@@ -541,7 +541,7 @@ class Coordinator:
         return is_building and not self.registry.members[rank].is_stuck and progress.last_s == time_s
 
     def _refuse(self, rank: int, why: str) -> None:
-        """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
+        """Counts a refused message; records the 1st, 2nd, 4th, 8th and so on of each device."""
         self.counters.refused += 1
         self._refused[rank] += 1
         if self._refused[rank].bit_count() == 1:
@@ -550,10 +550,10 @@ class Coordinator:
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self, rank: int, report: Report) -> bool:
-        """Takes in a report of a device; tells whether it brings the run nearer.
+        """Handles a report of a device; returns True if it counts as progress.
 
         Raises:
-          Malformed: it speaks of a block or device that there is not.
+          MalformedMessage: it names an unknown block or device.
         """
         member = self.registry.members.get(rank)
         if isinstance(report, Hello):
@@ -575,7 +575,7 @@ class Coordinator:
         return not (isinstance(report, Failed) and member.failures)
 
     def _ready(self, rank: int, meeting: int) -> None:
-        """Has the second device of a meeting connect, unless one of the two has gone in the meantime."""
+        """Tells the second device of a meeting to connect, unless one of the two has gone."""
         pair = self._to_meet.get(meeting)
         if meeting >= self._meetings or (pair is not None and pair[0] != rank):
             raise Malformed("ready for a device that is not expected")
@@ -587,7 +587,7 @@ class Coordinator:
         self._send(rank, Meet(other, meeting, first, self._runtime.address_of(other)))
 
     def _ended(self, member: Member, report: Built | Failed) -> None:
-        """Takes in that a block is made, or that it could not be."""
+        """Handles the report that a block was built, or that building it failed."""
         block = self.registry.blocks.get(report.block)
         if block is None:
             raise Malformed("a report on a block that there is not")
@@ -648,7 +648,7 @@ class Coordinator:
         registry.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw))
         unknown = []
-        for number in hello.held:  # blocks that it has kept count, unless another device has them by now
+        for number in hello.held:  # stored blocks count, unless another device has them by now
             block = registry.blocks.get(number)
             if hello.run == self._run and block is not None and block.holder is None:
                 block.holder, block.ready = rank, True
@@ -660,7 +660,7 @@ class Coordinator:
         self._repair()
 
     def _unfit(self, hello: Hello) -> str:
-        """Says why a device cannot take part; empty: it can."""
+        """Returns the reason why a device cannot take part; empty if it can."""
         if not hello.partition:
             return ""
         if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
@@ -685,10 +685,10 @@ class Coordinator:
     # --- losses and silence -----------------------------------------------------------------------------------------
 
     def _lose(self, rank: int) -> bool:
-        """Takes in the loss of a device, which does not bring the run nearer.
+        """Handles the loss of a device, which never counts as progress.
 
         Raises:
-          PartitionsChanged: training goes on without some of the partitions.
+          PartitionsChanged: training continues without some partitions.
         """
         self._gone.add(rank)
         for round in self._rounds.values():
@@ -707,7 +707,7 @@ class Coordinator:
         return False
 
     def _loses_partitions(self) -> bool:
-        """Tells whether training goes on without partitions that follow from no remaining block."""
+        """Returns True if partitions were dropped because no remaining block determines them."""
         registry, has_dropped = self.registry, False
         while lost := [partition for partition in registry.active if not registry.recoverable(partition)]:
             for partition in lost:
@@ -722,7 +722,7 @@ class Coordinator:
         return has_dropped
 
     def _silence(self, ranks: Iterable[int]) -> None:
-        """Counts devices that have let a deadline pass as absent until they are heard, and probes them."""
+        """Marks and probes devices that missed a deadline; they are ignored until they respond."""
         for rank in ranks:
             member = self.registry.members.get(rank)
             if member is None:
@@ -738,9 +738,9 @@ class Coordinator:
         self._call_at(self._runtime.now() + _LOOKS * self._settings.least_s, self._look_after)
 
     def _look_after(self) -> bool:
-        """Probes the devices that make blocks; those that have not answered since the last call count as silent.
+        """Probes devices that build blocks, and marks as silent those that left the last probe unanswered.
 
-        Devices that rest may try once more.
+        Devices that are backing off get one more try.
         """
         resting = [member for member in self.registry.members.values() if member.rests]
         for member in resting:
@@ -760,7 +760,7 @@ class Coordinator:
         return False
 
     def _heard(self, rank: int) -> None:
-        """Takes in a sign of life."""
+        """Marks a device as responsive."""
         self._probed.discard(rank)
         member = self.registry.members.get(rank)
         if member is not None and member.silent:
@@ -771,7 +771,7 @@ class Coordinator:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def _repair(self) -> None:
-        """Orders the blocks that are missing, and lets devices go that may: all of them, before there are blocks."""
+        """Orders missing blocks, and releases leaving devices if possible: before encoding, all of them."""
         registry, placed_blocks = self.registry, list[Placed]()
         while self._encoded and (placed := self._placement.next(registry)) is not None:
             registry.place(placed)
@@ -794,7 +794,7 @@ class Coordinator:
             self._stirred = True
 
     def _under_mds(self, block: Block, nbytes: int) -> int:
-        """Computes the bytes that other devices would have given for a block with all partitions in it."""
+        """Computes the bytes that other devices would have sent for a block of all partitions."""
         if block.kind == "columns" or block.raw is not None or block.replaces is not None:
             return nbytes
         own_partitions = {row_block.raw for row_block in self.registry.of("rows") if row_block.holder == block.holder}
@@ -802,6 +802,6 @@ class Coordinator:
         return 8 * rows * self.registry.features
 
     def _send(self, rank: int, message: Command) -> Pending[None]:
-        """Sends a command to a device; done when it is on its way."""
+        """Sends a command to a device; completes when it is on its way."""
         tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
         return self._runtime.launch(sent(self._comm, packed(message), rank, tag))

@@ -1,4 +1,4 @@
-"""A device: it brings data or room, makes blocks, gives rows to other devices, and multiplies its blocks."""
+"""Device of coded training: brings data or room, builds blocks, serves rows, and multiplies its blocks."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop
 _WORK: tuple[type[Multiply | End], ...] = (Multiply, End)
 _REQUESTS: tuple[type[Fetch | Cancel], ...] = (Fetch, Cancel)
 _MAKERS = 2
-"""Blocks that are made at a time, and drafts that are kept; each takes memory beside itself."""
+"""Maximum number of blocks built at a time, and of drafts kept; each takes memory."""
 _MOST_ASKED = 64
-"""Requests of one device that may wait; more are refused."""
+"""Maximum number of waiting requests of one device; further ones are refused."""
 _NO_BLOCK = Payload(())
-"""The answer to a request for a block that is not there."""
+"""Answer to a request for an unknown block."""
 _WINDOW = 4
-"""Requests that are under way at a time."""
+"""Maximum number of requests in flight."""
 
 T = TypeVar("T")
 
 
 class Queue(Generic[T]):
-    """Takes items from one thread, for several coroutines of another.
+    """Queue from one thread to several coroutines of another.
 
-    Each side keeps to single operations on the queue, and neither iterates over it.
+    Each side uses only single operations of the queue, and neither iterates over it.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Queue(Generic[T]):
         self._wait: Pending[None] | None = None
 
     def put(self, item: T) -> None:
-        """Adds an item and ends the waits."""
+        """Adds an item and wakes the waiting coroutines."""
         self._items.append(item)
         if self._wait is not None:
             self._wait.set(None)
 
     async def next(self) -> T:
-        """Takes the first item; waits where there is none."""
+        """Removes and returns the first item; waits if there is none."""
         while not self._items:
             if self._wait is None or self._wait.done:
                 self._wait = Pending()
@@ -112,11 +112,11 @@ class _Share:
     """Some rows of one source.
 
     Args:
-      source: holds them.
-      request: for the source.
-      into: the part of the block that is being made to which they are added.
-      most: the most rows that may come, where those beyond the part's add up to zeros.
-      missing: the terms that are missing there.
+      source: Term to which the rows belong.
+      request: Request for the source.
+      target: Part of the new block to which the rows are added.
+      max_rows: Maximum number of rows of the answer; those beyond the target sum to zero.
+      missing_terms: Terms that the target still lacks.
     """
 
     source: Source
@@ -126,7 +126,7 @@ class _Share:
     missing: set[Term]
 
     def add(self, given: Tensor) -> None:
-        """Adds rows, times their weight; smaller ones count as if zeros followed."""
+        """Adds weighted rows to the target; smaller ones are padded with zeros."""
         width = self.into.shape[1]
         if given.dim() != 2 or given.shape[0] > self.most or given.shape[1] > width:
             raise Malformed(f"rows of {list(given.shape)} where {[self.most, width]} were due")
@@ -141,13 +141,13 @@ def _term(source: Source) -> Term:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that is not answered yet.
+    """A request without an answer yet.
 
     Args:
-      share: that is asked for.
-      number: of the answer.
-      answer: as it comes.
-      progress: of its source.
+      source_rows: Requested rows.
+      number: Number of the answer.
+      answer: Answer once it arrives.
+      progress: Progress of the source.
     """
 
     share: _Share
@@ -157,10 +157,10 @@ class _Asked:
 
 
 def _shapes(order: Rows | Columns) -> dict[int, tuple[int, int]]:
-    """Returns the shape of each part of a block, by partition; one of rows is a single part, -1.
+    """Returns the shape of each part of a block by partition; a block of rows has a single part, -1.
 
     Raises:
-      Malformed: there is no such block.
+      MalformedMessage: the order describes no valid block.
     """
     if isinstance(order, Rows):
         if min(order.rows, order.features) < 1:
@@ -174,7 +174,7 @@ def _shapes(order: Rows | Columns) -> dict[int, tuple[int, int]]:
 
 
 def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
-    """Makes a draft of zeros; it has the parts of an earlier draft of the block that fit."""
+    """Builds a draft of zeros, with the parts of an earlier draft that have the same shape."""
     if earlier is None:
         earlier = Draft(RowBlock(0, {}))
     parts, sums = {}, earlier.sums
@@ -190,7 +190,7 @@ def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
 
 
 def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
-    """Lists what is missing in a draft."""
+    """Yields the rows that a draft lacks."""
     if isinstance(order, Rows):
         parts, width = [Part(-1, order.rows, False, order.sources)], order.features
     else:  # blocks of columns that are summed may be wider than their sum
@@ -213,14 +213,14 @@ def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
 
 
 class Device:
-    """One device's part of a run, for as long as its coordinator is there.
+    """One device's side of a run, for as long as its coordinator is connected.
 
     Args:
-      runtime: the world; its rank is above 0.
-      holding: its own data, and the blocks that it makes.
-      admit: admits another device, where that has to be asked for; see :func:`farflung.coded.meeting.admitted`.
-      fetch_s: the time for which another device that is to give rows may be silent, in seconds.
-      room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
+      runtime: Runtime of the device; its rank is above 0.
+      store: Own data, and the blocks that the device builds.
+      admit: Admits another device, if the runtime needs that; see :func:`farflung.coded.meeting.admit_device`.
+      fetch_s: Time for which a source of rows may be silent, in seconds.
+      room_nbytes: Maximum size of all blocks, including own data; by default half of the machine's memory.
     """
 
     def __init__(
@@ -233,47 +233,47 @@ class Device:
         room_nbytes: int | None = None,
     ) -> None:
         self.refused = 0
-        """Messages that were not of their form, or about a block that there is not."""
+        """Number of messages that were malformed, or about an unknown block."""
         self.rounds = 0
-        """Rounds of which a piece was answered."""
+        """Number of rounds that were answered at least in part."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
         self._admit = admit
         self._met: dict[int, Pending[None]] = {}
-        """Done once a device of a rank can be asked."""
+        """Completion of the connection to each rank."""
         self._watches = False
-        """Whether sources of open requests are watched."""
+        """True while sources of pending requests are watched."""
         self._asked: dict[int, deque[Fetch]] = {}
-        """Requests that wait, by the device that is being answered."""
+        """Waiting requests of each device that is being served."""
         if room_nbytes is None:
             room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
         self._requests = self._making_nbytes = 0
         self._open: dict[int, _Asked] = {}
-        """The requests that are not answered yet, by number."""
+        """Pending requests by number."""
         self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
         self._since = 0.0
-        """The first round that is not over, by the last task."""
+        """First round that is not over, by the last task."""
         self._greeted = self._leaves = self._stopped = False
 
     @property
     def rank(self) -> int:
-        """Its number in the run."""
+        """Rank of the device in the run."""
         return self._comm.rank
 
     @property
     def sent(self) -> dict[str, int]:
-        """The payload bytes that it has sent, by kind of message."""
+        """Number of sent payload bytes, by kind of message."""
         return {kind: sum(to) for kind, to in self._comm.sent.to_json().items()}
 
     async def run(self) -> str:
         """Takes part until the coordinator ends it.
 
         Returns:
-          Why it ends; empty: training is over.
+          Reason for the end; empty if training is over.
 
         Raises:
           PeerLost: the coordinator is gone.
-          DeadlinePassed: it is silent.
+          DeadlinePassed: the coordinator is silent.
         """
         for service in (self._hear(), self._obey(), self._give(), *(self._make() for _ in range(_MAKERS))):
             self._runtime.launch(service)
@@ -297,7 +297,7 @@ class Device:
                 self.refused += 1
 
     def leave(self) -> None:
-        """Asks the coordinator to let this device go; :meth:`run` ends once it may."""
+        """Asks the coordinator for release; :meth:`run` returns once it is granted."""
         self._leaves = True
         if self._greeted:
             self._report(Leaving())
@@ -305,7 +305,7 @@ class Device:
     # --- products ---------------------------------------------------------------------------------------------------
 
     async def _hear(self) -> None:
-        """Takes in the tasks that come while another one is carried out."""
+        """Receives tasks while another one is carried out."""
         try:
             while True:
                 message = self._comm.recv(_COORDINATOR, messages.OPERAND)
@@ -323,8 +323,8 @@ class Device:
     async def _multiply(self, task: Multiply) -> None:
         """Answers a round piece by piece, until it is over.
 
-        Each piece of a block is a piece of the whole, so the answers of a slow device count. Each device begins with
-        another piece.
+        The pieces of a block count one by one, so partial answers of a slow device are used. Each device begins
+        with another piece.
         """
         blocks = {} if self._since > task.round else self._holding.answering(task)
         if not blocks:
@@ -377,7 +377,7 @@ class Device:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     async def _make(self) -> None:
-        """Makes the blocks that are ordered, one after the other."""
+        """Builds ordered blocks, one after the other."""
         while True:
             order = await self._orders.next()
             try:
@@ -396,16 +396,16 @@ class Device:
                 self._report(Built(order.block, partitions, fetched_nbytes))
 
     async def _made(self, order: Rows | Columns) -> int:
-        """Makes a block, or adds parts to one of columns.
+        """Builds a block, or adds parts to a block of columns.
 
-        Where that fails, the rows that have come are kept, and the next order of the block asks for the others alone.
+        On failure, received rows are kept, and the next order of the block requests only the others.
 
         Returns:
-          The bytes that other devices gave for it.
+          Number of bytes that other devices have sent for it.
 
         Raises:
-          Malformed: there is no such block, or no room for it.
-          PeerLost: a source has gone, or gave something else.
+          MalformedMessage: the order describes no valid block, or there is no room for it.
+          PeerLost: a source has gone, or sent an invalid answer.
         """
         nbytes = 8 * sum(height * width for height, width in _shapes(order).values())
         if order.block in (-1, self._holding.raw):
@@ -453,7 +453,7 @@ class Device:
             self._withdraw(fetches)
 
     def _withdraw(self, flying: Iterable[_Asked]) -> None:
-        """Forgets requests, and takes them back from their sources."""
+        """Drops pending requests, and cancels them at their sources."""
         requests: dict[int, list[int]] = {}
         for fetch in flying:
             if not fetch.answer.done or fetch.answer.error is not None:
@@ -463,7 +463,7 @@ class Device:
             self._runtime.launch(sent(self._comm, packed(Cancel(tuple(numbers))), rank, messages.ASK))
 
     async def _stop(self) -> None:
-        """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
+        """Stops all builds: their answers are dropped, and no further requests are sent."""
         self._stopped = True
         for number in tuple(self._open):
             self._forget(number)
@@ -493,7 +493,7 @@ class Device:
         return fetch
 
     async def _watch(self) -> None:
-        """Fails requests whose source is silent: nothing comes from it, and nothing goes there."""
+        """Fails requests whose source is silent, with no traffic in either direction."""
         while self._open:
             await self._runtime.sleep_until(self._runtime.now() + self._fetch_s / QUESTIONS)
             time_s = self._runtime.now()
@@ -505,7 +505,7 @@ class Device:
         self._watches = False
 
     async def _land(self, flying: deque[_Asked], draft: Draft) -> None:
-        """Waits for the first answer, and adds it."""
+        """Waits for the first answer, and adds its rows."""
         fetch = flying[0]
         try:
             draft.fetched_nbytes += self._add(fetch.share, await fetch.answer)
@@ -516,10 +516,10 @@ class Device:
         flying.popleft()
 
     def _add(self, share: _Share, answer: Payload) -> int:
-        """Adds the rows of an answer, and returns their bytes.
+        """Adds the rows of an answer, and returns their size in bytes.
 
         Raises:
-          Malformed: it has others, or none.
+          MalformedMessage: the answer has other rows, or none.
         """
         tensors = list(answer.tensors())
         if len(tensors) != 1 or tensors[0].dtype != torch.float64:
@@ -532,7 +532,7 @@ class Device:
     # --- rows for other devices ------------------------------------------------------------------------------------
 
     async def _give(self) -> None:
-        """Takes in requests of other devices, and answers each device one request at a time."""
+        """Receives requests of other devices, and serves each device one request at a time."""
         while True:
             rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
             try:
@@ -564,7 +564,7 @@ class Device:
                     except Malformed:
                         self.refused += 1
                 await self._comm.send(answer, rank, messages.reply(request.reply))
-        except FarflungError:  # the device that has asked is gone
+        except FarflungError:  # the requesting device is gone
             return
         finally:
             del self._asked[rank]

@@ -1,4 +1,4 @@
-"""Placement: which block is to be made next, by which device, and from which others."""
+"""Placement of blocks: chooses the next block, its device, and its sources."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from farflung.coded.registry import Block, Kind, Partition, Placed, Registry, ma
 __all__ = ["Placement"]
 
 _DRAWS = 8
-"""Rows of the code that are compared where rank is lacking."""
+"""Number of rows of the code to compare if rank is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Gives the next block to be made as a function of the registry.
+    """Chooses the next block as a function of the registry.
 
-    Each device gets a block of each kind. Beyond that, while losses of at most ``redundancy`` devices would leave too
-    low a rank, the block is made that lowers the lacking rank most, and of equal ones the one with fewest fetched
+    Each device gets a block of each kind. Further blocks are built while losses of at most ``redundancy``
+    devices would leave a rank too low. The choice reduces the missing rank most, with the fewest fetched
     partitions.
 
     Args:
-      code: draws rows.
-      seed: of the code.
-      redundancy: so many devices may vanish at any time, in the worst case.
-      kinds: of the blocks that there are.
+      code: Code that draws rows.
+      seed: Seed of the code.
+      redundancy: Number of devices that may vanish at any time, in the worst case.
+      kinds: Kinds of blocks.
     """
 
     code: Code
@@ -39,7 +39,7 @@ class Placement:
     kinds: tuple[Kind, ...]
 
     def next(self, registry: Registry) -> Placed | None:
-        """Gives the next block; ``None``: nothing is missing, or nothing helps."""
+        """Returns the next block; ``None`` if nothing is missing, or nothing helps."""
         if not registry.active:
             return None
         rules = [
@@ -77,7 +77,7 @@ class Placement:
                 yield from self._made(registry, "rows", self._host(registry, "rows"), {partition.number: 1.0})
 
     def _first(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
-        """Gives a device without any a block: a plain copy that no host has, or else the next row of the code."""
+        """Places a block on each device without one: a raw copy that no host has, or a row of the code."""
         holders = {block.holder for block in registry.of(kind)}
         data = {block.holder for block in registry.of("rows") if block.raw is not None}
         for rank in sorted(registry.makers, key=lambda rank: rank not in data):
@@ -86,7 +86,7 @@ class Placement:
                     yield from self._made(registry, kind, rank, row)
 
     def _best(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
-        """Gives the block that lowers the lacking rank most."""
+        """Places the block that reduces the missing rank most."""
         deficits = self._lacking(registry, kind)
         candidates: list[tuple[list[int], int, int, Placed]] = []
         for place, placed in enumerate(self._candidates(registry, kind) if any(deficits) else ()):
@@ -96,7 +96,7 @@ class Placement:
                 if isinstance(placed.order, Rows):
                     fetched = sum(source.rank != placed.block.holder for source in placed.order.sources)
                 candidates.append((new_deficits, fetched, place, placed))
-                if new_deficits[1] < deficits[1]:  # no block lowers the rank that is lacking already by more than one
+                if new_deficits[1] < deficits[1]:  # no block reduces the present deficit by more than one
                     break
         if candidates:
             yield min(candidates, key=lambda candidate: candidate[:3])[-1]
@@ -113,12 +113,12 @@ class Placement:
             yield from self._made(registry, kind, host, row)
 
     def _copies(self, registry: Registry, kind: Kind) -> list[Mapping[int, float]]:
-        """Lists the plain copies that no host has or makes."""
+        """Lists the raw copies that no host has or builds."""
         raw = {block.raw for block in self._staying(registry, kind)}
         return [{unknown: 1.0} for unknown in registry.unknowns(kind) if unknown not in raw]
 
     def _rows(self, registry: Registry, kind: Kind, rank: int | None) -> Iterator[Mapping[int, float]]:
-        """Lists the rows of coded blocks that a device has begun, and draws rows that no block has been given."""
+        """Yields the rows of a device's incomplete coded blocks, then draws unused rows."""
         for block in registry.begun(kind, rank):
             if block.raw is None:
                 yield block.coefficients
@@ -130,7 +130,7 @@ class Placement:
             yield {unknown: weight for unknown, weight in zip(unknowns, row, strict=True) if weight}
 
     def _extended(self, registry: Registry) -> Iterator[Placed]:
-        """Adds the partitions that no coded block has to each of the coded blocks."""
+        """Adds the partitions that no coded block contains to each of the coded blocks."""
         coded = [block for block in self._staying(registry, "rows") if block.raw is None]
         covered = set[int]().union(*(block.coefficients for block in coded))
         added = [
@@ -140,7 +140,7 @@ class Placement:
         ]
         for block in coded if added else ():
             if block.ready and block.holder in registry.makers:
-                sources = tuple(Source(_holder(source_block), source_block.number, 1.0) for source_block in (block, *added))
+                sources = tuple(Source(_holder(source), source.number, 1.0) for source in (block, *added))
                 coefficients = {
                     **block.coefficients,
                     **{raw.raw: 1.0 for raw in added if raw.raw is not None},
@@ -148,9 +148,10 @@ class Placement:
                 yield self._placed(registry, _holder(block), coefficients, sources, replaces=block.number)
 
     def _lacking(self, registry: Registry, kind: Kind, more: Block | None = None) -> list[int]:
-        """Counts the plain copies that leaving devices alone have, and then the rank that is missing after losses of
-        none, of one, and so on up to :attr:`redundancy` devices, each summed over all such losses, to the first that is
-        not 0. Blocks that are being made count as there.
+        """Counts the raw copies that only leaving devices have, then the missing ranks after losses.
+
+        Losses of none, of one, and so on up to :attr:`redundancy` devices are each summed over all sets, up to
+        the first nonzero sum. Blocks that are being built count as present.
         """
         active, unknowns = {partition.number for partition in registry.active}, registry.unknowns(kind)
         blocks = [
@@ -173,7 +174,7 @@ class Placement:
     def _made(
         self, registry: Registry, kind: Kind, rank: int | None, coefficients: Mapping[int, float]
     ) -> Iterator[Placed]:
-        """Places a block with a device; none where what it is made of is not there."""
+        """Places a block on a device, if its sources are present."""
         if rank is None:
             return
         if kind == "rows":
@@ -204,19 +205,19 @@ class Placement:
         return Placed(block, Rows(block.number, height, registry.features, sources))
 
     def _number(self, registry: Registry, kind: Kind, rank: int, coefficients: Mapping[int, float]) -> int:
-        """Numbers a block: one that the device has begun goes on."""
+        """Returns the number of a block, which an incomplete block of the device keeps."""
         numbers = (block.number for block in registry.begun(kind, rank) if block.coefficients == coefficients)
         return next(numbers, registry.next_number)
 
     def _columns(self, registry: Registry, block: Block, partitions: Sequence[Partition]) -> Columns | None:
-        """Orders parts of a block of columns, from plain copies, or else from the same parts of other blocks."""
+        """Builds the order of parts of a column block, from raw copies or the same parts of other blocks."""
         parts = []
         for partition in partitions:
             raw = registry.raw(partition)
             if raw is not None:
                 sources: tuple[Source, ...] | None = (Source(_holder(raw), raw.number, 1.0),)
             else:
-                candidates = [candidate for candidate in registry.there("columns") if partition.number in candidate.parts]
+                candidates = [source for source in registry.there("columns") if partition.number in source.parts]
                 sources = self._sources(registry, _holder(block), block.coefficients, candidates)
             if sources is None:
                 return None
@@ -227,7 +228,7 @@ class Placement:
     def _sources(
         self, registry: Registry, rank: int, wanted: Mapping[int, float], blocks: Sequence[Block]
     ) -> tuple[Source, ...] | None:
-        """Finds blocks whose sum is a wanted one, the device's own first; ``None``: there are none."""
+        """Finds blocks with a given sum, the device's own first; ``None`` if there are none."""
         blocks = sorted(blocks, key=lambda block: block.holder != rank)
         unknowns = sorted({*wanted, *(unknown for block in blocks for unknown in block.coefficients)})
         target = torch.tensor([wanted.get(unknown, 0.0) for unknown in unknowns], dtype=torch.float64)
@@ -241,14 +242,14 @@ class Placement:
     # --- hosts ------------------------------------------------------------------------------------------------------
 
     def _staying(self, registry: Registry, kind: Kind) -> list[Block]:
-        """Lists the blocks of hosts, made or being made, but those that are being replaced."""
+        """Lists the blocks of hosts, built or not, except those being replaced."""
         hosts = registry.hosts
         host_blocks = [block for block in registry.of(kind) if block.holder in hosts]
         replaced = {block.replaces for block in host_blocks}
         return [block for block in host_blocks if block.number not in replaced]
 
     def _host(self, registry: Registry, kind: Kind) -> int | None:
-        """Finds the device with the fewest blocks."""
+        """Returns the device with the fewest blocks."""
         holders = [block.holder for block in registry.of(kind)]
         return min(registry.makers, key=lambda rank: (holders.count(rank), rank), default=None)
 
