@@ -156,7 +156,7 @@ class ColumnBlock(_Block):
         return sum(self.parts[partition].shape[1] for partition in task.partitions)
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        return -(-sum(self.parts[partition][begin:end].numel() for partition in task.partitions) // self.features)
+        return -(-sum(self.parts[number][begin:end].numel() for number in task.partitions) // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
         """Multiplies columns by the residuals of the partitions in the operand."""

@@ -248,7 +248,9 @@ def redundancy(
     Returns:
       At least 0, or -1 if the rows as they are do not determine all partitions.
     """
-    tolerated = itertools.takewhile(lambda missing: not missing, missing_ranks(matrix, holders, enough=enough))
+    tolerated = itertools.takewhile(
+        lambda missing: not missing, missing_ranks(matrix, holders, enough=enough)
+    )
     return sum(1 for _ in tolerated) - 1
 
 
@@ -336,8 +338,7 @@ class Plan(Generic[Index]):
         self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
         values = torch.linalg.svdvals(_unit(matrix))
         self.condition = float(values[0] / values[-1])
-        """Condition of the matrix of all rows, each scaled to length 1; bounds the growth of relative
-        errors."""
+        """Condition of the matrix of all rows, each scaled to length 1; bounds the growth of errors."""
         if self.missing:
             by_row = torch.stack([rows[index] for index in self._coded])
             self._lengths = by_row.norm(dim=1)

@@ -167,9 +167,7 @@ class Coordinator:
         self._runtime, self._comm, self._settings = runtime, runtime.comm, settings
         self._run, self._record, self._began = run, record, runtime.now()
         self._again = saved is not None
-        """True if the run resumes from a record."""
         self._encoded = False
-        """True once the first blocks have been ordered."""
         self._stirred = False
         """True if blocks may answer that devices have not been asked for yet."""
         code = build("code", settings.code, CODES)
@@ -180,11 +178,10 @@ class Coordinator:
         """Pairs of ranks that are about to connect, by meeting number; the first one prepares."""
         self._meetings = 0
         self._gone = set[int]()
-        """Ranks whose messages from before their loss are ignored."""
+        """Ranks whose earlier messages are ignored."""
         self._refused = Counter[int]()
         """Number of refused messages by sender."""
         self._rounds = dict[int, Round]()
-        """Rounds in progress, by number."""
         self._progress: dict[int, Progress] = {}
         """Progress of each device, by its answers to probes."""
         self._carried = Progress()
@@ -243,7 +240,6 @@ class Coordinator:
         self.tell("encoded")
 
     def _decodable(self) -> bool:
-        """Returns True if the responsive devices determine all products."""
         return all(self.registry.decodable(kind) for kind in self._settings.kinds)
 
     def settle(self) -> list[Partition]:
@@ -303,8 +299,10 @@ class Coordinator:
             if own_round is not None and own_round.complete:
                 total += own_round.products[0]
                 continue
-            full_round = await self._carry(self._round("rows", part, (partition.number,), [features] * len(active)))
-            total += full_round.products[place]
+            round = await self._carry(
+                self._round("rows", part, (partition.number,), [features] * len(active))
+            )
+            total += round.products[place]
         return total
 
     async def end(self, reason: str = "") -> None:
@@ -377,7 +375,9 @@ class Coordinator:
         try:
             await self._until(
                 lambda: (
-                    all(round.complete for round in rounds) or (self._overdue and not patiently) or is_hopeless()
+                    all(round.complete for round in rounds)
+                    or (self._overdue and not patiently)
+                    or is_hopeless()
                 ),
                 lambda: self._in_need(kind),
             )
@@ -416,7 +416,6 @@ class Coordinator:
         self._call_at(self._runtime.now() + self._deadlines[kind].seconds, check_deadline)
 
     def _in_need(self, kind: Kind) -> str:
-        """Describes what is missing for products."""
         registry = self.registry
         silent = [rank for rank, member in registry.members.items() if member.silent]
         lost = [partition for partition in registry.active if not registry.recoverable(partition)]
@@ -424,7 +423,9 @@ class Coordinator:
         if silent:
             texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
         if lost:
-            texts.append(f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost)}")
+            texts.append(
+                f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost)}"
+            )
         elif kind == "columns" and not registry.decodable(kind):
             texts.append(
                 f"column blocks {', '.join(map(str, registry.missing(kind)))} follow from none that are there"
@@ -490,7 +491,6 @@ class Coordinator:
         self._events.put(has_traffic)
 
     def _call_at(self, t: float, take_in: Callable[[], bool]) -> None:
-        """Queues an event at a given time."""
         self._runtime.sleep_until(t).on_done(lambda _: self._events.put(take_in))
 
     def _listen(self, tag: Tag, round: int | None) -> None:
@@ -760,7 +760,6 @@ class Coordinator:
         return False
 
     def _heard(self, rank: int) -> None:
-        """Marks a device as responsive."""
         self._probed.discard(rank)
         member = self.registry.members.get(rank)
         if member is not None and member.silent:
@@ -797,11 +796,10 @@ class Coordinator:
         """Computes the bytes that other devices would have sent for a block of all partitions."""
         if block.kind == "columns" or block.raw is not None or block.replaces is not None:
             return nbytes
-        own_partitions = {row_block.raw for row_block in self.registry.of("rows") if row_block.holder == block.holder}
-        rows = sum(partition.rows for partition in self.registry.active if partition.number not in own_partitions)
+        own_raw = {copy.raw for copy in self.registry.of("rows") if copy.holder == block.holder}
+        rows = sum(partition.rows for partition in self.registry.active if partition.number not in own_raw)
         return 8 * rows * self.registry.features
 
     def _send(self, rank: int, message: Command) -> Pending[None]:
-        """Sends a command to a device; completes when it is on its way."""
         tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
         return self._runtime.launch(sent(self._comm, packed(message), rank, tag))

@@ -241,7 +241,6 @@ class Device:
         self._met: dict[int, Pending[None]] = {}
         """Completion of the connection to each rank."""
         self._watches = False
-        """True while sources of pending requests are watched."""
         self._asked: dict[int, deque[Fetch]] = {}
         """Waiting requests of each device that is being served."""
         if room_nbytes is None:
@@ -249,7 +248,6 @@ class Device:
         self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
         self._requests = self._making_nbytes = 0
         self._open: dict[int, _Asked] = {}
-        """Pending requests by number."""
         self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
         self._since = 0.0
         """First round that is not over, by the last task."""
@@ -305,7 +303,6 @@ class Device:
     # --- products ---------------------------------------------------------------------------------------------------
 
     async def _hear(self) -> None:
-        """Receives tasks while another one is carried out."""
         try:
             while True:
                 message = self._comm.recv(_COORDINATOR, messages.OPERAND)
@@ -377,7 +374,6 @@ class Device:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     async def _make(self) -> None:
-        """Builds ordered blocks, one after the other."""
         while True:
             order = await self._orders.next()
             try:

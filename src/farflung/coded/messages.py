@@ -157,8 +157,7 @@ class Meet:
       number: Number of their meeting.
       first: True if this device prepares and then reports that it is ready. The other one, of a higher rank, is
         told to connect only then, so that it is expected.
-      peer: Address of the other member, see :meth:`farflung.comm.Peer.to_json`; ``None`` if the runtime knows
-        it.
+      peer: Address of the other member, see :meth:`farflung.comm.Peer.to_json`; ``None`` if known.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""A picture of coded training: its devices, how many of them could have vanished, and the objective."""
+"""Picture of coded training: devices, redundancy, and objective over time."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["coded_picture"]
 
 STATES = {"joins": LIGHT_BLUE, "encodes": YELLOW, "takes part": BLUE, "silent": GREY}
-"""What a device does, and its colour."""
+"""Colour of each state of a device."""
 MOST_NAMED = 30
-"""With more devices than this some go without their rank."""
+"""Maximum number of devices that are all labelled with their rank."""
 KINDS = {"rows": (BLUE, "-"), "columns": (GREEN, "--")}
 
 
 @dataclass(slots=True)
 class _Device:
-    """One device's time.
+    """States of one device over time.
 
     Args:
-      spans: from, to, and what it did.
-      gone: whether it has left or vanished.
-      asked: whether it left as it should.
-      since: when what it does now began; when it was gone, where it is.
+      spans: Start, end and name of each state.
+      is_gone: True if it has left or vanished.
+      has_asked: True if it asked to leave.
+      state_start_s: Start of the current state, or time of the end.
     """
 
     spans: list[tuple[float, float, str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Device:
         return self.gone and not self.asked
 
     def becomes(self, t: float, *, gone: bool = False) -> None:
-        """Ends a span where something else begins."""
+        """Ends a span if the state has changed."""
         state = "takes part" if self.joined else "joins"
         state = "silent" if self.silent else "encodes" if self.making else state
         if gone or state != self.state:
@@ -74,7 +74,7 @@ class _Device:
 
 @dataclass(slots=True)
 class _Course:
-    """A run over time, sessions one after the other."""
+    """A run over time, with sessions one after the other."""
 
     devices: list[tuple[int, _Device]] = field(default_factory=list)
     redundancy: list[tuple[float, list[float]]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Course:
     begins: list[float] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)
     start: float = math.inf
-    """When the first device came: before, there is nothing to see."""
+    """Time of the first device, at which the picture begins."""
     end: float = 0.0
 
 
@@ -90,9 +90,9 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str) -> None:
     """Draws devices, redundancy and objective of a coded run over time, as a PNG.
 
     Args:
-      events: as the coordinator has told them, in order.
-      path: the picture; its folder is made, and it appears whole or not at all.
-      title: stands above the picture.
+      events: Events of the coordinator, in order.
+      path: Path of the picture; its folder is created, and the file is written atomically.
+      title: Title of the picture.
 
     Raises:
       DataError: there is nothing to draw, or an event is damaged.
@@ -139,7 +139,9 @@ def _course(events: Iterable[Event]) -> _Course:
         _take(timeline, members, event, t)
         levels = event.get("redundancy")
         if isinstance(levels, list):
-            timeline.redundancy.append((t, [number({"level": level}, "level", "a redundancy") for level in levels]))
+            timeline.redundancy.append(
+                (t, [number({"level": level}, "level", "a redundancy") for level in levels])
+            )
     for device in members.values():
         device.becomes(timeline.end, gone=True)
         device.gone = False
@@ -191,7 +193,7 @@ def _draw_devices(axes: Axes, course: _Course) -> None:
         if device.vanished:
             axes.plot([device.since], [y], color=VERMILLION, marker="X", markersize=8, linestyle="")
     states = {state for _, device in course.devices for _, _, state in device.spans}
-    handles: list[Patch | Line2D] = [Patch(color=STATES[name], label=name) for name in STATES if name in states]
+    handles: list[Patch | Line2D] = [Patch(color=STATES[key], label=key) for key in STATES if key in states]
     if any(device.vanished for _, device in course.devices):
         handles.append(Line2D([], [], color=VERMILLION, marker="X", linestyle="", label="vanishes"))
     name_rows(axes, [str(rank) for rank, _ in course.devices], MOST_NAMED)

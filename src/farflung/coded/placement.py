@@ -148,7 +148,7 @@ class Placement:
                 yield self._placed(registry, _holder(block), coefficients, sources, replaces=block.number)
 
     def _lacking(self, registry: Registry, kind: Kind, more: Block | None = None) -> list[int]:
-        """Counts the raw copies that only leaving devices have, then the missing ranks after losses.
+        """Counts raw copies that only leaving devices have, then the missing ranks after losses.
 
         Losses of none, of one, and so on up to :attr:`redundancy` devices are each summed over all sets, up to
         the first nonzero sum. Blocks that are being built count as present.
@@ -174,7 +174,6 @@ class Placement:
     def _made(
         self, registry: Registry, kind: Kind, rank: int | None, coefficients: Mapping[int, float]
     ) -> Iterator[Placed]:
-        """Places a block on a device, if its sources are present."""
         if rank is None:
             return
         if kind == "rows":
@@ -217,7 +216,9 @@ class Placement:
             if raw is not None:
                 sources: tuple[Source, ...] | None = (Source(_holder(raw), raw.number, 1.0),)
             else:
-                candidates = [source for source in registry.there("columns") if partition.number in source.parts]
+                candidates = [
+                    source for source in registry.there("columns") if partition.number in source.parts
+                ]
                 sources = self._sources(registry, _holder(block), block.coefficients, candidates)
             if sources is None:
                 return None

@@ -172,8 +172,8 @@ class Registry:
         """Builds a registry without members from the result of :meth:`to_tree`."""
         registry = cls()
         registry.features, registry.bounds = tree["features"], tuple(tree["bounds"])
-        for number, entry in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
-            partition = Partition(int(number), entry["name"], entry["labels"], entry["block"], entry["active"])
+        for number, data in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
+            partition = Partition(int(number), data["name"], data["labels"], data["block"], data["active"])
             registry.partitions.append(partition)
         for number, kind, coefficients, parts in tree["blocks"]:
             mix = {int(unknown): float(weight) for unknown, weight in coefficients}
@@ -361,12 +361,11 @@ class Registry:
 def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
     """Builds the matrix of coefficients, (blocks, unknowns)."""
     return torch.tensor(
-        [[block.coefficients.get(unknown, 0.0) for unknown in unknowns] for block in blocks], dtype=torch.float64
+        [[block.coefficients.get(k, 0.0) for k in unknowns] for block in blocks], dtype=torch.float64
     ).reshape(len(blocks), len(unknowns))
 
 
 def _undetermined(blocks: Sequence[Block], unknowns: Sequence[int], among: Sequence[int]) -> list[int]:
-    """Lists the candidates that blocks do not determine."""
     rows, eye = matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
     base_rank = rank(rows)
-    return [unknown for unknown in among if rank(torch.cat([rows, eye[unknowns.index(unknown)][None]])) > base_rank]
+    return [k for k in among if rank(torch.cat([rows, eye[unknowns.index(k)][None]])) > base_rank]

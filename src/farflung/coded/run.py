@@ -48,18 +48,18 @@ class Learner:
     """Settings of a linear classifier with an L2 penalty.
 
     Args:
-      model: ``"logistic"`` regression, multinomial for more than two classes; or ``"svc"``, a support vector machine,
-        one class against the rest for more than two.
-      loss: of the latter, ``"squared_hinge"`` when not given, or ``"hinge"``.
-      C: weight of the losses, above 0: the larger, the weaker is the penalty.
-      solver: as text, such as ``gd(learning_rate=0.01)``; ``lbfgs`` when not given. See
+      model: Model: ``"logistic"`` regression, multinomial for more than two classes; or ``"svc"``, a support
+        vector machine, one-vs-rest for more than two classes.
+      loss: Loss of the svc, ``"squared_hinge"`` when not given, or ``"hinge"``.
+      C: Weight of the losses, above 0: a larger weight means a weaker penalty.
+      solver: Solver as text, such as ``gd(learning_rate=0.01)``; ``lbfgs`` when not given. See
         :data:`farflung.coded.SOLVERS`.
-      tolerance: the gap at which it has converged: the most that the objective is above its least value, relative to
-        it; 1e-10 when not given.
-      positive: the label of one class against all others; all classes are distinguished when not given.
+      tolerance: Gap at which the solver has converged: the bound of the objective above its minimum, relative
+        to it; 1e-10 when not given.
+      positive: Label of one class against all others; all classes are distinguished when not given.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: a value is out of its range.
     """
 
     model: str = "logistic"
@@ -80,20 +80,20 @@ class Learner:
         self.minimiser(2)
 
     def objective(self, classes: int) -> Objective:
-        """Makes the objective for a number of classes."""
+        """Builds the objective for a number of classes."""
         if self.model == "svc":
             return LOSSES[self.loss or "squared_hinge"](C=self.C)
         return Logistic(C=self.C) if classes == 2 else Multinomial(C=self.C, classes=classes)
 
     def targets(self, codes: Tensor, classes: int) -> Tensor:
-        """Makes the targets of the objective from the number of each sample's class."""
+        """Builds the objective's targets from the class number of each sample."""
         if self.model == "logistic" and classes > 2:
             return codes
         positive_codes = torch.arange(classes) if classes > 2 else torch.tensor([1])
         return torch.where(codes[:, None] == positive_codes, 1.0, -1.0).to(torch.float64)
 
     def minimiser(self, classes: int) -> Solver[Any]:
-        """Makes the solver for a number of classes."""
+        """Builds the solver for a number of classes."""
         solver: Any = build("solver", self.solver or "lbfgs", SOLVERS)
         if self.tolerance is not None:
             solver = dataclasses.replace(solver, tol=self.tolerance)
@@ -102,12 +102,12 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The outcome of training.
+    """Result of training.
 
     Args:
-      iterate: the solver's last.
-      partitions: names of those that were trained on, in the order of their samples.
-      interrupted: whether training was asked to stop before it was through.
+      iterate: Last iterate of the solver.
+      partitions: Names of the partitions that were trained on, in the order of their samples.
+      was_interrupted: True if training was stopped before its end.
     """
 
     iterate: Iterate
@@ -127,26 +127,26 @@ async def train(
     record: Record | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Trained:
-    """Gathers the devices and trains until the solver has converged, or may take no further step.
+    """Gathers the devices and trains until the solver has converged, or reaches its limit of iterations.
 
-    Where partitions come or are lost for good on the way, the objective is another one: the solver starts again at the
-    weights that it had.
+    If partitions are added or lost for good, the objective changes, and the solver restarts at its current
+    weights.
 
     Args:
-      coordinator: of the devices.
-      objective: to be minimised.
-      solver: minimises it.
-      targets: makes the targets of the objective from labels.
-      max_iterations: in all.
-      sample_weights: makes the weights of samples from labels; all are 1 when not given.
-      start: weights of the model to start from; zeros when not given.
-      record: keeps iterates; training goes on from the last one there.
-      stop_asked: whether to stop after the iterate under way.
+      coordinator: Coordinator of the devices.
+      objective: Objective to minimise.
+      solver: Solver that minimises it.
+      targets: Function from labels to the objective's targets.
+      max_iterations: Maximum number of iterations in all.
+      sample_weights: Function from labels to the weights of samples; by default all are 1.
+      start: Initial weights of the model; zeros by default.
+      record: Store of iterates; training resumes from the last one in it.
+      should_stop: Returns True to stop after the current iterate.
 
     Raises:
       BadSamples: a product of the samples is not finite.
       CheckpointError: the record has the state of another solver.
-      RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.times`.
+      RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.multiply`.
     """
     await coordinator.gather()
     saved = None if record is None else record.state()
@@ -194,29 +194,29 @@ def simulate(
     body: Callable[[Coordinator], Awaitable[T]],
     record: Record | None = None,
 ) -> T:
-    """Runs a coordinator and devices in virtual time, and returns what the coordinator has come to.
+    """Runs a coordinator and devices in virtual time, and returns the coordinator's result.
 
     Args:
-      world: of the coordinator, rank 0, and devices; of no whole view.
-      settings: of the run.
-      attend: makes a device, also of a rank that comes again.
-      body: is called once the devices have been gathered; they may go when it is through.
-      record: keeps events and the registry.
+      world: World of the coordinator, rank 0, and the devices; without a whole view.
+      settings: Settings of the run.
+      create_device: Creates a device, also for a rank that returns.
+      body: Coroutine to run once the devices have been gathered; they are released after it.
+      record: Store of events and of the registry.
     """
     results: list[T] = []
 
-    async def lead(runtime: VirtualRuntime) -> None:
+    async def run_rank0(runtime: VirtualRuntime) -> None:
         coordinator = Coordinator(runtime, settings, record=record)
         await coordinator.gather()
         results.append(await body(coordinator))
         await coordinator.end()
 
-    async def take_part(runtime: VirtualRuntime) -> None:
+    async def run_rank(runtime: VirtualRuntime) -> None:
         await attend(runtime).run()
 
-    coordinator_runtime, *device_runtimes = world.runtimes
-    bodies: list[Coroutine[Pending[Any], None, None]] = [lead(coordinator_runtime), *map(take_part, device_runtimes)]
-    world.run(bodies, again=take_part)
+    rank0, *devices = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, None]] = [run_rank0(rank0), *map(run_rank, devices)]
+    world.run(bodies, again=run_rank)
     return results[0]
 
 
@@ -236,16 +236,16 @@ def coordinate(
     """Waits for devices, trains, and writes model and summary; returns the summary.
 
     Args:
-      settings: of the devices and the code.
-      learner: settings of the model.
-      folder: of the run; one that was stopped there goes on.
-      address: of the coordinator.
-      endpoint: its connections to devices.
-      max_iterations: of the solver, in all.
-      test: features and labels on which the model is tested at the end.
-      met: called with the address at which devices are awaited.
-      told: hears of each event.
-      stop_asked: whether to stop after the iterate under way.
+      settings: Settings of the devices and the code.
+      learner: Settings of the model.
+      folder: Folder of the run; a stopped run in it is resumed.
+      address: Address of the coordinator.
+      endpoint: Settings of its connections to devices.
+      max_iterations: Maximum number of iterations in all.
+      test: Features and labels for a test of the final model.
+      on_ready: Function called with the address once devices can connect.
+      sink: Function that receives each event.
+      should_stop: Returns True to stop after the current iterate.
 
     Raises:
       ConfigError: the address cannot be used, or another run is in the folder.
@@ -319,9 +319,9 @@ def coordinate(
 
 
 def of_encoding(events: Iterable[Event]) -> dict[str, Json]:
-    """Counts the bytes that devices have given each other for blocks, and the devices that came and went.
+    """Counts the bytes that devices have sent each other for blocks, and the devices that came and went.
 
-    ``mds_encoding_nbytes`` are the bytes under a code whose blocks need all partitions.
+    ``mds_encoding_nbytes`` is the number of bytes under a code whose blocks need all partitions.
     """
     counts: Counter[str] = Counter()
     for event in events:
