@@ -132,8 +132,8 @@ class Counters:
 
     Args:
       rounds: Number of products, and parts of products, that devices were asked for.
-      refused_messages: Number of malformed or unexpected messages.
-      late_answers: Number of answers for pieces that were already decoded.
+      num_refused: Number of malformed or unexpected messages.
+      num_late: Number of answers for pieces that were already decoded.
       silences: Number of times that a device has fallen silent.
     """
 

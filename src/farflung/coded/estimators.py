@@ -216,7 +216,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         parts = [(matrix[rows], numbers[rows]) for rows in partitioned(len(matrix), settings.partitions)]
         weights = problem.sample_weights
 
-        def attend(runtime: VirtualRuntime) -> Device:
+        def create_device(runtime: VirtualRuntime) -> Device:
             place = runtime.comm.rank - 1
             return Device(runtime, Holding(str(place), *parts[place]) if place < len(parts) else Holding())
 
@@ -232,7 +232,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
 
         world = VirtualWorld(1 + settings.devices, whole=False)
-        return simulate(world, settings, attend, train_all).iterate
+        return simulate(world, settings, create_device, train_all).iterate
 
 
 def _dense(X: Any) -> Tensor:

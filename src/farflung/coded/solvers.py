@@ -280,7 +280,7 @@ class LBFGSState(Iterate):
       shear: Shear of the preconditioner.
       mark_objective: Objective at the last progress: a fall beyond rounding errors, or a halved gap.
       min_gap: Minimum gap so far.
-      idle_iterations: Number of iterates since the last progress.
+      num_idle: Number of iterates since the last progress.
     """
 
     margins: Tensor
