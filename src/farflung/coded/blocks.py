@@ -42,7 +42,7 @@ _MAX_NAME = 200
 Term: TypeAlias = tuple[int, float]
 """Term of a sum of blocks: the number of a block, and its weight."""
 CHUNK_NBYTES = 1 << 20
-"""Maximum size of one answer to a fetch; blocks may be larger than the free memory beside them."""
+"""Maximum size of one answer to a fetch, as blocks may exceed the free memory."""
 
 
 def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class RowBlock(_Block):
         return len(task.operand) if task.partitions else self.features
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        """Computes the number of samples with as many entries as are multiplied."""
+        """Computes the number of samples equivalent to the multiplied entries."""
         if not task.partitions:
             return len(self.parts[-1][begin:end])
         return -(-self.parts[-1][: len(task.operand), begin:end].numel() // self.features)
@@ -201,8 +201,8 @@ class Draft:
     def missing(self, partition: int, begin: int, terms: frozenset[Term], into: Tensor) -> set[Term]:
         """Returns the terms that have to be added to some rows.
 
-        A block has one content, whatever its terms are. So complete rows stay, and incomplete ones start again
-        if the order has other terms now.
+        The content of a block does not depend on its terms. So complete rows stay, and incomplete ones start
+        again if the order has other terms now.
 
         Args:
           partition: Partition of a block of columns; -1 for a block of rows.
@@ -210,8 +210,8 @@ class Draft:
           terms: Terms of the sum in the current order.
           target: View of the rows.
         """
-        earlier, missing = self.sums.get((partition, begin), (None, set(terms)))
-        if earlier != terms and missing:
+        previous_terms, missing = self.sums.get((partition, begin), (None, set(terms)))
+        if previous_terms != terms and missing:
             into.zero_()
             missing = set(terms)
             self.sums[partition, begin] = terms, missing
@@ -222,9 +222,9 @@ class Holding:
     """Data and blocks of a device, which outlast its connection to a coordinator.
 
     Args:
-      partition: Name of its own data; empty if it has none.
-      data: Own data, (rows, features) float64.
-      labels: Own labels, (rows,) float64.
+      partition: Name of the device's data; empty without data.
+      data: Data of the device, (rows, features) float64.
+      labels: Labels of the data, (rows,) float64.
 
     Raises:
       ConfigError: the name is not printable, or too long.
@@ -237,7 +237,7 @@ class Holding:
             )
         self.partition, self.data, self.labels = partition, data, labels
         self.raw = -1
-        """Block number of its own data."""
+        """Block number of the device's own data."""
         self.run = ""
         """Run to which the block numbers belong."""
         self.blocks: dict[int, HeldBlock] = {}
@@ -266,9 +266,9 @@ class Holding:
 
     def keep(self, number: int, block: HeldBlock) -> None:
         """Stores a built block; parts of a block of columns are merged with those present."""
-        stored = self.blocks.get(number)
-        if stored is not None:
-            block = replace(block, parts={**stored.parts, **block.parts})
+        old_block = self.blocks.get(number)
+        if old_block is not None:
+            block = replace(block, parts={**old_block.parts, **block.parts})
         self.blocks[number] = block
 
     def drop(self, block: int) -> None:
@@ -316,7 +316,7 @@ class Holding:
 
 
 def rows_at_once(width: int) -> int:
-    """Computes how many rows of a width fit into one chunk."""
+    """Computes the number of rows of a width that fit into one chunk."""
     return max(1, CHUNK_NBYTES // (8 * max(1, width)))
 
 

@@ -116,7 +116,7 @@ class RLNC:
         columns = np.arange(partitions)
         for attempt in itertools.count():
             mask = _balanced(index, columns, derive(seed, "rlnc", "types"))
-            if attempt:  # of one partition the balanced mask may be zero
+            if attempt:  # for one partition the balanced mask may be zero
                 mask = uniform_row(derive(seed, "rlnc", "mask", attempt), index, columns) < 0.5
             if mask.any():
                 break
@@ -126,13 +126,13 @@ class RLNC:
 
 def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.bool_]:
     """Returns the mask of a row. A column's type is two bits, one for each pair of the group of rows."""
-    group, pair, second = index // 4, index // 2 % 2, index % 2
+    group, pair, parity = index // 4, index // 2 % 2, index % 2
     order = (8 * uniform_row(seed, group, columns // 4)).astype(np.int64)
     first = order % 4
     partner = first ^ np.where(order < 4, 1, 2)
     place = columns % 4
     types = np.where(place < 2, first, partner) ^ np.where(place % 2, 3, 0)
-    mask: npt.NDArray[np.bool_] = (types >> pair) % 2 != second
+    mask: npt.NDArray[np.bool_] = (types >> pair) % 2 != parity
     return mask
 
 
@@ -161,12 +161,12 @@ class _Span:
         length = math.sqrt(residual @ residual)
         if len(basis) == len(residual) or not length:
             return False
-        for _ in range(2):  # the second pass removes what rounding has left: Gram-Schmidt, twice is enough
+        for _ in range(2):  # Gram-Schmidt; the second pass removes rounding errors
             residual = residual - (basis @ residual) @ basis
-        outside = math.sqrt(residual @ residual)
-        if not outside > TOLERANCE * length:
+        outside_norm = math.sqrt(residual @ residual)
+        if not outside_norm > TOLERANCE * length:
             return False
-        self._basis[self.rank] = residual / outside
+        self._basis[self.rank] = residual / outside_norm
         self.rank += 1
         return True
 
@@ -206,21 +206,21 @@ def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, flo
     non_raw = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
     span = _Span(len(non_raw))
     coded.sort(key=lambda index: int(rows[index].count_nonzero()))
-    chosen = [index for index in coded if span.add(rows[index][non_raw])]
-    blocks = torch.stack([rows[index] for index in chosen]) if chosen else target.new_zeros(0, len(target))
+    basis = [index for index in coded if span.add(rows[index][non_raw])]
+    blocks = torch.stack([rows[index] for index in basis]) if basis else target.new_zeros(0, len(target))
     factors = target[non_raw] @ torch.linalg.pinv(blocks[:, non_raw], rtol=TOLERANCE)
     factors[factors.abs() <= _ROUNDING * factors.abs().sum()] = 0
     terms = factors[:, None] * blocks
     residual = target - terms.sum(0)
     residual[residual.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
-    magnified = float((factors.abs() * blocks.norm(dim=1)).sum())
+    norm_bound = float((factors.abs() * blocks.norm(dim=1)).sum())
     if (
         float(residual[non_raw].abs().sum()) > _EXACT * float(target.abs().amax())
-        or magnified * TOLERANCE > target.norm()
+        or norm_bound * TOLERANCE > target.norm()
     ):
         return None
     coefficients = {index: float(residual[k]) for k, index in sorted(raw.items())}
-    coefficients |= zip(chosen, factors.tolist(), strict=True)
+    coefficients |= zip(basis, factors.tolist(), strict=True)
     return {index: factor for index, factor in coefficients.items() if factor}
 
 
@@ -235,7 +235,7 @@ def rank(matrix: Tensor) -> int:
 def redundancy(
     matrix: Tensor, holders: Sequence[Hashable] | None = None, *, enough: int | None = None
 ) -> int:
-    """Computes how many holders may vanish, in the worst case, so that the rest determines all partitions.
+    """Computes the worst-case number of holders that may vanish so that the rest determines all partitions.
 
     The result is exact if that takes at most :data:`MAX_LOSS_SETS` sets: always with 20 rows of which 4 are
     coded, up to 2 with 256 rows. Beyond, it is a lower bound: all sets of that many losses have been tested.
@@ -248,10 +248,10 @@ def redundancy(
     Returns:
       At least 0, or -1 if the rows as they are do not determine all partitions.
     """
-    tolerated = itertools.takewhile(
+    safe_losses = itertools.takewhile(
         lambda missing: not missing, missing_ranks(matrix, holders, enough=enough)
     )
-    return sum(1 for _ in tolerated) - 1
+    return sum(1 for _ in safe_losses) - 1
 
 
 def missing_ranks(
@@ -278,12 +278,12 @@ def missing_ranks(
         raw_of[holders[place]].append(k)
     numbers = {holder: number for number, holder in enumerate(raw_of)}
     held_by = torch.tensor([numbers[holders[place]] for place in coded], dtype=torch.int64)
-    rows, num_sets = _unit(matrix[coded]), -1  # without losses there is no set
+    rows, num_sets = _unit(matrix[coded]), -1  # not counting the empty set
     for losses in range(1 + (len(raw_of) if enough is None else min(enough, len(raw_of)))):
         num_sets += math.comb(len(raw_of), losses)
         if num_sets > MOST_SETS:
             return
-        # Only sets that lose as many raw rows fit into one tensor.
+        # Sets share a tensor only if they lose equally many raw rows.
         by_width: dict[int, list[tuple[list[int], list[int]]]] = {}
         for lost_holders in itertools.combinations(raw_of, losses):
             columns = [*non_raw, *itertools.chain.from_iterable(raw_of[holder] for holder in lost_holders)]
@@ -419,9 +419,9 @@ class Decoder(Generic[Index]):
         if self.rank < self._partitions:
             return None
         span, (raw, _) = _Span(self._partitions), _split(self._rows)
-        raw_first = {index: self._rows[index] for index in raw.values()} | self._rows
-        minimal = {index: row for index, row in raw_first.items() if span.add(row)}
-        for rows in (minimal, self._rows):
+        ordered_rows = {index: self._rows[index] for index in raw.values()} | self._rows
+        minimal_rows = {index: row for index, row in ordered_rows.items() if span.add(row)}
+        for rows in (minimal_rows, self._rows):
             if len(rows) >= self._partitions:
                 plan = cached_plan(tuple((key, rows[key].numpy().tobytes()) for key in sorted(rows)))  # type: ignore[type-var]
                 if plan.condition <= MAX_CONDITION:

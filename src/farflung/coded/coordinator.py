@@ -204,7 +204,7 @@ class Coordinator:
         """Waits for the initial devices and partitions, and for their encoding; later calls do nothing.
 
         Raises:
-          RunLost: the devices do not come, or are lost before their data are encoded.
+          RunLost: devices are missing for too long, or are lost before their data are encoded.
         """
         settings, registry = self._settings, self.registry
         if self._encoded:
@@ -263,9 +263,9 @@ class Coordinator:
         """Multiplies all samples by weights; see :class:`farflung.coded.Products`.
 
         Raises:
-          BadSamples: the product, or one that it is decoded from, is not finite.
+          BadSamples: the product, or an answer for it, is not finite.
           PartitionsChanged: some data are lost for good, and training continues without them.
-          RunLost: too few devices are left, and none has come within the patience of the run.
+          RunLost: too few devices are left, and none has joined within the patience of the run.
         """
         heights = [partition.rows for partition in self.registry.active]
         return torch.cat((await self._carry(self._round("rows", weights, (), heights))).products)
@@ -417,14 +417,14 @@ class Coordinator:
 
     def _in_need(self, kind: Kind) -> str:
         registry = self.registry
-        silent = [rank for rank, member in registry.members.items() if member.silent]
-        lost = [partition for partition in registry.active if not registry.recoverable(partition)]
+        silent_ranks = [rank for rank, member in registry.members.items() if member.silent]
+        lost_partitions = [partition for partition in registry.active if not registry.recoverable(partition)]
         texts = [f"{len(registry.heard)} devices are heard of"]
-        if silent:
-            texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
-        if lost:
+        if silent_ranks:
+            texts.append(f"silent: rank {', '.join(map(str, sorted(silent_ranks)))}")
+        if lost_partitions:
             texts.append(
-                f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost)}"
+                f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost_partitions)}"
             )
         elif kind == "columns" and not registry.decodable(kind):
             texts.append(
@@ -608,10 +608,10 @@ class Coordinator:
                 mds_nbytes=self._under_mds(block, report.fetched_nbytes),
             )
             if block.replaces is not None:
-                old = self.registry.blocks[block.replaces]
-                if old.holder is not None:
-                    self._send(old.holder, Drop((old.number,)))
-                self.registry.discard(old)
+                old_block = self.registry.blocks[block.replaces]
+                if old_block.holder is not None:
+                    self._send(old_block.holder, Drop((old_block.number,)))
+                self.registry.discard(old_block)
         else:
             self.registry.failed(block)
             self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
@@ -738,14 +738,14 @@ class Coordinator:
         self._call_at(self._runtime.now() + _LOOKS * self._settings.least_s, self._look_after)
 
     def _look_after(self) -> bool:
-        """Probes devices that build blocks, and marks as silent those that left the last probe unanswered.
+        """Probes devices that build blocks, and marks those as silent that did not answer the last probe.
 
         Devices that are backing off get one more try.
         """
-        resting = [member for member in self.registry.members.values() if member.rests]
-        for member in resting:
+        resting_members = [member for member in self.registry.members.values() if member.rests]
+        for member in resting_members:
             member.failures -= 1
-        if resting:
+        if resting_members:
             self._repair()
         builders = {block.holder for block in self.registry.making() if block.holder is not None}
         silent_ranks = builders & self._probed
@@ -772,15 +772,15 @@ class Coordinator:
     def _repair(self) -> None:
         """Orders missing blocks, and releases leaving devices if possible: before encoding, all of them."""
         registry, placed_blocks = self.registry, list[Placed]()
-        while self._encoded and (placed := self._placement.next(registry)) is not None:
-            registry.place(placed)
-            placed_blocks.append(placed)
+        while self._encoded and (placed_block := self._placement.next(registry)) is not None:
+            registry.place(placed_block)
+            placed_blocks.append(placed_block)
         if placed_blocks and self._record is not None:  # before a device acts on it
             self._record.keep_registry(registry)
-        for placed in placed_blocks:
-            assert placed.block.holder is not None
-            self.tell("ordered", rank=placed.block.holder, block=placed.block.number)
-            self._send(placed.block.holder, placed.order)
+        for placed_block in placed_blocks:
+            assert placed_block.block.holder is not None
+            self.tell("ordered", rank=placed_block.block.holder, block=placed_block.block.number)
+            self._send(placed_block.block.holder, placed_block.order)
         for member in list(registry.members.values()):
             if member.leaving and (not self._encoded or registry.can_go(member.rank)):
                 self._send(member.rank, End())

@@ -169,7 +169,7 @@ def _shapes(order: Rows | Columns) -> dict[int, tuple[int, int]]:
     features, rows = order.bounds[-1] if order.bounds else 0, [part.rows for part in order.parts]
     if not fit(order.weights, order.bounds, features) or features < 1 or min(rows, default=0) < 1:
         raise Malformed("an order of no block")
-    width = widest(order.weights, order.bounds)  # 0 where there are more column blocks than columns
+    width = widest(order.weights, order.bounds)  # 0 if there are more column blocks than columns
     return {part.partition: (width, part.rows) for part in order.parts}
 
 
@@ -182,7 +182,7 @@ def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
         data = earlier.block.parts.get(partition)
         if data is None or data.shape != shape:
             data = torch.zeros(shape, dtype=torch.float64)
-            sums = {place: sum for place, sum in sums.items() if place[0] != partition}
+            sums = {place: entry for place, entry in sums.items() if place[0] != partition}
         parts[partition] = data
     if isinstance(order, Rows):
         return Draft(RowBlock(order.features, parts), sums, earlier.fetched_nbytes)
@@ -193,7 +193,7 @@ def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
     """Yields the rows that a draft lacks."""
     if isinstance(order, Rows):
         parts, width = [Part(-1, order.rows, False, order.sources)], order.features
-    else:  # blocks of columns that are summed may be wider than their sum
+    else:  # summed blocks of columns may be wider than their sum
         parts, width = [*order.parts], max(end - begin for begin, end in itertools.pairwise(order.bounds))
     step = rows_at_once(width)
     for part in parts:
@@ -291,7 +291,7 @@ class Device:
                 raise task
             try:
                 await self._multiply(task)
-            except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
+            except (Malformed, RuntimeError):  # from torch, for an operand of another size
                 self.refused += 1
 
     def leave(self) -> None:
@@ -554,7 +554,7 @@ class Device:
         try:
             while requests:
                 request, answer = requests.popleft(), _NO_BLOCK
-                if request.block in self._holding.blocks:  # an order may be older than the end of a block
+                if request.block in self._holding.blocks:  # the block may have been dropped since the order
                     try:
                         answer = Payload((self._holding.give(request),))
                     except Malformed:

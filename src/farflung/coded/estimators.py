@@ -153,9 +153,9 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "sample_weight is above 0 for samples of fewer than 2 classes: weight more samples"
             )
         if self.class_weight == "balanced":
-            present = counts > 0
+            mask = counts > 0
             factors = np.divide(
-                counts.sum(), np.count_nonzero(present) * counts, out=np.ones(len(counts)), where=present
+                counts.sum(), np.count_nonzero(mask) * counts, out=np.ones(len(counts)), where=mask
             )
         elif isinstance(self.class_weight, str):
             raise BadParameter(f"class_weight = {self.class_weight!r}: give a mapping, 'balanced' or None")

@@ -41,7 +41,7 @@ _KINK = 0.01
 _NEWTON_STEPS = 50
 """Maximum number of Newton steps for the intercept; near the optimum three are enough."""
 _LENGTHS = [0.5**halvings for halvings in range(40)]
-"""Lengths of a Newton step; the first one that reduces the derivative is used."""
+"""Lengths of a Newton step; the first that reduces the derivative is used."""
 _EPSILON, _NEAR = 4 * torch.finfo(torch.float64).eps, 1e-10
 """Relative derivatives by the intercept: rounding error, and range in which only a full step is tried."""
 
@@ -160,7 +160,7 @@ class Logistic(Objective):
     def shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
-        odds = slopes.abs().div_(self.loss_weight)  # of the wrong label, times the sample's weight
+        odds = slopes.abs().div_(self.loss_weight)  # weighted probability of the wrong label
         complement = 1 - odds if sample_weights is None else sample_weights - odds
         if sample_weights is not None:
             odds = torch.where(sample_weights > 0, odds / sample_weights, 0.0)
@@ -205,8 +205,8 @@ class Multinomial(Objective):
         parts = [part.split(rows) for part in (margins, targets.unsqueeze(1), slopes)]
         factors = [None] * len(parts[0]) if sample_weights is None else sample_weights.split(rows)
         for z, y, slope, factor in zip(*parts, factors, strict=True):
-            highest = z.amax(dim=1, keepdim=True)
-            torch.sub(z, highest, out=slope)
+            max_margin = z.amax(dim=1, keepdim=True)
+            torch.sub(z, max_margin, out=slope)
             losses = slope.gather(1, y).neg_()
             sums = slope.exp_().sum(dim=1, keepdim=True)
             if factor is None:
@@ -268,7 +268,8 @@ class Hinge(Objective):
         0 & y z \ge 1 + \delta / 2 \end{cases}
 
     It lies at most :math:`\delta / 8` above the hinge, and only for samples whose margin is that close to 1. So
-    any solver of smooth losses minimises it. On a9a its minimum is 1.2e-5 above the hinge's, relative.
+    any solver of smooth losses minimises it. On a9a its minimiser's hinge loss is 1.2e-5 above the least,
+    relative.
 
     References: Chapelle 2007, section 2.2.
     """
@@ -466,7 +467,7 @@ class Problem:
         :meth:`optimize_intercept`.
 
         Without a penalty there is no such bound. Then the gap is the gain that the solver expects of its next
-        step, or the whole objective if that is less, relative to the weight of all samples.
+        step, and at most the whole objective. It is relative to the weight of all samples.
 
         Args:
           objective: Objective at some weights.

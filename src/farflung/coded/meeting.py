@@ -37,7 +37,7 @@ __all__ = ["Address", "admitted", "attending", "coordinating", "take_part"]
 SEATS = 256
 """Maximum number of processes at a time, including the coordinator."""
 _KEY = hashlib.sha256(b"farflung coded").digest()
-"""Key of all runs, which is no secret: the transport's keys decide who may take part."""
+"""Key of all runs, which is no secret: the endpoint's keys decide who may take part."""
 _VISIT_S = 5.0
 """Maximum duration of a visit."""
 _RETRY_S = 0.5
@@ -249,7 +249,7 @@ def admitted(runtime: WallRuntime, rank: int, said: str | None, *, join_s: float
       join_s: Maximum time for its greeting, in seconds.
 
     Returns:
-      Completion, which fails if the device does not come or is not allowed.
+      Completion, which fails if the device does not connect or is refused.
     """
     try:
         peer = Peer.from_json(said or "")

@@ -84,8 +84,8 @@ class Part:
 
     @override
     def __str__(self) -> str:
-        shuffled = "" if self.seed is None else f" of seed {self.seed}"
-        return f"{self.number}/{self.of}{shuffled}"
+        suffix = "" if self.seed is None else f" of seed {self.seed}"
+        return f"{self.number}/{self.of}{suffix}"
 
 
 def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> tuple[Tensor, Tensor]:
@@ -117,8 +117,8 @@ def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
     with reading(path, "not a file of arrays", DataError), np.load(path, allow_pickle=False) as arrays:
-        if missing := {"x", "y"} - set(arrays.files):
-            raise DataError(f"{path}: it has no array {sorted(missing)[0]!r}; arrays x and y are due")
+        if missing_arrays := {"x", "y"} - set(arrays.files):
+            raise DataError(f"{path}: it has no array {sorted(missing_arrays)[0]!r}; arrays x and y are due")
         x, y = arrays["x"], arrays["y"]
     if x.ndim != 2 or y.shape != x.shape[:1] or not x.size:
         raise DataError(

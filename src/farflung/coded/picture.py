@@ -125,7 +125,7 @@ def _course(events: Iterable[Event]) -> _Course:
         if kind == "begins":
             for device in members.values():
                 device.becomes(timeline.end, gone=True)
-                device.asked = True  # its end is not in the events
+                device.asked = True  # the events do not include its end
             members, session_start_s, pause_start_s = {}, timeline.end, None
             timeline.begins.append(session_start_s)
         t = timeline.end = session_start_s + number(event, "t")

@@ -55,7 +55,7 @@ class Placement:
         """Adds the rows of later partitions to blocks of columns, and restores partitions that these need."""
         ready_blocks = registry.there("columns")
         for partition in registry.partitions if registry.bounds else ():
-            incomplete = [
+            incomplete_blocks = [
                 block
                 for block in ready_blocks
                 if partition.number not in block.parts
@@ -63,12 +63,12 @@ class Placement:
                 and not registry.members[_holder(block)].unable
             ]
             if registry.raw(partition) is not None:
-                for block in incomplete:
+                for block in incomplete_blocks:
                     order = self._columns(registry, block, [partition])
                     if order is not None:
                         yield Placed(block, order)
             elif (
-                (incomplete or not registry.decodable("columns"))
+                (incomplete_blocks or not registry.decodable("columns"))
                 and registry.recoverable(partition)
                 and not any(
                     block.raw == partition.number and not block.ready for block in registry.of("rows")
@@ -89,13 +89,13 @@ class Placement:
         """Places the block that reduces the missing rank most."""
         deficits = self._lacking(registry, kind)
         candidates: list[tuple[list[int], int, int, Placed]] = []
-        for place, placed in enumerate(self._candidates(registry, kind) if any(deficits) else ()):
-            new_deficits = self._lacking(registry, kind, placed.block)
+        for place, proposal in enumerate(self._candidates(registry, kind) if any(deficits) else ()):
+            new_deficits = self._lacking(registry, kind, proposal.block)
             if new_deficits < deficits:
                 fetched = 0
-                if isinstance(placed.order, Rows):
-                    fetched = sum(source.rank != placed.block.holder for source in placed.order.sources)
-                candidates.append((new_deficits, fetched, place, placed))
+                if isinstance(proposal.order, Rows):
+                    fetched = sum(source.rank != proposal.block.holder for source in proposal.order.sources)
+                candidates.append((new_deficits, fetched, place, proposal))
                 if new_deficits[1] < deficits[1]:  # no block reduces the present deficit by more than one
                     break
         if candidates:
@@ -132,18 +132,18 @@ class Placement:
     def _extended(self, registry: Registry) -> Iterator[Placed]:
         """Adds the partitions that no coded block contains to each of the coded blocks."""
         coded = [block for block in self._staying(registry, "rows") if block.raw is None]
-        covered = set[int]().union(*(block.coefficients for block in coded))
-        added = [
+        covered_partitions = set[int]().union(*(block.coefficients for block in coded))
+        copies = [
             raw
             for partition in registry.active
-            if partition.number not in covered and (raw := registry.raw(partition)) is not None
+            if partition.number not in covered_partitions and (raw := registry.raw(partition)) is not None
         ]
-        for block in coded if added else ():
+        for block in coded if copies else ():
             if block.ready and block.holder in registry.makers:
-                sources = tuple(Source(_holder(source), source.number, 1.0) for source in (block, *added))
+                sources = tuple(Source(_holder(source), source.number, 1.0) for source in (block, *copies))
                 coefficients = {
                     **block.coefficients,
-                    **{raw.raw: 1.0 for raw in added if raw.raw is not None},
+                    **{raw.raw: 1.0 for raw in copies if raw.raw is not None},
                 }
                 yield self._placed(registry, _holder(block), coefficients, sources, replaces=block.number)
 
@@ -246,8 +246,8 @@ class Placement:
         """Lists the blocks of hosts, built or not, except those being replaced."""
         hosts = registry.hosts
         host_blocks = [block for block in registry.of(kind) if block.holder in hosts]
-        replaced = {block.replaces for block in host_blocks}
-        return [block for block in host_blocks if block.number not in replaced]
+        replaced_numbers = {block.replaces for block in host_blocks}
+        return [block for block in host_blocks if block.number not in replaced_numbers]
 
     def _host(self, registry: Registry, kind: Kind) -> int | None:
         """Returns the device with the fewest blocks."""

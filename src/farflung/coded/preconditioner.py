@@ -63,8 +63,8 @@ class Preconditioner:
     .. math:: P = S^T (\operatorname{diag}(h) + t t^T) S
 
     S replaces the intercept by that of centred columns, since a constant added to a column changes nothing. h
-    is the Hessian's diagonal, except for small differences of columns. t is the penalty of the intercept in
-    these terms. Without an intercept S is the identity, and t is the means' share.
+    is the Hessian's diagonal, with small differences between columns ignored. t is the penalty of the intercept
+    in these terms. Without an intercept S is the identity, and t is the means' share.
 
     Args:
       scales: Diagonal h, (rows, 1).

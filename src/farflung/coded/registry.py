@@ -74,8 +74,8 @@ class Block:
     @property
     def raw(self) -> int | None:
         """The single partition, or column block, that it copies; None if it is coded."""
-        (only, *more) = self.coefficients.items()
-        return only[0] if not more and only[1] == 1.0 else None
+        (entry, *extra) = self.coefficients.items()
+        return entry[0] if not extra and entry[1] == 1.0 else None
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Registry:
             block.making.update(part.partition for part in placed.order.parts)
 
     def lose(self, rank: int) -> None:
-        """Removes a device and what it held."""
+        """Removes a device and its blocks."""
         self.members.pop(rank, None)
         for block in self.blocks.values():
             if block.holder == rank:
@@ -347,7 +347,7 @@ class Registry:
         return _undetermined(self.answering(kind), unknowns, unknowns)
 
     def redundancy(self, kind: Kind, most: int = 2) -> int:
-        """Computes how many devices may vanish, in the worst case; -1 if some are missing already.
+        """Computes the number of devices that may vanish, in the worst case; -1 if some are missing already.
 
         Args:
           kind: Kind of product.

@@ -122,7 +122,7 @@ class Round:
         return len(self._plans) == self.pieces
 
     def is_hopeless(self, ranks: Iterable[int]) -> bool:
-        """Returns True if overflowed answers are missing, and none of these devices owes a piece."""
+        """Returns True if pieces are missing after an overflow, and none of these devices owes one."""
         return self.overflowed and not self.complete and not any(self.owed[rank] > 0 for rank in ranks)
 
     def decision(self) -> Json:

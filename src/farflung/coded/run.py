@@ -250,7 +250,7 @@ def coordinate(
     Raises:
       ConfigError: the address cannot be used, or another run is in the folder.
       DataError: the samples of the devices cannot be learned from.
-      RunLost: too few devices have come, or are left.
+      RunLost: too few devices have joined, or are left.
     """
     build("code", settings.code, CODES)
     endpoint.read_keys()
@@ -290,18 +290,18 @@ def coordinate(
     ):
         met(bound_address)
         coordinator = Coordinator(runtime, settings, run=name, record=record)
-        model, trained = runtime.drive(train_all(coordinator, record))
+        model, training_result = runtime.drive(train_all(coordinator, record))
         model.save(folder.model)
-        iterate, counters = trained.iterate, coordinator.counters
+        iterate, counters = training_result.iterate, coordinator.counters
         summary: dict[str, Json] = {
             "objective": iterate.objective,
             "gap": iterate.gap,
             "iterations": iterate.iterations,
             "converged": iterate.converged,
             "stalled": iterate.stalled,
-            "interrupted": trained.interrupted,
+            "interrupted": training_result.interrupted,
             "test_accuracy": None if test is None else model.accuracy(*test),
-            "partitions": list(trained.partitions),
+            "partitions": list(training_result.partitions),
             "samples": coordinator.samples,
             "features": coordinator.features,
             "classes": list(model.classes.labels),
@@ -319,7 +319,7 @@ def coordinate(
 
 
 def of_encoding(events: Iterable[Event]) -> dict[str, Json]:
-    """Counts the bytes that devices have sent each other for blocks, and the devices that came and went.
+    """Counts the bytes that devices sent each other for blocks, and the devices that joined and left.
 
     ``mds_encoding_nbytes`` is the number of bytes under a code whose blocks need all partitions.
     """

@@ -140,7 +140,7 @@ async def solve(
       callback: Function called with the state after each iterate.
 
     Returns:
-      Last state, which tells if it has converged.
+      Last state, converged or not.
     """
     if state is None:
         state = await solver.init(problem)
@@ -201,7 +201,7 @@ class GD:
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> GDState:
         """Creates the first state by a transposed product, one more for given weights, and a power method."""
-        del stats  # this solver needs none
+        del stats  # not needed by this solver
         rate = self.learning_rate
         if rate is None:
             eigenvalue = await _largest_eigenvalue(problem)
@@ -553,8 +553,8 @@ def strong_wolfe(ray: Ray, start: Point, guess: float) -> Point | None:
     length = guess
     for _ in range(_TRIALS):
         point = ray.at(length)
-        allowed = start.objective + _DECREASE * length * start.slope + _ROUNDING * abs(start.objective)
-        if not point.objective <= allowed or point.slope > -_FLATNESS * start.slope:
+        max_objective = start.objective + _DECREASE * length * start.slope + _ROUNDING * abs(start.objective)
+        if not point.objective <= max_objective or point.slope > -_FLATNESS * start.slope:
             high = point
         elif point.slope < _FLATNESS * start.slope:
             low = point
@@ -609,7 +609,7 @@ class OneVsRest(Generic[S]):
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> OneVsRestState[S]:
-        """Starts all outputs in as many rounds as one output takes."""
+        """Starts all outputs in the same rounds."""
         columns = [None] * problem.shape[1] if weights is None else weights.split(1, dim=1)
         if stats is None and self.solver.needs_stats:
             stats = await ColumnStats.measure(problem)
@@ -624,7 +624,7 @@ class OneVsRest(Generic[S]):
         )
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
-        """Takes a step of each output in as many rounds as one output takes."""
+        """Takes a step of each output in the same rounds."""
         active = [index for index, output in enumerate(state.outputs) if not output.is_over]
         steps = await _together(
             problem,

@@ -224,6 +224,6 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def encoding_words(summary: Mapping[str, Any]) -> str:
     """Formats the bytes that devices sent each other for blocks, compared with an MDS code."""
     rows, columns = (summary["encoding_nbytes"][kind] for kind in ("rows", "columns"))
-    under_mds = summary["mds_encoding_nbytes"] - columns
-    compared = f" ({100 * rows / under_mds:.0f} % of an MDS code's {decimal(under_mds)})" if under_mds else ""
-    return f"rows {decimal(rows)}{compared}, columns {decimal(columns)}"
+    mds_nbytes = summary["mds_encoding_nbytes"] - columns
+    note = f" ({100 * rows / mds_nbytes:.0f} % of an MDS code's {decimal(mds_nbytes)})" if mds_nbytes else ""
+    return f"rows {decimal(rows)}{note}, columns {decimal(columns)}"

@@ -158,9 +158,9 @@ class Demo(OutputOptions):
 
     def _say(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
         difference = abs(summary["objective"] / summary["uncoded_objective"] - 1)
-        vanished = _vanished(events)
+        victims = _vanished(events)
         if self.json:
-            output: dict[str, Json] = {**summary, "vanished": list(vanished), "folder": str(folder.path)}
+            output: dict[str, Json] = {**summary, "vanished": list(victims), "folder": str(folder.path)}
             print(json.dumps(output))
             return
         print_table(
@@ -175,7 +175,7 @@ class Demo(OutputOptions):
                 ("the same without a code", f"{summary['uncoded_objective']:.10g} ({difference:.0e} away)"),
                 ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
                 ("encoding", encoding_words(summary)),
-                ("vanished", "; ".join(vanished) or "none"),
+                ("vanished", "; ".join(victims) or "none"),
                 ("came on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
                 ("duration", duration_words(summary["duration_s"])),
             ],

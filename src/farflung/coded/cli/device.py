@@ -46,7 +46,7 @@ class Attend(OutputOptions):
     part: str | None = None
     """Part I of K of the rows, as I/K; all rows when not given."""
     seed: int | None = None
-    """Seed to shuffle the rows before they are parted, the same on all devices; in order when not given."""
+    """Seed to shuffle the rows before they are divided, the same on all devices; in order when not given."""
     name: str | None = None
     """Unique name of the data; when not given, the data set and part, or this machine and the file."""
     patience: float = 600.0
