@@ -1,9 +1,9 @@
-r"""The blocks of a device, and their products, piece by piece.
+r"""Blocks of a device, and their products piece by piece.
 
-With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\\sum_k G_{jk} X_k`, and a raw one is a
-partition itself. With the same data cut in blocks :math:`C_k` of columns, a block of columns is :math:`\\sum_k G'_{jk}
-C_k`. It is kept by partition, as each part comes from another device, and transposed, so that a piece of it lies in one
-place.
+With :math:`K` partitions :math:`X_k` of rows, a block of rows is :math:`\sum_k G_{jk} X_k`, and a raw one is a
+partition itself. If the same data are cut in blocks :math:`C_k` of columns, a block of columns is
+:math:`\sum_k G'_{jk} C_k`. It is stored by partition, since each part comes from another device, and
+transposed, so that a piece of it is contiguous.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ __all__ = [
 ]
 
 MAX_PIECES = 1 << 12
-"""The most pieces of a product."""
+"""Maximum number of pieces of a product."""
 _MAX_NBYTES = 1 << 31
-"""Of a message."""
+"""Maximum size of a message."""
 _MAX_NAME = 200
 Term: TypeAlias = tuple[int, float]
-"""A block that is added to another one, by number, and its weight."""
+"""Term of a sum of blocks: the number of a block, and its weight."""
 CHUNK_NBYTES = 1 << 20
-"""The most that one device gives another at once; a block may be larger than the memory that is left beside it."""
+"""Maximum size of one answer to a fetch, as blocks may exceed the free memory."""
 
 
 def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
     """Computes where a piece begins and ends.
 
-    >>> [piece_of(10, 4, piece) for piece in range(4)]
+    >>> [compute_piece_bounds(10, 4, piece) for piece in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
     return piece * length // pieces, (piece + 1) * length // pieces
 
 
 def bounds_of(features: int, blocks: int) -> tuple[int, ...]:
-    """Computes where column blocks begin, all but the last ones of one width, and where the last ends.
+    """Computes the bounds of column blocks, which have equal widths except for the last ones.
 
-    >>> bounds_of(7, 3)
+    >>> compute_column_bounds(7, 3)
     (0, 3, 6, 7)
     """
     width = -(-features // blocks)
@@ -68,12 +68,12 @@ def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -
     """Sums weighted column blocks of some rows, transposed.
 
     Args:
-      rows: (rows, features).
-      weights: of each column block.
-      bounds: where each begins, and the last ends.
+      rows: Rows to sum, (rows, features).
+      weights: Weight of each column block.
+      bounds: First column of each block, and the end of the last one.
 
     Returns:
-      (width, rows), the width that of the widest block with a weight; narrower ones count as if zeros followed.
+      (width, rows), with the width of the widest weighted block; narrower ones are padded with zeros.
     """
     total = torch.zeros(widest(weights, bounds), rows.shape[0], dtype=torch.float64)
     for k, weight in enumerate(weights):
@@ -88,8 +88,8 @@ class _Block:
     """A block of rows or of columns, raw or coded.
 
     Args:
-      features: of the whole data.
-      parts: its numbers, by partition; see the subclasses.
+      features: Number of columns of the whole data.
+      parts: Entries by partition; see the subclasses.
     """
 
     features: int
@@ -101,26 +101,26 @@ class _Block:
 
 
 class RowBlock(_Block):
-    """A block of rows: one part of the number -1, (rows, features)."""
+    """A block of rows, in a single part with the number -1, (rows, features)."""
 
     @classmethod
     def of(cls, data: Tensor) -> RowBlock:
         return cls(data.shape[1], {-1: data})
 
     def operand_rows(self, task: Multiply) -> int | None:
-        """Returns the rows of the operand that it can be multiplied by; None: it lacks what the task is about."""
+        """Returns the required rows of the operand; None if the block lacks data of the task."""
         return len(task.operand) if task.partitions else self.features
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        """Computes the number of samples that have as many numbers as are multiplied."""
+        """Computes the number of samples equivalent to the multiplied entries."""
         if not task.partitions:
             return len(self.parts[-1][begin:end])
         return -(-self.parts[-1][: len(task.operand), begin:end].numel() // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
-        """Multiplies rows by the weights in the operand; or columns by the residuals of one partition there.
+        """Multiplies rows by weights, or columns by the residuals of one partition.
 
-        Of the block and the residuals the higher one counts as if it ended with the other.
+        If block and residuals differ in height, both are cut to the lower one.
         """
         data = self.parts[-1]
         if not task.partitions:
@@ -129,7 +129,7 @@ class RowBlock(_Block):
         return data[:rows, begin:end].T @ task.operand[:rows]
 
     def width(self, request: Fetch) -> int | None:
-        """Returns the width of the rows that are asked for; None: it has none of that kind."""
+        """Returns the width of the requested rows; None if the block has no such rows."""
         if request.partition >= 0:
             return None
         if not request.weights:
@@ -138,17 +138,17 @@ class RowBlock(_Block):
         return widest(request.weights, request.bounds) if is_fitting else None
 
     def give(self, request: Fetch) -> Tensor:
-        """Gives rows, or the sums of their columns, transposed."""
+        """Reads rows, or the transposed sums of their columns."""
         rows = self.parts[-1][request.begin : request.end]
         return column_sums(rows, request.weights, request.bounds) if request.weights else rows
 
     def stretch(self, partition: int, begin: int, end: int) -> Tensor:
-        """Returns the place of some rows of a partition in it."""
+        """Returns a view of some rows of a partition."""
         return self.parts[partition][begin:end]
 
 
 class ColumnBlock(_Block):
-    """A block of columns: (width, rows) of each partition."""
+    """A block of columns, with a part of shape (width, rows) for each partition."""
 
     def operand_rows(self, task: Multiply) -> int | None:
         if not task.partitions or not self.parts.keys() >= set(task.partitions):
@@ -156,10 +156,10 @@ class ColumnBlock(_Block):
         return sum(self.parts[partition].shape[1] for partition in task.partitions)
 
     def samples(self, begin: int, end: int, task: Multiply) -> int:
-        return -(-sum(self.parts[one][begin:end].numel() for one in task.partitions) // self.features)
+        return -(-sum(self.parts[number][begin:end].numel() for number in task.partitions) // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
-        """Multiplies columns by the residuals in the operand; those partitions count whose parts are here."""
+        """Multiplies columns by the residuals of the partitions in the operand."""
         parts = [self.parts[partition] for partition in task.partitions]
         operands = task.operand.split([part.shape[1] for part in parts])
         products: list[Tensor] = [
@@ -186,12 +186,12 @@ HeldBlock: TypeAlias = RowBlock | ColumnBlock
 
 @dataclass(slots=True)
 class Draft:
-    """A block that is not whole: what has been added to it is kept for the next order of the same block.
+    """An incomplete block: its sums are kept for the next order of the same block.
 
     Args:
-      block: the sums so far.
-      sums: of each stretch of rows, the terms of its sum and those that are missing, by partition and first row.
-      fetched_nbytes: that other devices gave for it.
+      block: Sums so far.
+      sums: Terms of each sum of rows, and those still missing, by partition and first row.
+      fetched_nbytes: Number of bytes that other devices have sent for it.
     """
 
     block: HeldBlock
@@ -199,19 +199,19 @@ class Draft:
     fetched_nbytes: int = 0
 
     def missing(self, partition: int, begin: int, terms: frozenset[Term], into: Tensor) -> set[Term]:
-        """Returns the terms that are to be added to a stretch of rows.
+        """Returns the terms that have to be added to some rows.
 
-        A block has one content, whatever its terms are. So a stretch that is whole stays. One that is not begins anew
-        where its sum has other terms now.
+        The content of a block does not depend on its terms. So complete rows stay, and incomplete ones start
+        again if the order has other terms now.
 
         Args:
-          partition: of a block of columns; -1: it is one of rows.
-          begin: the first row.
-          terms: of the sum, as ordered now.
-          into: the stretch.
+          partition: Partition of a block of columns; -1 for a block of rows.
+          begin: First row.
+          terms: Terms of the sum in the current order.
+          target: View of the rows.
         """
-        earlier, missing = self.sums.get((partition, begin), (None, set(terms)))
-        if earlier != terms and missing:
+        previous_terms, missing = self.sums.get((partition, begin), (None, set(terms)))
+        if previous_terms != terms and missing:
             into.zero_()
             missing = set(terms)
             self.sums[partition, begin] = terms, missing
@@ -219,12 +219,12 @@ class Draft:
 
 
 class Holding:
-    """The data and blocks of a device; they outlast its connection to a coordinator.
+    """Data and blocks of a device, which outlast its connection to a coordinator.
 
     Args:
-      partition: the name of the data that it brings; empty: none.
-      data: (rows, features) float64.
-      labels: (rows,) float64.
+      partition: Name of the device's data; empty without data.
+      data: Data of the device, (rows, features) float64.
+      labels: Labels of the data, (rows,) float64.
 
     Raises:
       ConfigError: the name is not printable, or too long.
@@ -237,16 +237,16 @@ class Holding:
             )
         self.partition, self.data, self.labels = partition, data, labels
         self.raw = -1
-        """The number of its own data as a block."""
+        """Block number of the device's own data."""
         self.run = ""
-        """The run that the numbers of blocks are of."""
+        """Run to which the block numbers belong."""
         self.blocks: dict[int, HeldBlock] = {}
         self.drafts: dict[int, Draft] = {}
-        """The blocks that could not be made, by number."""
+        """Incomplete blocks, by number."""
 
     @property
     def coded(self) -> tuple[int, ...]:
-        """The blocks that it has made."""
+        """Numbers of the blocks that the device has built."""
         return tuple(sorted(self.blocks.keys() - {self.raw}))
 
     @property
@@ -255,7 +255,7 @@ class Holding:
         return sum(block.nbytes for block in (*self.blocks.values(), *drafts))
 
     def settle(self, run: str, raw: int) -> None:
-        """Takes a run's number for its own data; blocks of another run are dropped."""
+        """Sets the run and the block number of the own data; drops the blocks of another run."""
         if run != self.run:
             self.blocks.clear()
             self.drafts.clear()
@@ -265,23 +265,23 @@ class Holding:
             self.blocks[raw] = RowBlock.of(self.data)
 
     def keep(self, number: int, block: HeldBlock) -> None:
-        """Takes in a block that is made; parts of a block of columns join those that are there."""
-        before = self.blocks.get(number)
-        if before is not None:
-            block = replace(block, parts={**before.parts, **block.parts})
+        """Stores a built block; parts of a block of columns are merged with those present."""
+        old_block = self.blocks.get(number)
+        if old_block is not None:
+            block = replace(block, parts={**old_block.parts, **block.parts})
         self.blocks[number] = block
 
     def drop(self, block: int) -> None:
-        """Removes a block that is not needed any more."""
+        """Removes a block that is no longer needed."""
         if block != self.raw:
             self.blocks.pop(block, None)
             self.drafts.pop(block, None)
 
     def answering(self, task: Multiply) -> Mapping[int, HeldBlock]:
-        """Finds the blocks of a task that are here and can be multiplied.
+        """Returns the stored blocks of a task that can be multiplied.
 
         Raises:
-          Malformed: the operand is not of their size, or the product is larger than any message.
+          MalformedMessage: the operand has the wrong size, or the product exceeds the largest message.
         """
         if task.operand.dim() != 2:
             raise Malformed("an operand that is not a matrix")
@@ -289,22 +289,22 @@ class Holding:
             raise Malformed("a number of pieces out of range")
         if 8 * task.operand.shape[1] * -(-task.length // task.pieces) > _MAX_NBYTES:
             raise Malformed("a piece larger than any message")
-        chosen = {}
+        selected = {}
         for number in task.blocks:
-            block = self.blocks.get(number)  # blocks may go at any time
-            due = None if block is None else block.operand_rows(task)
-            if block is None or due is None:
+            block = self.blocks.get(number)  # blocks may be dropped at any time
+            num_rows = None if block is None else block.operand_rows(task)
+            if block is None or num_rows is None:
                 continue
-            if task.operand.shape[0] != due:
-                raise Malformed(f"an operand of {list(task.operand.shape)} for a block of {due}")
-            chosen[number] = block
-        return chosen
+            if task.operand.shape[0] != num_rows:
+                raise Malformed(f"an operand of {list(task.operand.shape)} for a block of {num_rows}")
+            selected[number] = block
+        return selected
 
     def give(self, request: Fetch) -> Tensor:
-        """Gives rows that another device asks for.
+        """Reads rows that another device has requested.
 
         Raises:
-          Malformed: there is no such block, or no such part of it, or it is more than is given at once.
+          MalformedMessage: there is no such block or part, or the request exceeds one chunk.
         """
         block = self.blocks.get(request.block)
         width = None if block is None else block.width(request)
@@ -316,16 +316,16 @@ class Holding:
 
 
 def rows_at_once(width: int) -> int:
-    """Computes how many rows of a width are asked for at once; a device needs little memory beside its blocks."""
+    """Computes the number of rows of a width that fit into one chunk."""
     return max(1, CHUNK_NBYTES // (8 * max(1, width)))
 
 
 def widest(weights: Sequence[float], bounds: Sequence[int]) -> int:
-    """Computes the largest width of the column blocks that have a weight."""
+    """Computes the largest width of the column blocks with a weight."""
     return max((bounds[k + 1] - bounds[k] for k, weight in enumerate(weights) if weight), default=0)
 
 
 def fit(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
-    """Tells whether these are the bounds of as many column blocks as there are weights, in so many columns."""
+    """Returns True if bounds divide the features into one column block per weight."""
     ascending = all(0 <= begin <= end for begin, end in itertools.pairwise(bounds))
     return len(bounds) == len(weights) + 1 and ascending and bounds[0] == 0 and bounds[-1] == features

@@ -1,4 +1,4 @@
-"""Codes: the coefficients of coded blocks, their rank and redundancy, and the decoding of answers."""
+"""Codes: coefficients of coded blocks, their rank and redundancy, and the decoding of answers."""
 
 from __future__ import annotations
 
@@ -36,39 +36,40 @@ __all__ = [
 ]
 
 MOST_SETS = 33_000
-"""Sets of losses that are tried: all pairs of 256 devices, for example."""
+"""Maximum number of sets of losses to test: all pairs of 256 devices, for example."""
 _AT_ONCE = 4096
-"""Sets that are tried in one call."""
+"""Number of sets tested in one call."""
 TOLERANCE = 1e-6
-"""Of a row's length, what has to lie outside a span for the row to add a dimension. With less, a decoding matrix of
-both would have a condition above :data:`MAX_CONDITION`."""
+"""Minimum share of a row's length outside a span for the row to add a dimension.
+
+With a smaller share, a decoding matrix of both would have a condition above :data:`MAX_CONDITION`.
+"""
 MAX_CONDITION = 1 / TOLERANCE
-"""An answer in float64 is right to about 1e-16 of its size, so decoded products are right to 1e-10, which training
-does not notice."""
+"""Maximum condition of a decoding matrix; answers, accurate to 1e-16, decode to products accurate to 1e-10."""
 _PLANS = 512
-"""Sets of answers whose decoding is remembered; those of one round come again in the next."""
+"""Number of cached decoding plans; the sets of answers of one round recur in the next."""
 _EXACT = 1e-9
-"""Allowed difference of a combination, relative to the target's largest coefficient."""
+"""Allowed error of a combination, relative to the target's largest coefficient."""
 _ROUNDING = 1e-12
-"""Remainder of a coefficient whose terms cancel, relative to these."""
+"""Error of a coefficient whose terms cancel, relative to these."""
 
 Index = TypeVar("Index", bound=Hashable)
-"""Names a block, or the answer of one."""
+"""Identifier of a block, or of its answer."""
 
 
 class Code(Protocol):
     r"""Coefficients of the coded blocks :math:`\tilde X_j = \sum_k G_{jk} X_k`, as settings alone.
 
-    The raw blocks are rows of their own, the unit vectors, so every code is systematic.
+    Raw blocks are rows of their own, the unit vectors, so every code is systematic.
     """
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
         """Draws the coefficients of one coded block, as a pure function; never all zero.
 
         Args:
-          index: of the coded block, counted from 0.
-          partitions: their number, K.
-          seed: of the whole code.
+          index: Number of the coded block, from 0.
+          partitions: Number of partitions, K.
+          seed: Seed of the whole code.
 
         Returns:
           (partitions,), float64.
@@ -76,7 +77,7 @@ class Code(Protocol):
 
 
 def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Draws standard normal numbers as :func:`farflung.noise.uniform_row` draws uniform ones (Box & Muller 1958)."""
+    """Draws standard normal numbers from :func:`farflung.noise.uniform_row` (Box & Muller 1958)."""
     radius = np.sqrt(-2 * np.log1p(-uniform_row(seed, *counters, 0)))
     normal: npt.NDArray[np.float64] = radius * np.cos(2 * np.pi * uniform_row(seed, *counters, 1))
     return normal
@@ -84,7 +85,7 @@ def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray
 
 @dataclass(frozen=True, slots=True)
 class MDS:
-    r"""Standard normal coefficients of all partitions: any K of the blocks determine them, with probability 1.
+    """Standard normal coefficients of all partitions: any K of the blocks determine them, with probability 1.
 
     References: Lee et al. 2015 (arXiv 1512.02673), maximum distance separable codes.
     """
@@ -95,28 +96,27 @@ class MDS:
 
 @dataclass(frozen=True, slots=True)
 class RLNC:
-    r"""Random linear network coding: half of the coefficients are zero, so a coded block needs half of the partitions.
+    """Random linear network coding: half of the coefficients are zero, so a block needs half of the partitions.
 
     .. math:: G_{jk} = M_{jk} V_{jk}
 
-    Values :math:`V_{jk}` are standard normal, and masks :math:`M_{jk}` balanced by design. Rows 2i and 2i+1 have
-    complementary masks, so each partition is in one of the two. For even K each row has exactly K/2 ones; for odd K one
-    of the two has one more, drawn at random. Over rows 4i to 4i+3 a column has one of four types, by which row of
-    either pair it is in. Columns 4c to 4c+3 have one type each, in an order drawn for these rows: two complementary
-    types, then the other two.
+    Values :math:`V_{jk}` are standard normal, and masks :math:`M_{jk}` balanced by design. Rows 2i and 2i+1
+    have complementary masks, so each partition is in one of the two. For even K each row has exactly K/2 ones;
+    for odd K one of the two has one more, drawn at random. Over rows 4i to 4i+3 a column has one of four types,
+    by which row of either pair it is in. Columns 4c to 4c+3 have one type each, in an order drawn for these
+    rows: two complementary types, then the other two.
 
-    At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K (exact, by counting types); with
-    independent masks after 0.93 (simulated). A row of one partition is never zero.
+    At (N, K) = (20, 16), answers in random order are decoded after 0.396 more than K (exact, by counting
+    types); with independent masks after 0.93 (simulated). A row of one partition is never zero.
 
-    References: Lin et al. 2019 (arXiv 1910.10283) propose RLNC for the data; the abstract names no law, so the balanced
-    one is a design of this package.
+    References: Lin et al. 2019 (arXiv 1910.10283) propose RLNC for the data. The distribution is ours.
     """
 
     def row(self, index: int, partitions: int, seed: int) -> Tensor:
         columns = np.arange(partitions)
         for attempt in itertools.count():
             mask = _balanced(index, columns, derive(seed, "rlnc", "types"))
-            if attempt:  # of one partition the balanced mask may be zero
+            if attempt:  # for one partition the balanced mask may be zero
                 mask = uniform_row(derive(seed, "rlnc", "mask", attempt), index, columns) < 0.5
             if mask.any():
                 break
@@ -125,29 +125,29 @@ class RLNC:
 
 
 def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.bool_]:
-    """Tells for each column whether it is in the row. A type is two bits, one for each pair of the group of rows."""
-    group, pair, second = index // 4, index // 2 % 2, index % 2
+    """Returns the mask of a row. A column's type is two bits, one for each pair of the group of rows."""
+    group, pair, parity = index // 4, index // 2 % 2, index % 2
     order = (8 * uniform_row(seed, group, columns // 4)).astype(np.int64)
     first = order % 4
-    other = first ^ np.where(order < 4, 1, 2)
+    partner = first ^ np.where(order < 4, 1, 2)
     place = columns % 4
-    types = np.where(place < 2, first, other) ^ np.where(place % 2, 3, 0)
-    mask: npt.NDArray[np.bool_] = (types >> pair) % 2 != second
+    types = np.where(place < 2, first, partner) ^ np.where(place % 2, 3, 0)
+    mask: npt.NDArray[np.bool_] = (types >> pair) % 2 != parity
     return mask
 
 
 CODES: dict[str, Callable[..., Code]] = {"mds": MDS, "rlnc": RLNC}
-"""All of them by name; each can be made without arguments."""
+"""Codes by name; each can be built without arguments."""
 
 
 # --- rank and redundancy ----------------------------------------------------------------------------------------------
 
 
 class _Span:
-    """The span of the rows so far, by an orthonormal basis; each row costs O(K rank).
+    """Span of the rows so far, by an orthonormal basis; each row costs O(K rank).
 
     Args:
-      partitions: K, the length of a row.
+      partitions: Length of a row, K.
     """
 
     def __init__(self, partitions: int) -> None:
@@ -155,18 +155,18 @@ class _Span:
         self.rank = 0
 
     def add(self, row: Tensor) -> bool:
-        """Adds a row, (K,) and float64; tells whether the rank grew."""
+        """Adds a row, (K,) and float64; returns True if the rank grew."""
         basis = self._basis[: self.rank]
-        rest = row.numpy()
-        length = math.sqrt(rest @ rest)
-        if len(basis) == len(rest) or not length:
+        residual = row.numpy()
+        length = math.sqrt(residual @ residual)
+        if len(basis) == len(residual) or not length:
             return False
-        for _ in range(2):  # the second pass removes what rounding has left: Gram-Schmidt, twice is enough
-            rest = rest - (basis @ rest) @ basis
-        outside = math.sqrt(rest @ rest)
-        if not outside > TOLERANCE * length:
+        for _ in range(2):  # Gram-Schmidt; the second pass removes rounding errors
+            residual = residual - (basis @ residual) @ basis
+        outside_norm = math.sqrt(residual @ residual)
+        if not outside_norm > TOLERANCE * length:
             return False
-        self._basis[self.rank] = rest / outside
+        self._basis[self.rank] = residual / outside_norm
         self.rank += 1
         return True
 
@@ -190,42 +190,42 @@ def _split(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]
 
 
 def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, float] | None:
-    """Finds blocks, and their coefficients, whose sum is the block of a wanted row.
+    """Finds blocks and coefficients whose sum is the block of a given row.
 
-    Raw blocks give what they can. For partitions without one, coded blocks are taken that are independent there, those
-    of few partitions first.
+    Raw blocks contribute where they exist. For the other partitions, independent coded blocks are selected,
+    those of few partitions first.
 
     Args:
-      target: (K,), float64; a unit vector for the repair of a raw block.
-      rows: (K,) of each block; a partition is gone where none of them is its raw block.
+      target: Coefficients of the sum, (K,), float64; a unit vector for the repair of a raw block.
+      rows: Coefficients of each block, (K,); a partition is lost if none of them is its raw block.
 
     Returns:
-      Coefficients other than 0, or ``None`` where these blocks do not make the wanted one.
+      Nonzero coefficients, or ``None`` if the blocks do not span the target.
     """
     raw, coded = _split(rows)
-    gone = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
-    span = _Span(len(gone))
+    non_raw = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
+    span = _Span(len(non_raw))
     coded.sort(key=lambda index: int(rows[index].count_nonzero()))
-    chosen = [index for index in coded if span.add(rows[index][gone])]
-    blocks = torch.stack([rows[index] for index in chosen]) if chosen else target.new_zeros(0, len(target))
-    factors = target[gone] @ torch.linalg.pinv(blocks[:, gone], rtol=TOLERANCE)
+    basis = [index for index in coded if span.add(rows[index][non_raw])]
+    blocks = torch.stack([rows[index] for index in basis]) if basis else target.new_zeros(0, len(target))
+    factors = target[non_raw] @ torch.linalg.pinv(blocks[:, non_raw], rtol=TOLERANCE)
     factors[factors.abs() <= _ROUNDING * factors.abs().sum()] = 0
     terms = factors[:, None] * blocks
-    rest = target - terms.sum(0)
-    rest[rest.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
-    magnified = float((factors.abs() * blocks.norm(dim=1)).sum())
+    residual = target - terms.sum(0)
+    residual[residual.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
+    norm_bound = float((factors.abs() * blocks.norm(dim=1)).sum())
     if (
-        float(rest[gone].abs().sum()) > _EXACT * float(target.abs().amax())
-        or magnified * TOLERANCE > target.norm()
+        float(residual[non_raw].abs().sum()) > _EXACT * float(target.abs().amax())
+        or norm_bound * TOLERANCE > target.norm()
     ):
         return None
-    found = {index: float(rest[k]) for k, index in sorted(raw.items())}
-    found |= zip(chosen, factors.tolist(), strict=True)
-    return {index: factor for index, factor in found.items() if factor}
+    coefficients = {index: float(residual[k]) for k, index in sorted(raw.items())}
+    coefficients |= zip(basis, factors.tolist(), strict=True)
+    return {index: factor for index, factor in coefficients.items() if factor}
 
 
 def rank(matrix: Tensor) -> int:
-    """Computes the rank of rows of coefficients, (rows, partitions), as :class:`farflung.coded.Decoder` counts it."""
+    """Computes the rank of rows, (rows, partitions), as :class:`farflung.coded.Decoder` counts it."""
     span = _Span(matrix.shape[1])
     for row in matrix:
         span.add(row)
@@ -235,21 +235,23 @@ def rank(matrix: Tensor) -> int:
 def redundancy(
     matrix: Tensor, holders: Sequence[Hashable] | None = None, *, enough: int | None = None
 ) -> int:
-    """Computes how many holders may vanish, in the worst case, so that the rest determines all partitions.
+    """Computes the worst-case number of holders that may vanish so that the rest determines all partitions.
 
-    The result is exact where that takes at most :data:`MOST_SETS` sets: always with 20 rows of which 4 are coded, up to
-    2 with 256 rows. Beyond, it is a lower bound: all sets of so many losses have been tried.
+    The result is exact if that takes at most :data:`MAX_LOSS_SETS` sets: always with 20 rows of which 4 are
+    coded, up to 2 with 256 rows. Beyond, it is a lower bound: all sets of that many losses have been tested.
 
     Args:
-      matrix: as of :func:`missing_ranks`, and so are the others.
-      holders: the holder of each row; ``None``: each row has its own.
-      enough: the most losses that are tried; ``None``: those of all holders.
+      matrix: Coefficients; see :func:`compute_rank_deficits`, also for the other arguments.
+      holders: Holder of each row; ``None`` gives each row its own.
+      max_losses: Maximum number of losses to test; ``None`` tests those of all holders.
 
     Returns:
-      At least 0, or -1 where the rows as they are do not determine all partitions.
+      At least 0, or -1 if the rows as they are do not determine all partitions.
     """
-    whole = itertools.takewhile(lambda missing: not missing, missing_ranks(matrix, holders, enough=enough))
-    return sum(1 for _ in whole) - 1
+    safe_losses = itertools.takewhile(
+        lambda missing: not missing, missing_ranks(matrix, holders, enough=enough)
+    )
+    return sum(1 for _ in safe_losses) - 1
 
 
 def missing_ranks(
@@ -258,35 +260,34 @@ def missing_ranks(
     *,
     enough: int | None = None,
 ) -> Iterator[int]:
-    """Yields the missing rank without losses, then after losses of one holder, of two, and so on, each summed over all
-    sets of so many holders.
+    """Yields the missing rank after losses of no holder, one, two, and so on, summed over all sets.
 
-    At most :data:`MOST_SETS` sets are tried; a number of losses that would exceed them is not begun. A set costs a
-    matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
+    At most :data:`MAX_LOSS_SETS` sets are tested; a number of losses that would exceed them is not begun. A set
+    costs a matrix of the coded rows by those partitions whose raw rows are lost: all other raw rows are known.
 
     Args:
-      matrix: (rows, partitions), float64.
-      holders: the holder of each row; ``None``: each row has its own.
-      enough: the most losses that are tried; ``None``: those of all holders.
+      matrix: Coefficients, (rows, partitions), float64.
+      holders: Holder of each row; ``None`` gives each row its own.
+      max_losses: Maximum number of losses to test; ``None`` tests those of all holders.
     """
     holders = range(len(matrix)) if holders is None else holders
     raw, coded = _split(dict(enumerate(matrix)))
-    gone = [k for k in range(matrix.shape[1]) if k not in raw]
+    non_raw = [k for k in range(matrix.shape[1]) if k not in raw]
     raw_of: dict[Hashable, list[int]] = {holder: [] for holder in holders}
     for k, place in raw.items():
         raw_of[holders[place]].append(k)
     numbers = {holder: number for number, holder in enumerate(raw_of)}
     held_by = torch.tensor([numbers[holders[place]] for place in coded], dtype=torch.int64)
-    rows, tried = _unit(matrix[coded]), -1  # without losses there is no set
+    rows, num_sets = _unit(matrix[coded]), -1  # not counting the empty set
     for losses in range(1 + (len(raw_of) if enough is None else min(enough, len(raw_of)))):
-        tried += math.comb(len(raw_of), losses)
-        if tried > MOST_SETS:
+        num_sets += math.comb(len(raw_of), losses)
+        if num_sets > MOST_SETS:
             return
-        # Only sets that lose as many raw rows fit into one tensor.
+        # Sets share a tensor only if they lose equally many raw rows.
         by_width: dict[int, list[tuple[list[int], list[int]]]] = {}
-        for some in itertools.combinations(raw_of, losses):
-            columns = [*gone, *itertools.chain.from_iterable(raw_of[holder] for holder in some)]
-            lost = [numbers[holder] for holder in some]
+        for lost_holders in itertools.combinations(raw_of, losses):
+            columns = [*non_raw, *itertools.chain.from_iterable(raw_of[holder] for holder in lost_holders)]
+            lost = [numbers[holder] for holder in lost_holders]
             by_width.setdefault(len(columns), []).append((lost, columns))
         yield sum(
             _missing(rows, held_by, sets[begin : begin + _AT_ONCE])
@@ -296,16 +297,16 @@ def missing_ranks(
 
 
 def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
-    """Sums the ranks that the remaining holders' coded rows lack in the columns that no raw row gives.
+    """Sums the missing ranks of the remaining holders' coded rows, in the columns that no raw row determines.
 
     Args:
-      rows: (coded, partitions), each of length 1.
-      held_by: (coded,), the number of each row's holder.
-      sets: numbers of the holders that are lost, and as many columns in each set.
+      rows: Coded rows, (coded, partitions), each of length 1.
+      held_by: Number of each row's holder, (coded,).
+      sets: Numbers of the lost holders, and the columns, equally many in each set.
     """
     lost, columns = (torch.tensor(numbers, dtype=torch.int64) for numbers in zip(*sets, strict=True))
-    stays = (held_by[:, None] != lost[:, None]).all(dim=2)
-    blocks = rows[:, columns].movedim(0, 1) * stays[:, :, None]  # (sets, coded, columns)
+    is_remaining = (held_by[:, None] != lost[:, None]).all(dim=2)
+    blocks = rows[:, columns].movedim(0, 1) * is_remaining[:, :, None]  # (sets, coded, columns)
     return columns.numel() - int((torch.linalg.svdvals(blocks) > TOLERANCE).sum())
 
 
@@ -313,23 +314,23 @@ def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list
 
 
 class Plan(Generic[Index]):
-    r"""One factorisation, for all answers of one set of blocks.
+    """One factorisation for all answers of one set of blocks.
 
-    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the coded
-    answers :math:`Y = G X` give
+    Raw answers are the partitions themselves. With M the partitions that are missing and H the others, the
+    coded answers :math:`Y = G X` give
 
     .. math:: G_M X_M = Y - G_H X_H
 
-    which is solved by QR, in the sense of least squares, with each row scaled to length 1 first. Equal sets of answers
-    give equal bits, in any order of arrival.
+    which is solved by QR, in the sense of least squares, with each row scaled to length 1 first. Equal sets of
+    answers give equal bits, in any order of arrival.
 
     Args:
-      rows: (K,), the coefficients of each answer; together of rank K.
+      rows: Coefficients of each answer, (K,); together of rank K.
     """
 
     def __init__(self, rows: Mapping[Index, Tensor]) -> None:
         self.answers = tuple(rows)
-        """The blocks whose answers count."""
+        """Identifiers of the blocks whose answers are used."""
         self._raw, self._coded = _split(rows)
         self._coded.sort(key=lambda index: rows[index].tolist())
         matrix = torch.stack(list(rows.values()))
@@ -337,8 +338,7 @@ class Plan(Generic[Index]):
         self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
         values = torch.linalg.svdvals(_unit(matrix))
         self.condition = float(values[0] / values[-1])
-        """Of the matrix of all rows, each scaled to length 1: largest over smallest singular value. In decoding,
-        relative errors of the answers grow at most so many times."""
+        """Condition of the matrix of all rows, each scaled to length 1; bounds the growth of errors."""
         if self.missing:
             by_row = torch.stack([rows[index] for index in self._coded])
             self._lengths = by_row.norm(dim=1)
@@ -348,48 +348,48 @@ class Plan(Generic[Index]):
             self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing)])
 
     def apply(self, answers: Mapping[Index, Tensor]) -> list[Tensor]:
-        """Solves for the K tensors that the answers are combinations of, in the order of the partitions.
+        """Solves for the K tensors that the answers combine, in the order of the partitions.
 
-        Partitions may have unlike numbers of rows: a coded block is as high as the highest partition, the others being
-        padded with zeros below. A raw answer may have its partition's own height instead.
+        Partitions may have different numbers of rows. A coded block is as high as the highest partition, with
+        the others padded by zeros below. A raw answer may have its partition's own height instead.
 
         Args:
-          answers: by block: (b, c) of a coded one, (at most b, c) of a raw one; float64.
+          answers: Answer of each block, float64: (b, c) of a coded one, (at most b, c) of a raw one.
 
         Returns:
-          Raw answers as they are, and (b, c) for each partition that was missing.
+          Raw answers unchanged, and (b, c) for each missing partition.
         """
-        found = {k: answers[index] for k, index in self._raw.items()}
+        solutions = {k: answers[index] for k, index in self._raw.items()}
         if self.missing:
-            given = torch.stack([answers[index] for index in self._coded])
-            rest = given.reshape(len(given), -1) / self._lengths[:, None]
+            coded_answers = torch.stack([answers[index] for index in self._coded])
+            rhs = coded_answers.reshape(len(coded_answers), -1) / self._lengths[:, None]
             if self._used:
-                known = given.new_zeros(len(self._used), *given.shape[1:])
-                for place, k in zip(known, self._used, strict=True):
+                raw_answers = coded_answers.new_zeros(len(self._used), *coded_answers.shape[1:])
+                for row, k in zip(raw_answers, self._used, strict=True):
                     answer = answers[self._raw[k]]
-                    place[: len(answer)] = answer
-                rest -= self._known @ known.reshape(len(known), -1)
-            solved = torch.linalg.solve_triangular(self._r, self._q.T @ rest, upper=True)
-            found |= zip(self.missing, solved.reshape(-1, *given.shape[1:]), strict=True)
-        return [found[k] for k in range(self._partitions)]
+                    row[: len(answer)] = answer
+                rhs -= self._known @ raw_answers.reshape(len(raw_answers), -1)
+            solution = torch.linalg.solve_triangular(self._r, self._q.T @ rhs, upper=True)
+            solutions |= zip(self.missing, solution.reshape(-1, *coded_answers.shape[1:]), strict=True)
+        return [solutions[k] for k in range(self._partitions)]
 
 
 @lru_cache(_PLANS)
 def cached_plan(rows: tuple[tuple[Any, bytes], ...]) -> Plan[Any]:
-    """Makes the plan of some rows, given as bytes in the order of their blocks; made once for all pieces and rounds."""
+    """Returns the cached plan of rows, given as bytes in the order of their blocks."""
     return Plan({index: torch.frombuffer(bytearray(row), dtype=torch.float64) for index, row in rows})
 
 
 class Decoder(Generic[Index]):
-    """Takes answers until they determine all partitions.
+    """Collects answers until they determine all partitions.
 
-    The rank is numeric: a row of which at most :data:`TOLERANCE` of its length lies outside the span of those before it
-    counts as dependent, since with it the condition would be too large. Where the answers are of full rank
-    and yet too ill-conditioned, there is no plan. The decoder takes further answers, and then all count, by least
-    squares.
+    The rank is numeric. A row counts as dependent if at most :data:`TOLERANCE` of its length lies outside the
+    span of the earlier rows, since its condition would be too large. If answers of full rank are still too
+    ill-conditioned, there is no plan. The decoder then takes further answers, and all of them are used, by
+    least squares.
 
     Args:
-      partitions: K.
+      partitions: Number of partitions, K.
     """
 
     def __init__(self, partitions: int) -> None:
@@ -402,28 +402,28 @@ class Decoder(Generic[Index]):
         return self._span.rank
 
     def add(self, index: Index, row: Tensor) -> bool:
-        """Takes an answer; tells whether the rank grew. A raw one counts even where it did not, as it needs no solving.
+        """Adds an answer; returns True if the rank grew. A raw one is used in any case, as it needs no solving.
 
         Args:
-          index: of its block; once each.
-          row: (partitions,), its coefficients, finite and float64.
+          index: Identifier of its block; once each.
+          row: Coefficients, (partitions,), finite and float64.
         """
         self._rows[index] = row
         return self._span.add(row)
 
     def plan(self) -> Plan[Index] | None:
-        """Gives the plan that decodes the answers, with a condition of at most :data:`MAX_CONDITION`, if there is one.
+        """Returns a plan for the answers, with a condition of at most :data:`MAX_CONDITION`, if there is one.
 
-        Raw answers count, and the first coded ones that they need, or all where these are ill-conditioned.
+        It uses the raw answers and the first coded ones that they need, or all if these are ill-conditioned.
         """
         if self.rank < self._partitions:
             return None
         span, (raw, _) = _Span(self._partitions), _split(self._rows)
-        first = {index: self._rows[index] for index in raw.values()} | self._rows
-        least = {index: row for index, row in first.items() if span.add(row)}
-        for rows in (least, self._rows):
+        ordered_rows = {index: self._rows[index] for index in raw.values()} | self._rows
+        minimal_rows = {index: row for index, row in ordered_rows.items() if span.add(row)}
+        for rows in (minimal_rows, self._rows):
             if len(rows) >= self._partitions:
-                plan = cached_plan(tuple((one, rows[one].numpy().tobytes()) for one in sorted(rows)))  # type: ignore[type-var]
+                plan = cached_plan(tuple((key, rows[key].numpy().tobytes()) for key in sorted(rows)))  # type: ignore[type-var]
                 if plan.condition <= MAX_CONDITION:
                     return plan
         return None

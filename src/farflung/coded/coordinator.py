@@ -1,4 +1,4 @@
-"""The coordinator: it has labels, weights and the registry, turns products into rounds, and sees no features."""
+"""Coordinator of coded training: holds labels, weights and the registry, and sees no features."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ T = TypeVar("T")
 
 _NAME = "coded training"
 _BACK_S = 10.0
-"""The time for which a restarted coordinator waits for all devices, where those that are there would do."""
+"""Time for which a restarted coordinator waits for all devices, even if those present would suffice."""
 _LOOKS = 5.0
-"""Time between two probes of devices that make blocks, in times of the shortest deadline."""
+"""Time between two probes of devices that build blocks, in multiples of the shortest timeout."""
 _REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
 _OVERFLOW = "a product of the samples is not finite in float64: the features are too large: scale them"
 _MAX_FEATURES = 1 << 28
-"""One column of weights for more would be larger than any message."""
+"""Limit of columns: one column of weights for more would exceed the largest message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,22 @@ class Settings:
     """Settings of the coordinator.
 
     Args:
-      partitions: the number of partitions with which training begins, :math:`K`.
-      devices: the number of devices with which it begins, :math:`N`, those that bring partitions among them.
-      code: the coefficients of coded blocks, as text; see :data:`farflung.coded.CODES`.
-      seed: of the code.
-      redundancy: so many devices may vanish at any time, in the worst case: blocks are made that make up for lost ones.
-      pieces: into which every product is cut; 1: whole blocks.
-      transposed: the way to the product with residuals: from coded ``"columns"``; or by ``"repair"``, without them:
-        each device with a partition answers for it, and for one that does not the others multiply their blocks of rows
-        by its residuals, a round for each.
-      on_loss: when a partition is lost that does not follow from the remaining blocks, ``"wait"`` for it to come back,
-        or ``"go_on"`` without it.
-      patience_s: the time for which training waits for missing devices, in seconds.
-      least_s: no device counts as silent sooner, in seconds.
+      partitions: Number of partitions at the start, :math:`K`.
+      devices: Number of devices at the start, :math:`N`, including those that bring partitions.
+      code: Coefficients of coded blocks, as text; see :data:`farflung.coded.CODES`.
+      seed: Seed of the code.
+      redundancy: Number of devices that may vanish at any time, in the worst case; lost blocks are replaced.
+      pieces: Number of pieces of each product; 1 sends whole blocks.
+      transposed: Method for the product with residuals: coded ``"columns"``, or ``"repair"`` without them. Then
+        each device multiplies its own partition, and for a lost one the others multiply their rows, a round for
+        each.
+      on_loss: Reaction to a lost partition that the remaining blocks do not determine: ``"wait"`` until it
+        returns, or ``"go_on"`` without it.
+      patience_s: Time for which training waits for missing devices, in seconds.
+      min_timeout_s: Shortest time after which a device counts as silent, in seconds.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: a value is out of its range.
     """
 
     partitions: int
@@ -108,9 +108,9 @@ class Settings:
         choice_option(_NAME, "transposed", self.transposed, ("columns", "repair"))
         number_option(_NAME, "patience_s", self.patience_s, 0.001)
         number_option(_NAME, "least_s", self.least_s, 0.001)
-        most = min(self.redundancy, self.devices)
-        sets = accumulate(math.comb(self.devices, losses) for losses in range(1, most + 1))
-        if any(tried > MOST_SETS for tried in sets):
+        max_losses = min(self.redundancy, self.devices)
+        sets = accumulate(math.comb(self.devices, losses) for losses in range(1, max_losses + 1))
+        if any(num_sets > MOST_SETS for num_sets in sets):
             raise ConfigError(
                 f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} "
                 "sets of devices that may vanish, and no more are tried: lower it"
@@ -118,12 +118,12 @@ class Settings:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of blocks that are made."""
+        """Kinds of blocks that are built."""
         return ("rows", "columns") if self.transposed == "columns" else ("rows",)
 
 
 class PartitionsChanged(Exception):
-    """Other samples are trained on from now on, so a product that was under way is of no use."""
+    """Raised when the set of training samples has changed, so a running product is obsolete."""
 
 
 @dataclass(slots=True)
@@ -131,10 +131,10 @@ class Counters:
     """Counts of a run.
 
     Args:
-      rounds: products and parts of products that devices were asked for.
-      refused: messages that were not of their form, or that were not expected.
-      late: answers for pieces that were decoded before.
-      silences: times that a device has fallen silent.
+      rounds: Number of products, and parts of products, that devices were asked for.
+      num_refused: Number of malformed or unexpected messages.
+      num_late: Number of answers for pieces that were already decoded.
+      silences: Number of times that a device has fallen silent.
     """
 
     rounds: int = 0
@@ -147,55 +147,52 @@ class Coordinator:
     """Rank 0 of a run: gathers devices, orders blocks, and computes the two products of all samples.
 
     Args:
-      runtime: the world.
-      settings: of the run.
-      run: its name, by which devices know their blocks.
-      record: keeps events, and the registry for a restarted coordinator; ``None``: nothing is kept.
+      runtime: Runtime of rank 0.
+      settings: Settings of the run.
+      run: Name of the run, by which devices recognize their blocks.
+      record: Store of events and of the registry, for a restart; ``None`` stores nothing.
     """
 
     def __init__(
         self, runtime: Runtime, settings: Settings, *, run: str = "run", record: Record | None = None
     ) -> None:
-        before = None if record is None else record.registry()
-        self.registry = before or Registry()
-        """The state of members, partitions and blocks."""
+        saved = None if record is None else record.registry()
+        self.registry = saved or Registry()
+        """State of members, partitions and blocks."""
         self.changed = False
-        """Whether there are other partitions than those that are trained on."""
+        """True if partitions have become trainable that are not trained on."""
         self.check_labels: Callable[[Tensor], str] = lambda labels: ""
-        """Describes what is wrong with the labels of a partition that comes; empty: nothing."""
+        """Describes the error in the labels of a new partition; returns an empty string if there is none."""
         self.counters = Counters()
         self._runtime, self._comm, self._settings = runtime, runtime.comm, settings
         self._run, self._record, self._began = run, record, runtime.now()
-        self._again = before is not None
-        """Whether the run goes on from a record."""
+        self._again = saved is not None
         self._encoded = False
-        """Whether the first blocks have been ordered."""
         self._stirred = False
-        """Whether other blocks may answer than when devices were asked last."""
+        """True if blocks may answer that devices have not been asked for yet."""
         code = build("code", settings.code, CODES)
         self._placement = Placement(code, settings.seed, settings.redundancy, settings.kinds)
         self._probed = set[int]()
-        """Devices that were probed and have not answered yet."""
+        """Ranks that were probed and have not answered yet."""
         self._to_meet = dict[int, tuple[int, int]]()
-        """Devices that get ready for a later one, and that one, by the number of their meeting."""
+        """Pairs of ranks that are about to connect, by meeting number; the first one prepares."""
         self._meetings = 0
         self._gone = set[int]()
-        """Ranks whose messages from before their loss are ignored."""
+        """Ranks whose earlier messages are ignored."""
         self._refused = Counter[int]()
-        """Messages, by sender."""
+        """Number of refused messages by sender."""
         self._rounds = dict[int, Round]()
-        """Under way, by number."""
         self._progress: dict[int, Progress] = {}
-        """Of the devices, as they have answered probes."""
+        """Progress of each device, by its answers to probes."""
         self._carried = Progress()
-        """Of the bytes to and from devices."""
+        """Progress of the bytes to and from devices."""
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, settings.least_s) for kind in settings.kinds
         }
         self._events = Queue[Callable[[], bool]]()
-        """Functions that take in an event, and say whether it brings the run nearer."""
+        """Event handlers; each returns True if its event counts as progress."""
         self._overdue = False
-        """Whether the deadline of the rounds under way has passed."""
+        """True once the deadline of the current rounds has passed."""
         self._look_later()
         self._listen(messages.REPORT, None)
         runtime.launch(self._take_in(self._comm.departure, self._lose))
@@ -204,12 +201,12 @@ class Coordinator:
     # --- a run ------------------------------------------------------------------------------------------------------
 
     async def gather(self) -> None:
-        """Waits for the devices and partitions of the beginning, and has their data encoded; does nothing later.
+        """Waits for the initial devices and partitions, and for their encoding; later calls do nothing.
 
         Raises:
-          RunLost: they do not come, or are lost while data are encoded.
+          RunLost: devices are missing for too long, or are lost before their data are encoded.
         """
-        wanted, registry = self._settings, self.registry
+        settings, registry = self._settings, self.registry
         if self._encoded:
             return
         self.tell("begins")
@@ -217,37 +214,36 @@ class Coordinator:
         if self._again:
             self._call_at(enough_at, lambda: False)
 
-        def brought() -> int:
-            return sum(registry.raw(one) is not None for one in registry.partitions)
+        def count_partitions() -> int:
+            return sum(registry.raw(partition) is not None for partition in registry.partitions)
 
         await self._until(
             lambda: (
-                (len(registry.members) >= wanted.devices and brought() >= wanted.partitions)
+                (len(registry.members) >= settings.devices and count_partitions() >= settings.partitions)
                 or (self._again and self._runtime.now() >= enough_at and self._decodable())
             ),
             lambda: (
-                f"{len(registry.members)} of {wanted.devices} devices and {brought()} of "
-                f"{wanted.partitions} partitions have come"
+                f"{len(registry.members)} of {settings.devices} devices and {count_partitions()} of "
+                f"{settings.partitions} partitions have come"
             ),
         )
         self._encoded = True
         if not registry.active:
             for partition in registry.partitions:
                 partition.active = registry.raw(partition) is not None
-            if "columns" in wanted.kinds:
+            if "columns" in settings.kinds:
                 registry.bounds = bounds_of(registry.features, len(registry.active))
         self._repair()
         await self._until(
-            lambda: not registry.making() and self._decodable(), lambda: self._in_need(wanted.kinds[-1])
+            lambda: not registry.making() and self._decodable(), lambda: self._in_need(settings.kinds[-1])
         )
         self.tell("encoded")
 
     def _decodable(self) -> bool:
-        """Tells whether devices that are heard can answer for all that is trained on."""
         return all(self.registry.decodable(kind) for kind in self._settings.kinds)
 
     def settle(self) -> list[Partition]:
-        """Takes in all partitions that can be trained on, and lists those that are trained on from now on."""
+        """Activates all partitions that can be trained on, and returns the active ones."""
         self.changed = False
         for partition in self.registry.partitions:
             partition.active |= self.registry.trainable(partition, self._settings.kinds)
@@ -256,7 +252,7 @@ class Coordinator:
 
     @property
     def samples(self) -> int:
-        """Rows of all data that are trained on."""
+        """Number of rows that are trained on."""
         return sum(partition.rows for partition in self.registry.active)
 
     @property
@@ -267,9 +263,9 @@ class Coordinator:
         """Multiplies all samples by weights; see :class:`farflung.coded.Products`.
 
         Raises:
-          BadSamples: the product, or one that it follows from, is not finite.
-          PartitionsChanged: some of the data are lost for good, and training goes on without them.
-          RunLost: too few devices are left, and none has come for the patience of the run.
+          BadSamples: the product, or an answer for it, is not finite.
+          PartitionsChanged: some data are lost for good, and training continues without them.
+          RunLost: too few devices are left, and none has joined within the patience of the run.
         """
         heights = [partition.rows for partition in self.registry.active]
         return torch.cat((await self._carry(self._round("rows", weights, (), heights))).products)
@@ -283,42 +279,44 @@ class Coordinator:
         return torch.cat((await self._carry(self._round("columns", residuals, numbers, widths))).products)
 
     async def _by_repair(self, active: Sequence[Partition], residuals: Tensor) -> Tensor:
-        """Multiplies each partition on its own device, and on all others for a device that does not answer.
+        """Multiplies each partition on its own device, or on all others if that device does not answer.
 
-        Rows alone are coded, so a coded answer is a sum over partitions with one operand. Of its decoded parts, those
-        of the other partitions are of no use.
+        Only rows are coded, so a coded answer is a sum over partitions with one operand. Of the decoded parts,
+        only that of the missing partition is used.
         """
         features = self.registry.features
         parts = torch.split(residuals, [partition.rows for partition in active])
-        own = {
-            one.number: self._round("rows", part, (one.number,), [features], [one.number])
-            for one, part in zip(active, parts, strict=True)
-            if self.registry.raw(one) is not None
+        own_rounds = {
+            partition.number: self._round("rows", part, (partition.number,), [features], [partition.number])
+            for partition, part in zip(active, parts, strict=True)
+            if self.registry.raw(partition) is not None
         }
-        if own:
-            await self._carry(*own.values(), patiently=False)
+        if own_rounds:
+            await self._carry(*own_rounds.values(), patiently=False)
         total = torch.zeros(features, residuals.shape[1], dtype=torch.float64)
-        for place, (one, part) in enumerate(zip(active, parts, strict=True)):
-            found = own.get(one.number)
-            if found is not None and found.complete:
-                total += found.products[0]
+        for place, (partition, part) in enumerate(zip(active, parts, strict=True)):
+            own_round = own_rounds.get(partition.number)
+            if own_round is not None and own_round.complete:
+                total += own_round.products[0]
                 continue
-            whole = await self._carry(self._round("rows", part, (one.number,), [features] * len(active)))
-            total += whole.products[place]
+            round = await self._carry(
+                self._round("rows", part, (partition.number,), [features] * len(active))
+            )
+            total += round.products[place]
         return total
 
     async def end(self, reason: str = "") -> None:
-        """Lets all devices go."""
-        for told in [self._send(rank, End(reason)) for rank in self.registry.members]:
-            await told
+        """Releases all devices."""
+        for sending in [self._send(rank, End(reason)) for rank in self.registry.members]:
+            await sending
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the coordinator began, by the clock of its events."""
+        """Seconds since the coordinator started, by the clock of its events."""
         return self._runtime.now() - self._began
 
     def tell(self, event: str, **values: Json) -> None:
-        """Records an event, with the redundancy at that time."""
+        """Records an event with the current redundancy."""
         if self._record is not None:
             redundancy: Json = (
                 [self.registry.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds]
@@ -340,12 +338,12 @@ class Coordinator:
         if not bool(operand.isfinite().all()):
             raise BadSamples(_OVERFLOW)
         self.counters.rounds += 1
-        number, due = self.counters.rounds, None
+        number, replayed = self.counters.rounds, None
         decision = self._runtime.decisions.replayed("answers", number, self._comm.rank)
         if decision is not None:
             with deciding(decision.name, decision.step):
                 sets: Any = decision.value
-                due = [frozenset(map(int, one)) for one in sets]
+                replayed = [frozenset(map(int, numbers)) for numbers in sets]
         return Round(
             number,
             kind,
@@ -354,77 +352,80 @@ class Coordinator:
             operand.clone(),
             partitions,
             self._settings.pieces,
-            due,
+            replayed,
         )
 
     async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
-        """Has rounds answered, side by side; returns the last of them.
+        """Runs rounds concurrently and returns the last of them.
 
         Args:
-          rounds: of one kind.
-          patiently: whether to wait until they are complete; otherwise until the learned deadline.
+          rounds: Rounds of one kind.
+          must_complete: True to wait for all pieces; False to stop at the learned deadline.
         """
         kind, begin = rounds[0].kind, self._runtime.now()
-        self._rounds = {one.number: one for one in rounds}
+        self._rounds = {round.number: round for round in rounds}
         self._overdue, self._stirred = False, True
         for number in self._rounds:
             self._listen(messages.answers(number), number)
         self._watch(kind)
 
         def is_hopeless() -> bool:
-            return any(one.is_hopeless(self.registry.heard) for one in rounds)
+            return any(round.is_hopeless(self.registry.heard) for round in rounds)
 
         try:
             await self._until(
                 lambda: (
-                    all(one.complete for one in rounds) or (self._overdue and not patiently) or is_hopeless()
+                    all(round.complete for round in rounds)
+                    or (self._overdue and not patiently)
+                    or is_hopeless()
                 ),
                 lambda: self._in_need(kind),
             )
             if is_hopeless():
                 raise BadSamples(_OVERFLOW)
         finally:
-            for number, one in self._rounds.items():
+            for number, round in self._rounds.items():
                 self._runtime.launch(self._forget(number))
-                self.counters.late += one.late
+                self.counters.late += round.late
             self._rounds = {}
         if not self._overdue:
             self._deadlines[kind].learn(self._runtime.now() - begin)
-        for one in rounds:
-            if one.complete:
-                self._runtime.decide_own("answers", one.number, one.decision)
+        for round in rounds:
+            if round.complete:
+                self._runtime.decide_own("answers", round.number, round.decision)
         return rounds[-1]
 
     def _ask(self) -> None:
-        """Has all blocks multiplied that can answer and were not asked yet."""
-        for one in self._rounds.values():
-            blocks = [block for block in self.registry.answering(one.kind) if one.serves(block)]
-            for rank, task in one.tasks(blocks, min(self._rounds)).items():
+        """Sends tasks for all blocks that can answer and have not been asked for."""
+        for round in self._rounds.values():
+            blocks = [block for block in self.registry.answering(round.kind) if round.serves(block)]
+            for rank, task in round.tasks(blocks, min(self._rounds)).items():
                 self._send(rank, task)
 
     def _watch(self, kind: Kind) -> None:
         rounds = self._rounds
 
-        def pass_deadline() -> bool:
-            """Counts devices as silent that were asked and have answered nothing since the last deadline."""
+        def check_deadline() -> bool:
+            """Marks devices as silent that have answered nothing since the last deadline."""
             if rounds is self._rounds:
                 self._overdue = True
-                self._silence(set[int]().union(*(one.silent() for one in rounds.values())))
+                self._silence(set[int]().union(*(round.silent() for round in rounds.values())))
                 self._watch(kind)
             return False
 
-        self._call_at(self._runtime.now() + self._deadlines[kind].seconds, pass_deadline)
+        self._call_at(self._runtime.now() + self._deadlines[kind].seconds, check_deadline)
 
     def _in_need(self, kind: Kind) -> str:
-        """Describes what is missing for products."""
         registry = self.registry
-        silent = [rank for rank, member in registry.members.items() if member.silent]
-        lost = [one for one in registry.active if not registry.recoverable(one)]
+        silent_ranks = [rank for rank, member in registry.members.items() if member.silent]
+        lost_partitions = [partition for partition in registry.active if not registry.recoverable(partition)]
         texts = [f"{len(registry.heard)} devices are heard of"]
-        if silent:
-            texts.append(f"silent: rank {', '.join(map(str, sorted(silent)))}")
-        if lost:
-            texts.append(f"lost with their devices: {', '.join(one.name or str(one.number) for one in lost)}")
+        if silent_ranks:
+            texts.append(f"silent: rank {', '.join(map(str, sorted(silent_ranks)))}")
+        if lost_partitions:
+            texts.append(
+                f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost_partitions)}"
+            )
         elif kind == "columns" and not registry.decodable(kind):
             texts.append(
                 f"column blocks {', '.join(map(str, registry.missing(kind)))} follow from none that are there"
@@ -434,72 +435,71 @@ class Coordinator:
     # --- events -----------------------------------------------------------------------------------------------------
 
     async def _until(self, there: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Takes in events until a condition holds.
+        """Handles events until a condition holds.
 
         Raises:
-          RunLost: no event has brought it nearer for the patience of the run.
+          RunLost: no event has counted as progress within the patience of the run.
         """
-        patience_s, since = self._settings.patience_s, self._runtime.now()
+        patience_s, progress_s = self._settings.patience_s, self._runtime.now()
         is_waiting, is_paused = True, False
 
-        def lose_patience() -> bool:
-            left_s = since + patience_s - self._runtime.now()
-            if is_waiting and left_s <= 0:
+        def check_patience() -> bool:
+            remaining_s = progress_s + patience_s - self._runtime.now()
+            if is_waiting and remaining_s <= 0:
                 raise RunLost(
                     f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
                 )
             if is_waiting:
-                self._call_at(self._runtime.now() + left_s, lose_patience)
+                self._call_at(self._runtime.now() + remaining_s, check_patience)
             return False
 
-        self._call_at(since + patience_s, lose_patience)
+        self._call_at(progress_s + patience_s, check_patience)
         try:
             while True:
                 if self._stirred:
                     self._stirred = False
                     self._ask()
-                    kinds = [one.kind for one in self._rounds.values()]
+                    kinds = [round.kind for round in self._rounds.values()]
                     if not is_paused and not all(map(self.registry.decodable, kinds)):
                         is_paused = True
                         self.tell("paused", missing=missing())
                 if there():
                     break
-                take_in = await self._events.next()
-                if take_in():
-                    since = self._runtime.now()
+                handle = await self._events.next()
+                if handle():
+                    progress_s = self._runtime.now()
         finally:
             is_waiting = False
         if is_paused:
             self.tell("goes_on")
 
     async def _count_bytes(self, stuck: Sequence[int]) -> None:
-        """Counts bytes to and from devices as progress, such as those of an operand that is under way.
+        """Counts bytes to and from devices as progress, for instance of an operand in transit.
 
         Args:
-          stuck: the devices whose bytes do not count, as they are orders that fail again and again.
+          stuck: Devices that do not count because their orders fail repeatedly.
         """
         moved = self._comm.moved_nbytes
         nbytes = moved() - sum(map(moved, stuck))
 
-        def carries() -> bool:
-            """Tells whether enough bytes have come or gone since the last call to count as progress."""
-            now = self._runtime.now()
-            self._carried.update(0, nbytes, now, self._settings.patience_s)
-            return self._carried.last_s == now
+        def has_traffic() -> bool:
+            """Returns True if enough bytes have moved since the last call to count as progress."""
+            time_s = self._runtime.now()
+            self._carried.update(0, nbytes, time_s, self._settings.patience_s)
+            return self._carried.last_s == time_s
 
-        self._events.put(carries)
+        self._events.put(has_traffic)
 
     def _call_at(self, t: float, take_in: Callable[[], bool]) -> None:
-        """Adds an event at a time."""
         self._runtime.sleep_until(t).on_done(lambda _: self._events.put(take_in))
 
     def _listen(self, tag: Tag, round: int | None) -> None:
-        """Takes in the messages of a tag, until its exchange is forgotten."""
+        """Queues the messages of a tag until its exchange is cancelled."""
         receive = partial(self._comm.recv_any, tag, deadline_s=math.inf)
-        self._runtime.launch(self._take_in(receive, lambda said: self._take(*said, round)))
+        self._runtime.launch(self._take_in(receive, lambda message: self._take(*message, round)))
 
     async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], bool]) -> None:
-        """Adds an event for each thing that comes, until there will be no other."""
+        """Queues an event for each received item until the source ends."""
         with suppress(WaitEnded):
             while True:
                 self._events.put(partial(take, await receive()))
@@ -508,14 +508,14 @@ class Coordinator:
         self._comm.forget(messages.answers(round).exchange)
 
     def _expect(self, rank: int) -> bool:
-        """Listens to a device that has come, and may have the rank of an earlier one."""
+        """Accepts messages of a new device, which may have the rank of an earlier one."""
         self._gone.discard(rank)
         return False
 
     def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
-        """Takes in a report, or a piece of the product of a round; tells whether it brings the run nearer.
+        """Handles a report, or an answer of a round; returns True if it counts as progress.
 
-        A failed block does where some of its rows have come; otherwise it may fail for ever.
+        A failed block counts only if some of its rows have arrived; otherwise it could fail forever.
         """
         if rank in self._gone:
             return False
@@ -533,15 +533,15 @@ class Coordinator:
         return True
 
     def _gets_further(self, rank: int, nbytes: int) -> bool:
-        """Tells whether a device that makes a block has exchanged rows since it was probed before."""
-        now = self._runtime.now()
+        """Returns True if a device has exchanged rows for a block since its last probe."""
+        time_s = self._runtime.now()
         progress = self._progress.setdefault(rank, Progress())
-        progress.update(0, nbytes, now, self._settings.patience_s)
-        makes = any(block.holder == rank for block in self.registry.making())
-        return makes and not self.registry.members[rank].is_stuck and progress.last_s == now
+        progress.update(0, nbytes, time_s, self._settings.patience_s)
+        is_building = any(block.holder == rank for block in self.registry.making())
+        return is_building and not self.registry.members[rank].is_stuck and progress.last_s == time_s
 
     def _refuse(self, rank: int, why: str) -> None:
-        """Counts a message; of those of one device the 1st, 2nd, 4th, 8th and so on are recorded."""
+        """Counts a refused message; records the 1st, 2nd, 4th, 8th and so on of each device."""
         self.counters.refused += 1
         self._refused[rank] += 1
         if self._refused[rank].bit_count() == 1:
@@ -550,10 +550,10 @@ class Coordinator:
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self, rank: int, report: Report) -> bool:
-        """Takes in a report of a device; tells whether it brings the run nearer.
+        """Handles a report of a device; returns True if it counts as progress.
 
         Raises:
-          Malformed: it speaks of a block or device that there is not.
+          MalformedMessage: it names an unknown block or device.
         """
         member = self.registry.members.get(rank)
         if isinstance(report, Hello):
@@ -575,7 +575,7 @@ class Coordinator:
         return not (isinstance(report, Failed) and member.failures)
 
     def _ready(self, rank: int, meeting: int) -> None:
-        """Has the second device of a meeting connect, unless one of the two has gone in the meantime."""
+        """Tells the second device of a meeting to connect, unless one of the two has gone."""
         pair = self._to_meet.get(meeting)
         if meeting >= self._meetings or (pair is not None and pair[0] != rank):
             raise Malformed("ready for a device that is not expected")
@@ -587,7 +587,7 @@ class Coordinator:
         self._send(rank, Meet(other, meeting, first, self._runtime.address_of(other)))
 
     def _ended(self, member: Member, report: Built | Failed) -> None:
-        """Takes in that a block is made, or that it could not be."""
+        """Handles the report that a block was built, or that building it failed."""
         block = self.registry.blocks.get(report.block)
         if block is None:
             raise Malformed("a report on a block that there is not")
@@ -608,10 +608,10 @@ class Coordinator:
                 mds_nbytes=self._under_mds(block, report.fetched_nbytes),
             )
             if block.replaces is not None:
-                old = self.registry.blocks[block.replaces]
-                if old.holder is not None:
-                    self._send(old.holder, Drop((old.number,)))
-                self.registry.discard(old)
+                old_block = self.registry.blocks[block.replaces]
+                if old_block.holder is not None:
+                    self._send(old_block.holder, Drop((old_block.number,)))
+                self.registry.discard(old_block)
         else:
             self.registry.failed(block)
             self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
@@ -640,15 +640,15 @@ class Coordinator:
                 registry.partitions.append(partition)
             raw = partition.block
             registry.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
-        for other in registry.members:
-            pair = min(rank, other), max(rank, other)
+        for peer in registry.members:
+            pair = min(rank, peer), max(rank, peer)
             self._to_meet[self._meetings] = pair
             self._meet(pair[0], pair[1], self._meetings, first=True)
             self._meetings += 1
         registry.members[rank] = Member(rank)
         self._send(rank, Welcome(self._run, raw))
         unknown = []
-        for number in hello.held:  # blocks that it has kept count, unless another device has them by now
+        for number in hello.held:  # stored blocks count, unless another device has them by now
             block = registry.blocks.get(number)
             if hello.run == self._run and block is not None and block.holder is None:
                 block.holder, block.ready = rank, True
@@ -660,69 +660,69 @@ class Coordinator:
         self._repair()
 
     def _unfit(self, hello: Hello) -> str:
-        """Says why a device cannot take part; empty: it can."""
+        """Returns the reason why a device cannot take part; empty if it can."""
         if not hello.partition:
             return ""
         if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
             raise Malformed("data without rows, or too wide, or with another number of labels")
-        known, features = self.registry.named(hello.partition), self.registry.features
+        partition, features = self.registry.named(hello.partition), self.registry.features
         if features and hello.features != features:
             return (
                 f"partition {hello.partition!r} has {hello.features} features, and those that are there have "
                 f"{features}: give all devices the same columns"
             )
-        if strange := self.check_labels(hello.labels):
-            return f"partition {hello.partition!r}: {strange}"
-        if known is None:
+        if mismatch := self.check_labels(hello.labels):
+            return f"partition {hello.partition!r}: {mismatch}"
+        if partition is None:
             return ""
-        holder = self.registry.blocks[known.block].holder
+        holder = self.registry.blocks[partition.block].holder
         if holder is not None and not self.registry.members[holder].silent:
             return f"partition {hello.partition!r} is there already: give each device another one"
-        if known.rows != hello.rows or not torch.equal(known.labels, hello.labels.reshape(-1)):
+        if partition.rows != hello.rows or not torch.equal(partition.labels, hello.labels.reshape(-1)):
             return f"partition {hello.partition!r} was there with other labels: give it another name"
         return ""
 
     # --- losses and silence -----------------------------------------------------------------------------------------
 
     def _lose(self, rank: int) -> bool:
-        """Takes in the loss of a device, which does not bring the run nearer.
+        """Handles the loss of a device, which never counts as progress.
 
         Raises:
-          PartitionsChanged: training goes on without some of the partitions.
+          PartitionsChanged: training continues without some partitions.
         """
         self._gone.add(rank)
-        for one in self._rounds.values():
-            one.lose(rank)
+        for round in self._rounds.values():
+            round.lose(rank)
         if rank not in self.registry.members:
             return False
         self.registry.lose(rank)
         self._to_meet = {number: pair for number, pair in self._to_meet.items() if rank not in pair}
         self.tell("gone", rank=rank)
-        for other in self.registry.members:
-            self._send(other, Lost(rank))
-        changed = self._encoded and self._loses_partitions()
+        for peer in self.registry.members:
+            self._send(peer, Lost(rank))
+        has_dropped = self._encoded and self._loses_partitions()
         self._repair()
-        if changed and self._rounds:
+        if has_dropped and self._rounds:
             raise PartitionsChanged
         return False
 
     def _loses_partitions(self) -> bool:
-        """Tells whether training goes on without partitions that follow from no remaining block."""
-        registry, changed = self.registry, False
-        while lost := [one for one in registry.active if not registry.recoverable(one)]:
+        """Returns True if partitions were dropped because no remaining block determines them."""
+        registry, has_dropped = self.registry, False
+        while lost := [partition for partition in registry.active if not registry.recoverable(partition)]:
             for partition in lost:
                 self.tell("lost", partition=partition.name)
             if self._settings.on_loss == "wait":
                 return False
             for partition in lost:
                 registry.forsake(partition)
-            changed = True
-        if changed and not registry.active:
+            has_dropped = True
+        if has_dropped and not registry.active:
             raise RunLost("no partition is left: all devices that had one are gone")
-        return changed
+        return has_dropped
 
     def _silence(self, ranks: Iterable[int]) -> None:
-        """Counts devices that have let a deadline pass as absent until they are heard, and probes them."""
+        """Marks and probes devices that missed a deadline; they are ignored until they respond."""
         for rank in ranks:
             member = self.registry.members.get(rank)
             if member is None:
@@ -738,29 +738,28 @@ class Coordinator:
         self._call_at(self._runtime.now() + _LOOKS * self._settings.least_s, self._look_after)
 
     def _look_after(self) -> bool:
-        """Probes the devices that make blocks; those that have not answered since the last call count as silent.
+        """Probes devices that build blocks, and marks those as silent that did not answer the last probe.
 
-        Devices that rest may try once more.
+        Devices that are backing off get one more try.
         """
-        resting = [member for member in self.registry.members.values() if member.rests]
-        for member in resting:
+        resting_members = [member for member in self.registry.members.values() if member.rests]
+        for member in resting_members:
             member.failures -= 1
-        if resting:
+        if resting_members:
             self._repair()
-        makers = {block.holder for block in self.registry.making() if block.holder is not None}
-        silent = makers & self._probed
-        self._probed = makers - silent
+        builders = {block.holder for block in self.registry.making() if block.holder is not None}
+        silent_ranks = builders & self._probed
+        self._probed = builders - silent_ranks
         for rank in self._probed:
             self._send(rank, Probe())
-        if silent:
-            self._silence(silent)
-        stuck = [rank for rank, member in self.registry.members.items() if member.is_stuck]
-        self._runtime.launch(self._count_bytes(stuck))
+        if silent_ranks:
+            self._silence(silent_ranks)
+        stuck_ranks = [rank for rank, member in self.registry.members.items() if member.is_stuck]
+        self._runtime.launch(self._count_bytes(stuck_ranks))
         self._look_later()
         return False
 
     def _heard(self, rank: int) -> None:
-        """Takes in a sign of life."""
         self._probed.discard(rank)
         member = self.registry.members.get(rank)
         if member is not None and member.silent:
@@ -771,17 +770,17 @@ class Coordinator:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def _repair(self) -> None:
-        """Orders the blocks that are missing, and lets devices go that may: all of them, before there are blocks."""
-        registry, ordered = self.registry, list[Placed]()
-        while self._encoded and (placed := self._placement.next(registry)) is not None:
-            registry.place(placed)
-            ordered.append(placed)
-        if ordered and self._record is not None:  # before a device acts on it
+        """Orders missing blocks, and releases leaving devices if possible: before encoding, all of them."""
+        registry, placed_blocks = self.registry, list[Placed]()
+        while self._encoded and (placed_block := self._placement.next(registry)) is not None:
+            registry.place(placed_block)
+            placed_blocks.append(placed_block)
+        if placed_blocks and self._record is not None:  # before a device acts on it
             self._record.keep_registry(registry)
-        for placed in ordered:
-            assert placed.block.holder is not None
-            self.tell("ordered", rank=placed.block.holder, block=placed.block.number)
-            self._send(placed.block.holder, placed.order)
+        for placed_block in placed_blocks:
+            assert placed_block.block.holder is not None
+            self.tell("ordered", rank=placed_block.block.holder, block=placed_block.block.number)
+            self._send(placed_block.block.holder, placed_block.order)
         for member in list(registry.members.values()):
             if member.leaving and (not self._encoded or registry.can_go(member.rank)):
                 self._send(member.rank, End())
@@ -794,14 +793,13 @@ class Coordinator:
             self._stirred = True
 
     def _under_mds(self, block: Block, nbytes: int) -> int:
-        """Computes the bytes that other devices would have given for a block with all partitions in it."""
+        """Computes the bytes that other devices would have sent for a block of all partitions."""
         if block.kind == "columns" or block.raw is not None or block.replaces is not None:
             return nbytes
-        own = {one.raw for one in self.registry.of("rows") if one.holder == block.holder}
-        rows = sum(one.rows for one in self.registry.active if one.number not in own)
+        own_raw = {copy.raw for copy in self.registry.of("rows") if copy.holder == block.holder}
+        rows = sum(partition.rows for partition in self.registry.active if partition.number not in own_raw)
         return 8 * rows * self.registry.features
 
     def _send(self, rank: int, message: Command) -> Pending[None]:
-        """Sends a command to a device; done when it is on its way."""
         tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
         return self._runtime.launch(sent(self._comm, packed(message), rank, tag))

@@ -1,4 +1,4 @@
-"""A device: it brings data or room, makes blocks, gives rows to other devices, and multiplies its blocks."""
+"""Device of coded training: brings data or room, builds blocks, serves rows, and multiplies its blocks."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ _COMMANDS: tuple[type[Command], ...] = (Welcome, Meet, Lost, Rows, Columns, Drop
 _WORK: tuple[type[Multiply | End], ...] = (Multiply, End)
 _REQUESTS: tuple[type[Fetch | Cancel], ...] = (Fetch, Cancel)
 _MAKERS = 2
-"""Blocks that are made at a time, and drafts that are kept; each takes memory beside itself."""
+"""Maximum number of blocks built at a time, and of drafts kept; each takes memory."""
 _MOST_ASKED = 64
-"""Requests of one device that may wait; more are refused."""
+"""Maximum number of waiting requests of one device; further ones are refused."""
 _NO_BLOCK = Payload(())
-"""The answer to a request for a block that is not there."""
+"""Answer to a request for an unknown block."""
 _WINDOW = 4
-"""Requests that are under way at a time."""
+"""Maximum number of requests in flight."""
 
 T = TypeVar("T")
 
 
 class Queue(Generic[T]):
-    """Takes items from one thread, for several coroutines of another.
+    """Queue from one thread to several coroutines of another.
 
-    Each side keeps to single operations on the queue, and neither iterates over it.
+    Each side uses only single operations of the queue, and neither iterates over it.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Queue(Generic[T]):
         self._wait: Pending[None] | None = None
 
     def put(self, item: T) -> None:
-        """Adds an item and ends the waits."""
+        """Adds an item and wakes the waiting coroutines."""
         self._items.append(item)
         if self._wait is not None:
             self._wait.set(None)
 
     async def next(self) -> T:
-        """Takes the first item; waits where there is none."""
+        """Removes and returns the first item; waits if there is none."""
         while not self._items:
             if self._wait is None or self._wait.done:
                 self._wait = Pending()
@@ -112,11 +112,11 @@ class _Share:
     """Some rows of one source.
 
     Args:
-      source: holds them.
-      request: for the source.
-      into: the part of the block that is being made to which they are added.
-      most: the most rows that may come, where those beyond the part's add up to zeros.
-      missing: the terms that are missing there.
+      source: Term to which the rows belong.
+      request: Request for the source.
+      target: Part of the new block to which the rows are added.
+      max_rows: Maximum number of rows of the answer; those beyond the target sum to zero.
+      missing_terms: Terms that the target still lacks.
     """
 
     source: Source
@@ -126,7 +126,7 @@ class _Share:
     missing: set[Term]
 
     def add(self, given: Tensor) -> None:
-        """Adds rows, times their weight; smaller ones count as if zeros followed."""
+        """Adds weighted rows to the target; smaller ones are padded with zeros."""
         width = self.into.shape[1]
         if given.dim() != 2 or given.shape[0] > self.most or given.shape[1] > width:
             raise Malformed(f"rows of {list(given.shape)} where {[self.most, width]} were due")
@@ -141,13 +141,13 @@ def _term(source: Source) -> Term:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that is not answered yet.
+    """A request without an answer yet.
 
     Args:
-      share: that is asked for.
-      number: of the answer.
-      answer: as it comes.
-      progress: of its source.
+      source_rows: Requested rows.
+      number: Number of the answer.
+      answer: Answer once it arrives.
+      progress: Progress of the source.
     """
 
     share: _Share
@@ -157,10 +157,10 @@ class _Asked:
 
 
 def _shapes(order: Rows | Columns) -> dict[int, tuple[int, int]]:
-    """Returns the shape of each part of a block, by partition; one of rows is a single part, -1.
+    """Returns the shape of each part of a block by partition; a block of rows has a single part, -1.
 
     Raises:
-      Malformed: there is no such block.
+      MalformedMessage: the order describes no valid block.
     """
     if isinstance(order, Rows):
         if min(order.rows, order.features) < 1:
@@ -169,12 +169,12 @@ def _shapes(order: Rows | Columns) -> dict[int, tuple[int, int]]:
     features, rows = order.bounds[-1] if order.bounds else 0, [part.rows for part in order.parts]
     if not fit(order.weights, order.bounds, features) or features < 1 or min(rows, default=0) < 1:
         raise Malformed("an order of no block")
-    width = widest(order.weights, order.bounds)  # 0 where there are more column blocks than columns
+    width = widest(order.weights, order.bounds)  # 0 if there are more column blocks than columns
     return {part.partition: (width, part.rows) for part in order.parts}
 
 
 def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
-    """Makes a draft of zeros; it has the parts of an earlier draft of the block that fit."""
+    """Builds a draft of zeros, with the parts of an earlier draft that have the same shape."""
     if earlier is None:
         earlier = Draft(RowBlock(0, {}))
     parts, sums = {}, earlier.sums
@@ -182,7 +182,7 @@ def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
         data = earlier.block.parts.get(partition)
         if data is None or data.shape != shape:
             data = torch.zeros(shape, dtype=torch.float64)
-            sums = {place: sum for place, sum in sums.items() if place[0] != partition}
+            sums = {place: entry for place, entry in sums.items() if place[0] != partition}
         parts[partition] = data
     if isinstance(order, Rows):
         return Draft(RowBlock(order.features, parts), sums, earlier.fetched_nbytes)
@@ -190,37 +190,37 @@ def _drafted(order: Rows | Columns, earlier: Draft | None) -> Draft:
 
 
 def _shares(order: Rows | Columns, draft: Draft) -> Iterator[_Share]:
-    """Lists what is missing in a draft."""
+    """Yields the rows that a draft lacks."""
     if isinstance(order, Rows):
-        parts, most = [Part(-1, order.rows, False, order.sources)], order.features
-    else:  # blocks of columns that are summed may be wider than their sum
-        parts, most = [*order.parts], max(end - begin for begin, end in itertools.pairwise(order.bounds))
-    step = rows_at_once(most)
+        parts, width = [Part(-1, order.rows, False, order.sources)], order.features
+    else:  # summed blocks of columns may be wider than their sum
+        parts, width = [*order.parts], max(end - begin for begin, end in itertools.pairwise(order.bounds))
+    step = rows_at_once(width)
     for part in parts:
         terms = frozenset(map(_term, part.sources))
         for begin in range(0, part.rows, step):
             end = min(part.rows, begin + step)
-            into = draft.block.stretch(part.partition, begin, end)
-            missing = draft.missing(part.partition, begin, terms, into)
+            target = draft.block.stretch(part.partition, begin, end)
+            missing = draft.missing(part.partition, begin, terms, target)
             for source in [source for source in part.sources if _term(source) in missing]:
                 request = Fetch(0, source.block, begin, end, part.partition)
                 if isinstance(order, Columns) and part.raw:
                     request = replace(request, partition=-1, weights=order.weights, bounds=order.bounds)
-                yield _Share(source, request, into, end - begin if part.partition < 0 else most, missing)
+                yield _Share(source, request, target, end - begin if part.partition < 0 else width, missing)
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
 
 
 class Device:
-    """One device's part of a run, for as long as its coordinator is there.
+    """One device's side of a run, for as long as its coordinator is connected.
 
     Args:
-      runtime: the world; its rank is above 0.
-      holding: its own data, and the blocks that it makes.
-      admit: admits another device, where that has to be asked for; see :func:`farflung.coded.meeting.admitted`.
-      fetch_s: the time for which another device that is to give rows may be silent, in seconds.
-      room_nbytes: the most bytes of blocks, its own data among them; half of the machine's memory when not given.
+      runtime: Runtime of the device; its rank is above 0.
+      store: Own data, and the blocks that the device builds.
+      admit: Admits another device, if the runtime needs that; see :func:`farflung.coded.meeting.admit_device`.
+      fetch_s: Time for which a source of rows may be silent, in seconds.
+      room_nbytes: Maximum size of all blocks, including own data; by default half of the machine's memory.
     """
 
     def __init__(
@@ -233,54 +233,52 @@ class Device:
         room_nbytes: int | None = None,
     ) -> None:
         self.refused = 0
-        """Messages that were not of their form, or about a block that there is not."""
+        """Number of messages that were malformed, or about an unknown block."""
         self.rounds = 0
-        """Rounds of which a piece was answered."""
+        """Number of rounds that were answered at least in part."""
         self._runtime, self._comm, self._holding = runtime, runtime.comm, holding
         self._admit = admit
         self._met: dict[int, Pending[None]] = {}
-        """Done once a device of a rank can be asked."""
+        """Completion of the connection to each rank."""
         self._watches = False
-        """Whether sources of open requests are watched."""
         self._asked: dict[int, deque[Fetch]] = {}
-        """Requests that wait, by the device that is being answered."""
+        """Waiting requests of each device that is being served."""
         if room_nbytes is None:
             room_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._fetch_s, self._room_nbytes = fetch_s, room_nbytes
         self._requests = self._making_nbytes = 0
         self._open: dict[int, _Asked] = {}
-        """The requests that are not answered yet, by number."""
         self._work, self._orders = Queue[Multiply | End | FarflungError](), Queue[Rows | Columns]()
         self._since = 0.0
-        """The first round that is not over, by the last task."""
+        """First round that is not over, by the last task."""
         self._greeted = self._leaves = self._stopped = False
 
     @property
     def rank(self) -> int:
-        """Its number in the run."""
+        """Rank of the device in the run."""
         return self._comm.rank
 
     @property
     def sent(self) -> dict[str, int]:
-        """The payload bytes that it has sent, by kind of message."""
+        """Number of sent payload bytes, by kind of message."""
         return {kind: sum(to) for kind, to in self._comm.sent.to_json().items()}
 
     async def run(self) -> str:
         """Takes part until the coordinator ends it.
 
         Returns:
-          Why it ends; empty: training is over.
+          Reason for the end; empty if training is over.
 
         Raises:
           PeerLost: the coordinator is gone.
-          DeadlinePassed: it is silent.
+          DeadlinePassed: the coordinator is silent.
         """
         for service in (self._hear(), self._obey(), self._give(), *(self._make() for _ in range(_MAKERS))):
             self._runtime.launch(service)
-        held = self._holding
-        rows, features = (0, 0) if held.data is None else held.data.shape
-        labels = torch.empty(0, dtype=torch.float64) if held.labels is None else held.labels
-        self._report(Hello(held.partition, rows, features, held.coded, held.run, labels))
+        store = self._holding
+        rows, features = (0, 0) if store.data is None else store.data.shape
+        labels = torch.empty(0, dtype=torch.float64) if store.labels is None else store.labels
+        self._report(Hello(store.partition, rows, features, store.coded, store.run, labels))
         self._greeted = True
         if self._leaves:
             self._report(Leaving())
@@ -293,11 +291,11 @@ class Device:
                 raise task
             try:
                 await self._multiply(task)
-            except (Malformed, RuntimeError):  # torch's, of an operand of other sizes
+            except (Malformed, RuntimeError):  # from torch, for an operand of another size
                 self.refused += 1
 
     def leave(self) -> None:
-        """Asks the coordinator to let this device go; :meth:`run` ends once it may."""
+        """Asks the coordinator for release; :meth:`run` returns once it is granted."""
         self._leaves = True
         if self._greeted:
             self._report(Leaving())
@@ -305,12 +303,11 @@ class Device:
     # --- products ---------------------------------------------------------------------------------------------------
 
     async def _hear(self) -> None:
-        """Takes in the tasks that come while another one is carried out."""
         try:
             while True:
-                told = self._comm.recv(_COORDINATOR, messages.OPERAND)
+                message = self._comm.recv(_COORDINATOR, messages.OPERAND)
                 try:
-                    task = unpacked(await told, _WORK)
+                    task = unpacked(await message, _WORK)
                 except Malformed:
                     self.refused += 1
                     continue
@@ -323,8 +320,8 @@ class Device:
     async def _multiply(self, task: Multiply) -> None:
         """Answers a round piece by piece, until it is over.
 
-        Each piece of a block is a piece of the whole, so the answers of a slow device count. Each device begins with
-        another piece.
+        The pieces of a block count one by one, so partial answers of a slow device are used. Each device begins
+        with another piece.
         """
         blocks = {} if self._since > task.round else self._holding.answering(task)
         if not blocks:
@@ -377,7 +374,6 @@ class Device:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     async def _make(self) -> None:
-        """Makes the blocks that are ordered, one after the other."""
         while True:
             order = await self._orders.next()
             try:
@@ -392,33 +388,33 @@ class Device:
                 self._report(Failed(order.block, self._comm.rank, "the order could not be carried out"))
             else:
                 parts = order.parts if isinstance(order, Columns) else ()
-                made = tuple(part.partition for part in parts)
-                self._report(Built(order.block, made, fetched_nbytes))
+                partitions = tuple(part.partition for part in parts)
+                self._report(Built(order.block, partitions, fetched_nbytes))
 
     async def _made(self, order: Rows | Columns) -> int:
-        """Makes a block, or adds parts to one of columns.
+        """Builds a block, or adds parts to a block of columns.
 
-        Where that fails, the rows that have come are kept, and the next order of the block asks for the others alone.
+        On failure, received rows are kept, and the next order of the block requests only the others.
 
         Returns:
-          The bytes that other devices gave for it.
+          Number of bytes that other devices have sent for it.
 
         Raises:
-          Malformed: there is no such block, or no room for it.
-          PeerLost: a source has gone, or gave something else.
+          MalformedMessage: the order describes no valid block, or there is no room for it.
+          PeerLost: a source has gone, or sent an invalid answer.
         """
         nbytes = 8 * sum(height * width for height, width in _shapes(order).values())
         if order.block in (-1, self._holding.raw):
             raise Malformed("an order of a block that is there")
         drafts = self._holding.drafts
-        earlier = drafts.pop(order.block, None)
+        previous = drafts.pop(order.block, None)
         if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
             drafts.clear()
         if self._holding.nbytes + self._making_nbytes + nbytes > self._room_nbytes:
             raise Malformed(f"no room for {nbytes} bytes more")
         self._making_nbytes += nbytes
         try:
-            draft = _drafted(order, earlier)
+            draft = _drafted(order, previous)
             try:
                 await self._gather(order, draft)
             except PeerLost:
@@ -432,38 +428,38 @@ class Device:
         return draft.fetched_nbytes
 
     async def _gather(self, order: Rows | Columns, draft: Draft) -> None:
-        flying: deque[_Asked] = deque()
+        fetches: deque[_Asked] = deque()
         try:
-            for share in _shares(order, draft):
-                if share.source.rank == self._comm.rank:
-                    share.add(self._holding.give(share.request))
+            for source_rows in _shares(order, draft):
+                if source_rows.source.rank == self._comm.rank:
+                    source_rows.add(self._holding.give(source_rows.request))
                     continue
-                if len(flying) == _WINDOW:
-                    await self._land(flying, draft)
-                flying.append(await self._ask(share))
-            while flying:
-                await self._land(flying, draft)
+                if len(fetches) == _WINDOW:
+                    await self._land(fetches, draft)
+                fetches.append(await self._ask(source_rows))
+            while fetches:
+                await self._land(fetches, draft)
         except PeerLost:
-            for asked in flying:
-                if asked.answer.done and asked.answer.error is None:
+            for fetch in fetches:
+                if fetch.answer.done and fetch.answer.error is None:
                     with suppress(Malformed):
-                        draft.fetched_nbytes += self._add(asked.share, asked.answer.result())
+                        draft.fetched_nbytes += self._add(fetch.share, fetch.answer.result())
             raise
         finally:
-            self._withdraw(flying)
+            self._withdraw(fetches)
 
     def _withdraw(self, flying: Iterable[_Asked]) -> None:
-        """Forgets requests, and takes them back from their sources."""
+        """Drops pending requests, and cancels them at their sources."""
         requests: dict[int, list[int]] = {}
-        for asked in flying:
-            if not asked.answer.done or asked.answer.error is not None:
-                requests.setdefault(asked.share.source.rank, []).append(asked.number)
-            self._forget(asked.number)
+        for fetch in flying:
+            if not fetch.answer.done or fetch.answer.error is not None:
+                requests.setdefault(fetch.share.source.rank, []).append(fetch.number)
+            self._forget(fetch.number)
         for rank, numbers in requests.items() if not self._stopped else ():
             self._runtime.launch(sent(self._comm, packed(Cancel(tuple(numbers))), rank, messages.ASK))
 
     async def _stop(self) -> None:
-        """Ends the blocks that are being made: their answers are dropped, and no more requests are sent."""
+        """Stops all builds: their answers are dropped, and no further requests are sent."""
         self._stopped = True
         for number in tuple(self._open):
             self._forget(number)
@@ -474,73 +470,73 @@ class Device:
 
     async def _ask(self, share: _Share) -> _Asked:
         rank = share.source.rank
-        met, passed = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
-        if not met.done and await self._runtime.first_of(met, passed):
+        meeting, timeout = self._meeting(rank), self._runtime.sleep_until(self._runtime.now() + self._fetch_s)
+        if not meeting.done and await self._runtime.first_of(meeting, timeout):
             raise PeerLost(rank, f"not met within {self._fetch_s:g} s")
-        if met.error is not None:
-            raise PeerLost(rank, str(met.error))
+        if meeting.error is not None:
+            raise PeerLost(rank, str(meeting.error))
         if self._stopped:
             raise PeerLost(rank, "this device has ended")
         self._requests += 1
         number = self._requests
         answer = self._comm.recv(rank, messages.reply(number), deadline_s=math.inf)
         progress = Progress(self._runtime.now(), self._comm.moved_nbytes(rank))
-        asked = self._open[number] = _Asked(share, number, answer, progress)
+        fetch = self._open[number] = _Asked(share, number, answer, progress)
         if not self._watches:
             self._watches = True
             self._runtime.launch(self._watch())
         self._comm.send(packed(replace(share.request, reply=number)), rank, messages.ASK)
-        return asked
+        return fetch
 
     async def _watch(self) -> None:
-        """Fails requests whose source is silent: nothing comes from it, and nothing goes there."""
+        """Fails requests whose source is silent, with no traffic in either direction."""
         while self._open:
             await self._runtime.sleep_until(self._runtime.now() + self._fetch_s / QUESTIONS)
-            now = self._runtime.now()
-            for asked in tuple(self._open.values()):
-                rank = asked.share.source.rank
-                asked.progress.update(0, self._comm.moved_nbytes(rank), now, self._fetch_s)
-                if now >= asked.progress.last_s + self._fetch_s:
-                    asked.answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
+            time_s = self._runtime.now()
+            for fetch in tuple(self._open.values()):
+                rank = fetch.share.source.rank
+                fetch.progress.update(0, self._comm.moved_nbytes(rank), time_s, self._fetch_s)
+                if time_s >= fetch.progress.last_s + self._fetch_s:
+                    fetch.answer.fail(PeerLost(rank, f"silent for {self._fetch_s:g} s"))
         self._watches = False
 
     async def _land(self, flying: deque[_Asked], draft: Draft) -> None:
-        """Waits for the first answer, and adds it."""
-        asked = flying[0]
+        """Waits for the first answer, and adds its rows."""
+        fetch = flying[0]
         try:
-            draft.fetched_nbytes += self._add(asked.share, await asked.answer)
+            draft.fetched_nbytes += self._add(fetch.share, await fetch.answer)
         except (FarflungError, Malformed) as error:
-            raise PeerLost(asked.share.source.rank, str(error)) from None
+            raise PeerLost(fetch.share.source.rank, str(error)) from None
         finally:
-            self._forget(asked.number)
+            self._forget(fetch.number)
         flying.popleft()
 
     def _add(self, share: _Share, answer: Payload) -> int:
-        """Adds the rows of an answer, and returns their bytes.
+        """Adds the rows of an answer, and returns their size in bytes.
 
         Raises:
-          Malformed: it has others, or none.
+          MalformedMessage: the answer has other rows, or none.
         """
-        given = list(answer.tensors())
-        if len(given) != 1 or given[0].dtype != torch.float64:
+        tensors = list(answer.tensors())
+        if len(tensors) != 1 or tensors[0].dtype != torch.float64:
             raise Malformed("it has no such block")
-        if not bool(torch.isfinite(given[0]).all()):
+        if not bool(torch.isfinite(tensors[0]).all()):
             raise Malformed("numbers that are not finite")
-        share.add(given[0])
-        return given[0].nbytes
+        share.add(tensors[0])
+        return tensors[0].nbytes
 
     # --- rows for other devices ------------------------------------------------------------------------------------
 
     async def _give(self) -> None:
-        """Takes in requests of other devices, and answers each device one request at a time."""
+        """Receives requests of other devices, and serves each device one request at a time."""
         while True:
             rank, payload = await self._comm.recv_any(messages.ASK, deadline_s=math.inf)
             try:
                 request = unpacked(payload, _REQUESTS)
                 if isinstance(request, Cancel):
                     waiting = self._asked.get(rank, deque())
-                    for one in [one for one in waiting if one.reply in request.replies]:
-                        waiting.remove(one)
+                    for fetch in [fetch for fetch in waiting if fetch.reply in request.replies]:
+                        waiting.remove(fetch)
                     continue
                 if request.reply < 0 or len(self._asked.get(rank, ())) == _MOST_ASKED:
                     raise Malformed("a request that cannot be answered")
@@ -554,17 +550,17 @@ class Device:
                 self._runtime.launch(self._answer(rank))
 
     async def _answer(self, rank: int) -> None:
-        asked = self._asked[rank]
+        requests = self._asked[rank]
         try:
-            while asked:
-                request, given = asked.popleft(), _NO_BLOCK
-                if request.block in self._holding.blocks:  # an order may be older than the end of a block
+            while requests:
+                request, answer = requests.popleft(), _NO_BLOCK
+                if request.block in self._holding.blocks:  # the block may have been dropped since the order
                     try:
-                        given = Payload((self._holding.give(request),))
+                        answer = Payload((self._holding.give(request),))
                     except Malformed:
                         self.refused += 1
-                await self._comm.send(given, rank, messages.reply(request.reply))
-        except FarflungError:  # the device that has asked is gone
+                await self._comm.send(answer, rank, messages.reply(request.reply))
+        except FarflungError:  # the requesting device is gone
             return
         finally:
             del self._asked[rank]

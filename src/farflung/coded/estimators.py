@@ -1,4 +1,4 @@
-"""Coded training in scikit-learn's conventions."""
+"""Coded training with the interface of scikit-learn."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
 
 _DTYPES = [np.float64, np.float32]
-"""Types of samples that are kept in the model; others become the first."""
+"""Data types of samples that the model keeps; others become the first."""
 _ROWS = 4096
-"""Rows of a sparse matrix that are made dense at a time."""
+"""Number of rows of a sparse matrix that are converted at a time."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A linear classifier, whose model is its subclass's; its parameters are fields."""
+    """Base of linear classifiers; the subclass names the model, and the parameters are fields."""
 
     _model: ClassVar[str]
 
@@ -62,16 +62,16 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     seed: int = 0
 
     def fit(self, X: Any, y: Any, sample_weight: ArrayLike | None = None) -> Self:
-        """Learns from samples.
+        """Fits the model to samples.
 
         Args:
-          X: (samples, features), dense or sparse.
-          y: (samples,), labels of two or more classes.
-          sample_weight: (samples,), factor of each sample's loss, at least 0; 1 when not given.
+          X: Samples, (samples, features), dense or sparse.
+          y: Labels of two or more classes, (samples,).
+          sample_weight: Factor of each sample's loss, (samples,), at least 0; 1 by default.
 
         Raises:
-          BadLabels: fewer classes, of samples with a weight above 0.
-          BadParameter: a parameter out of its range.
+          BadLabels: fewer than two classes have samples with a weight above 0.
+          BadParameter: a parameter is out of its range.
           BadSamples: X is so large that products with it are not finite.
         """
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_DTYPES, order="C")
@@ -88,36 +88,38 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"X holds numbers above {LARGEST:g}, whose squares may not be finite: scale the features"
             )
         try:
-            found = self._minimum(_dense(X), torch.from_numpy(codes), weights, X.dtype)
+            state = self._minimum(_dense(X), torch.from_numpy(codes), weights, X.dtype)
         except ConfigError as error:
             raise BadParameter(str(error)) from None
-        if not found.converged:
-            if found.stalled:
-                why = f"stopped after {found.iterations} iterations, as rounding errors allow no further one"
+        if not state.converged:
+            if state.stalled:
+                cause = (
+                    f"stopped after {state.iterations} iterations, as rounding errors allow no further one"
+                )
                 remedy = "centre and scale the features"
             else:
-                why = f"did not converge in {found.iterations} iterations"
+                cause = f"did not converge in {state.iterations} iterations"
                 remedy = "raise max_iter, or scale the features"
             warnings.warn(
-                f"{type(self).__name__} {why} (gap {found.gap:.1e}): {remedy}",
+                f"{type(self).__name__} {cause} (gap {state.gap:.1e}): {remedy}",
                 ConvergenceWarning,
                 stacklevel=2,
             )
-        self.objective_ = found.objective
+        self.objective_ = state.objective
         self.n_iter_: Any = (
-            found.iterations if self._model == "svc" else np.array([found.iterations], np.int32)
+            state.iterations if self._model == "svc" else np.array([state.iterations], np.int32)
         )
         return self
 
     def decision_function(self, X: ArrayLike) -> NDArray[Any]:
-        """The margins: (samples,) for two classes, where above 0 is the second; else (samples, classes)."""
+        """Computes margins: (samples,) for two classes, above 0 for the second; else (samples, classes)."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=_DTYPES, reset=False)
         margins: NDArray[Any] = safe_sparse_dot(X, self.coef_.T, dense_output=True) + self.intercept_
         return margins[:, 0] if margins.shape[1] == 1 else margins
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """The likeliest class of each sample."""
+        """Predicts the class of each sample."""
         margins = self.decision_function(X)
         codes = (margins > 0).astype(np.int64) if margins.ndim == 1 else margins.argmax(axis=1)
         classes: NDArray[Any] = self.classes_[codes]
@@ -129,20 +131,20 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _sample_weights(self, codes: NDArray[Any], sample_weight: ArrayLike | None) -> Tensor | None:
-        """Multiplies the weights of samples and classes, (samples, 1) or (samples, classes); ``None``: all are 1.
+        """Multiplies the weights of samples and classes; returns None if all are 1.
 
         Raises:
-          BadLabels: there are no two classes of samples with a weight above 0.
-          BadParameter: weights that are none.
+          BadLabels: fewer than two classes have samples with a weight above 0.
+          BadParameter: the weights are invalid.
         """
         if sample_weight is None and self.class_weight is None:
             return None
         weights = np.ones(len(codes))
         if sample_weight is not None:
-            given = check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
-            if given.shape not in ((), codes.shape) or (given < 0).any():
+            array = check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight")
+            if array.shape not in ((), codes.shape) or (array < 0).any():
                 raise BadParameter(f"sample_weight: {len(codes)} numbers of at least 0 are due, or one")
-            weights *= given
+            weights *= array
         if not weights.any():
             raise BadParameter("Sample weights must contain at least one non-zero number")
         counts = np.bincount(codes, weights=weights)
@@ -151,9 +153,9 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "sample_weight is above 0 for samples of fewer than 2 classes: weight more samples"
             )
         if self.class_weight == "balanced":
-            present = counts > 0
+            mask = counts > 0
             factors = np.divide(
-                counts.sum(), np.count_nonzero(present) * counts, out=np.ones(len(counts)), where=present
+                counts.sum(), np.count_nonzero(mask) * counts, out=np.ones(len(counts)), where=mask
             )
         elif isinstance(self.class_weight, str):
             raise BadParameter(f"class_weight = {self.class_weight!r}: give a mapping, 'balanced' or None")
@@ -161,13 +163,13 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             factors = compute_class_weight(self.class_weight, classes=self.classes_, y=self.classes_[codes])
         if not (np.isfinite(factors).all() and (factors > 0).all()):
             raise BadParameter(f"class_weight = {self.class_weight!r}: weights must be numbers above 0")
-        if self._model == "svc" and len(factors) > 2:  # as liblinear: the rest of each class has the weight 1
+        if self._model == "svc" and len(factors) > 2:  # as liblinear: other classes have the weight 1
             of_class = codes[:, None] == np.arange(len(factors))
             return torch.from_numpy(weights[:, None] * np.where(of_class, factors, 1.0))
         return torch.from_numpy(weights * factors[codes])[:, None]
 
     def _minimum(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
-        """Sets ``coef_`` and ``intercept_`` to what minimises the objective."""
+        """Minimises the objective, and sets ``coef_`` and ``intercept_``."""
         classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
             solver = f"gd(learning_rate={self.learning_rate!r})"
@@ -179,30 +181,30 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
         problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
         start, shape = None, (problem.shape[1], matrix.shape[1])
-        before: Any = self
-        if self.warm_start and hasattr(before, "coef_"):
-            if before.coef_.shape != shape:
+        previous: Any = self
+        if self.warm_start and hasattr(previous, "coef_"):
+            if previous.coef_.shape != shape:
                 raise BadParameter(
-                    f"warm_start: the last fit has coef_ of shape {before.coef_.shape}, and {shape} is due: make "
+                    f"warm_start: the last fit has coef_ of shape {previous.coef_.shape}, and {shape} is due: make "
                     "another estimator for other features or classes"
                 )
-            rows = [before.coef_.T]
+            rows = [previous.coef_.T]
             if self.fit_intercept:
-                rows.append(before.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
+                rows.append(previous.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
             start = torch.from_numpy(np.concatenate(rows).astype(np.float64))
-        found = self._trained(matrix, problem, learner.minimiser(classes), start)
-        coefficients, intercepts = problem.split(found.weights)
+        state = self._trained(matrix, problem, learner.minimiser(classes), start)
+        coefficients, intercepts = problem.split(state.weights)
         self.coef_ = coefficients.T.numpy().astype(dtype, order="C")
         self.intercept_ = intercepts.numpy().astype(dtype)
-        return found
+        return state
 
     def _trained(
         self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None
     ) -> Iterate:
-        """Trains by the protocol of devices, in virtual time, in which messages and computations take none.
+        """Trains by the protocol of devices, in virtual time, without delays.
 
-        The first devices bring a partition each, consecutive rows. Their labels are the numbers of the rows. Whole
-        blocks are answered, and no device is expected to vanish.
+        The first devices bring a partition each, consecutive rows, with the row numbers as labels. Blocks are
+        answered whole, and no device is expected to vanish.
         """
         partitions = self.partitions
         if partitions is None:
@@ -214,7 +216,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         parts = [(matrix[rows], numbers[rows]) for rows in partitioned(len(matrix), settings.partitions)]
         weights = problem.sample_weights
 
-        def attend(runtime: VirtualRuntime) -> Device:
+        def create_device(runtime: VirtualRuntime) -> Device:
             place = runtime.comm.rank - 1
             return Device(runtime, Holding(str(place), *parts[place]) if place < len(parts) else Holding())
 
@@ -230,11 +232,11 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
 
         world = VirtualWorld(1 + settings.devices, whole=False)
-        return simulate(world, settings, attend, train_all).iterate
+        return simulate(world, settings, create_device, train_all).iterate
 
 
 def _dense(X: Any) -> Tensor:
-    """As a dense tensor; a sparse matrix block by block."""
+    """Converts to a dense tensor; a sparse matrix block by block."""
     if isinstance(X, np.ndarray):
         return torch.from_numpy(np.require(X, np.float64, requirements="W"))
     matrix = torch.empty(X.shape, dtype=torch.float64)
@@ -245,42 +247,41 @@ def _dense(X: Any) -> Tensor:
 
 
 class CodedLogisticRegression(CodedClassifier):
-    """Logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression``: binary, or multinomial.
+    """Logistic regression with an L2 penalty, as scikit-learn's ``LogisticRegression``.
 
     Args:
-      C: weight of the losses, above 0: the larger, the weaker is the penalty; ``numpy.inf``: there is none.
-      fit_intercept: whether there is an intercept; it is not penalised.
-      class_weight: factors of the losses of classes, by label; ``"balanced"``: the inverse of how frequent they are.
-      solver: ``"lbfgs"``, the default, or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: the gap at which the solver has converged: the most that the objective is above its least value, relative to
-        it; by default 1e-10. It is another measure than scikit-learn's ``tol``: above the default the coefficients are
-        less exact.
-      max_iter: the most iterates; each is a product with the samples and one with their transpose.
-      learning_rate: of ``"gd"``; by default from the samples.
-      warm_start: whether another fit begins with the coefficients of the last one.
-      devices: how many hold the samples.
-      partitions: how many parts the samples are cut into; by default from the number of devices.
-      code: of the devices beyond the partitions.
-      seed: of the code.
+      C: Weight of the losses, above 0: a larger weight means a weaker penalty; ``numpy.inf`` means none.
+      fit_intercept: True to fit an intercept, without penalty.
+      class_weight: Factors of the losses of classes, by label; ``"balanced"`` is their inverse frequency.
+      solver: Solver, ``"lbfgs"`` or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
+      tol: Gap at which the solver has converged: the bound of the objective above its minimum, relative to it;
+        1e-10 by default. Unlike scikit-learn's ``tol``, any larger value makes the coefficients less exact.
+      max_iter: Maximum number of iterates; each is a product with the samples and one with their transpose.
+      learning_rate: Learning rate of ``"gd"``; by default derived from the samples.
+      warm_start: True to start a further fit from the coefficients of the last one.
+      devices: Number of devices that hold the samples.
+      partitions: Number of partitions of the samples; by default derived from the number of devices.
+      code: Code of the devices beyond the partitions.
+      seed: Seed of the code.
 
     Attributes:
-      classes_: the labels, in order.
-      coef_: (1, features) for two classes, else (classes, features); float32 where the samples are.
-      intercept_: (1,) or (classes,).
-      n_features_in_: columns of the samples.
-      n_iter_: iterates that were taken, (1,).
-      objective_: what is minimised, at the end.
+      classes_: Labels, in order.
+      coef_: Coefficients, (1, features) for two classes, else (classes, features); float32 if the samples are.
+      intercept_: Intercepts, (1,) or (classes,).
+      n_features_in_: Number of columns of the samples.
+      n_iter_: Number of iterates, (1,).
+      objective_: Objective at the end.
     """
 
     _model = "logistic"
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
-        """The probability of each class, (samples, classes)."""
+        """Computes the probability of each class, (samples, classes)."""
         probabilities: NDArray[Any] = np.exp(self.predict_log_proba(X))
         return probabilities
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[Any]:
-        """The logarithm of each class's probability, (samples, classes)."""
+        """Computes the logarithm of each class's probability, (samples, classes)."""
         margins = torch.from_numpy(self.decision_function(X))
         if margins.dim() == 1:
             margins = torch.stack([torch.zeros_like(margins), margins], dim=1)
@@ -289,36 +290,35 @@ class CodedLogisticRegression(CodedClassifier):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CodedLinearSVC(CodedClassifier):
-    """A linear support vector machine, as scikit-learn's ``LinearSVC``; more than two classes are one against the rest.
+    """Linear support vector machine, as scikit-learn's ``LinearSVC``.
 
-    The products of all classes travel in the same rounds.
+    More than two classes are one-vs-rest, with the products of all classes in the same rounds.
 
     Args:
-      loss: ``"squared_hinge"`` or ``"hinge"``, whose kink is a parabola; see :class:`farflung.coded.Hinge`.
-      C: weight of the losses, above 0: the larger, the weaker is the penalty; ``numpy.inf``: there is none.
-      fit_intercept: whether there is an intercept; it is penalised as the weight of a constant feature.
-      intercept_scaling: the constant feature: the larger, the less the penalty of the intercept counts.
-      class_weight: factors of the losses of classes, by label; ``"balanced"``: the inverse of how frequent they are. Of
-        more than two classes, a class's factor counts where it is told from the rest, as in liblinear.
-      solver: ``"lbfgs"``, the default, or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: the gap at which the solver has converged: the most that the objective is above its least value, relative to
-        it; by default 1e-10. It is another measure than scikit-learn's ``tol``: above the default the coefficients are
-        less exact.
-      max_iter: the most iterates; each is a product with the samples and one with their transpose.
-      learning_rate: of ``"gd"``; by default from the samples.
-      warm_start: whether another fit begins with the coefficients of the last one.
-      devices: how many hold the samples.
-      partitions: how many parts the samples are cut into; by default from the number of devices.
-      code: of the devices beyond the partitions.
-      seed: of the code.
+      loss: Loss, ``"squared_hinge"``, or ``"hinge"`` with a parabola as its kink.
+      C: Weight of the losses, above 0: a larger weight means a weaker penalty; ``numpy.inf`` means none.
+      fit_intercept: True to fit an intercept, penalised as the weight of a constant feature.
+      intercept_scaling: Constant feature: a larger one reduces the effect of the intercept's penalty.
+      class_weight: Factors of the losses of classes, by label; ``"balanced"`` is their inverse frequency. With
+        more than two classes, a class's factor applies where it is the positive one, as in liblinear.
+      solver: Solver, ``"lbfgs"`` or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
+      tol: Gap at which the solver has converged: the bound of the objective above its minimum, relative to it;
+        1e-10 by default. Unlike scikit-learn's ``tol``, any larger value makes the coefficients less exact.
+      max_iter: Maximum number of iterates; each is a product with the samples and one with their transpose.
+      learning_rate: Learning rate of ``"gd"``; by default derived from the samples.
+      warm_start: True to start a further fit from the coefficients of the last one.
+      devices: Number of devices that hold the samples.
+      partitions: Number of partitions of the samples; by default derived from the number of devices.
+      code: Code of the devices beyond the partitions.
+      seed: Seed of the code.
 
     Attributes:
-      classes_: the labels, in order.
-      coef_: (1, features) for two classes, else (classes, features); float32 where the samples are.
-      intercept_: (1,) or (classes,).
-      n_features_in_: columns of the samples.
-      n_iter_: iterates that were taken; of the class that took most.
-      objective_: what is minimised, at the end; the sum over the classes.
+      classes_: Labels, in order.
+      coef_: Coefficients, (1, features) for two classes, else (classes, features); float32 if the samples are.
+      intercept_: Intercepts, (1,) or (classes,).
+      n_features_in_: Number of columns of the samples.
+      n_iter_: Number of iterates, of the class that took most.
+      objective_: Objective at the end, summed over the classes.
     """
 
     _model = "svc"

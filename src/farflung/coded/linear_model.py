@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 _BLOCK = 8192
-"""Margins at a time: they stay in the processor's second cache from the first operation to the last."""
+"""Number of margins processed at a time, so that they stay in the second-level cache."""
 _KINK = 0.01
 """Width of the quadratic piece in place of the hinge's kink."""
 _NEWTON_STEPS = 50
-"""The most Newton steps for the intercept; near its best value three are enough."""
+"""Maximum number of Newton steps for the intercept; near the optimum three are enough."""
 _LENGTHS = [0.5**halvings for halvings in range(40)]
-"""Of a Newton step; the first that brings the derivative nearer to 0 is taken."""
+"""Lengths of a Newton step; the first that reduces the derivative is used."""
 _EPSILON, _NEAR = 4 * torch.finfo(torch.float64).eps, 1e-10
-"""Relative derivatives by the intercept: one that rounding explains, and one near which a whole step does or none."""
+"""Relative derivatives by the intercept: rounding error, and range in which only a full step is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +53,23 @@ class Objective(ABC):
     .. math:: F(W, v) = \tfrac{1}{2} \|W\|^2 + \tfrac{\rho}{2} \|v\|^2
         + C \sum_i \ell(x_i W + s v,\, y_i)
 
-    The intercept is :math:`s v`, with the scaling s and the share :math:`\rho` of the penalty, 0 or 1. Unless an
-    objective says otherwise, targets are -1.0 or 1.0, of shape (samples, outputs), and each output is a problem of its
-    own. With an infinite C the penalty is left out, and the losses have the weight 1.
+    The intercept is :math:`s v`, with the scaling s and the share :math:`\rho` of the penalty, 0 or 1. Unless
+    an objective says otherwise, targets are -1.0 or 1.0, of shape (samples, outputs), and each output is a
+    separate problem. With an infinite C the penalty is left out, and the losses have the weight 1.
 
     Args:
-      C: weight of the losses, above 0, as in scikit-learn: the larger, the weaker is the penalty.
-      fit_intercept: whether there is an intercept.
-      intercept_scaling: s, above 0: the value of the constant feature that the intercept is the weight of.
+      C: Weight of the losses, above 0, as in scikit-learn: a larger weight means a weaker penalty.
+      fit_intercept: True to fit an intercept.
+      intercept_scaling: Constant feature s, above 0, whose weight is the intercept.
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
     """
 
     intercept_penalty: ClassVar[float] = 1.0
-    r""":math:`\rho`: 1 as in liblinear and ``LinearSVC``, 0 as in ``LogisticRegression``."""
+    r"""Share :math:`\rho` of the penalty: 1 as in ``LinearSVC``, 0 as in ``LogisticRegression``."""
     curvature: ClassVar[float]
-    """The largest second derivative of a sample's loss by its margins."""
+    """Largest second derivative of a sample's loss by its margins."""
 
     C: float = 1.0
     fit_intercept: bool = True
@@ -85,16 +85,16 @@ class Objective(ABC):
 
     @property
     def loss_weight(self) -> float:
-        """C, or 1 without a penalty."""
+        """Weight of the losses: C, or 1 without a penalty."""
         return float(self.C) if self.has_penalty else 1.0
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the weights of features are penalised."""
+        """Returns True if the weights of features are penalised."""
         return math.inf > self.C
 
     def outputs(self, targets: Tensor) -> int:
-        """Columns of the margins."""
+        """Returns the number of margins of a sample."""
         return targets.shape[1]
 
     @abstractmethod
@@ -104,12 +104,12 @@ class Objective(ABC):
         """Computes C times the sum of the losses, and its derivative by the margins.
 
         Args:
-          margins: (samples, outputs), float64.
-          targets: of the samples.
-          sample_weights: factor of each sample's loss, of the shape of the margins or (samples, 1); 1 when not given.
+          margins: Margins, (samples, outputs), float64.
+          targets: Targets of the samples.
+          sample_weights: Factors of the losses, of the shape of the margins or (samples, 1); 1 by default.
 
         Returns:
-          The sum, and the derivative of shape (samples, outputs).
+          Sum, and derivative of shape (samples, outputs).
         """
 
     @abstractmethod
@@ -119,16 +119,16 @@ class Objective(ABC):
         """Computes the second derivative of the losses by a shift of all margins, (outputs, outputs).
 
         Args:
-          margins: see :meth:`loss`.
-          slopes: derivative of the losses by the margins.
-          targets: of the samples.
-          sample_weights: see :meth:`loss`.
+          margins: Margins; see :meth:`compute_loss`.
+          slopes: Derivative of the losses by the margins.
+          targets: Targets of the samples.
+          sample_weights: Factors of the losses; see :meth:`compute_loss`.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logistic(Objective):
-    r"""The negative logarithm of the label's probability; the intercept is not penalised.
+    r"""Negative logarithm of the label's probability; the intercept is not penalised.
 
     .. math:: \ell(z, y) = \log(1 + e^{-y z}), \qquad \ell'(z, y) = \frac{-y}{1 + e^{y z}}
     """
@@ -145,40 +145,40 @@ class Logistic(Objective):
         parts = [part.reshape(-1).split(_BLOCK) for part in (margins, targets, slopes)]
         factors = _split(sample_weights, margins, _BLOCK)
         for z, y, slope, factor in zip(*parts, factors, strict=True):
-            right = z * y
-            torch.mul(torch.sigmoid(-right), y, out=slope)
+            agreement = z * y
+            torch.mul(torch.sigmoid(-agreement), y, out=slope)
             if factor is None:
-                total -= right.clamp(max=0).sum()
-                total += right.abs_().neg_().exp_().log1p_().sum()
+                total -= agreement.clamp(max=0).sum()
+                total += agreement.abs_().neg_().exp_().log1p_().sum()
             else:
                 slope.mul_(factor)
-                total -= right.clamp(max=0) @ factor
-                total += right.abs_().neg_().exp_().log1p_() @ factor
+                total -= agreement.clamp(max=0) @ factor
+                total += agreement.abs_().neg_().exp_().log1p_() @ factor
         return self.loss_weight * float(total), slopes.mul_(-self.loss_weight)
 
     @override
     def shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
-        odds = slopes.abs().div_(self.loss_weight)  # of the wrong label, times the sample's weight
-        missed = 1 - odds if sample_weights is None else sample_weights - odds
+        odds = slopes.abs().div_(self.loss_weight)  # weighted probability of the wrong label
+        complement = 1 - odds if sample_weights is None else sample_weights - odds
         if sample_weights is not None:
             odds = torch.where(sample_weights > 0, odds / sample_weights, 0.0)
-        return torch.diag(self.loss_weight * (odds * missed).sum(dim=0))
+        return torch.diag(self.loss_weight * (odds * complement).sum(dim=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multinomial(Objective):
-    r"""The negative logarithm of the label's probability under a softmax; the intercept is not penalised.
+    r"""Negative logarithm of the label's probability under a softmax; the intercept is not penalised.
 
     .. math:: \ell(z, y) = \log \sum_c e^{z_c} - z_y, \qquad
         \frac{\partial \ell}{\partial z_c} = \frac{e^{z_c}}{\sum_d e^{z_d}} - [c = y]
 
-    Targets are classes from 0 on, int64, of shape (samples,). The curvature is that of two classes which share all
+    Targets are classes from 0, int64, of shape (samples,). The curvature is that of two classes which share all
     probability (Böhning 1992).
 
     Args:
-      classes: the number of classes, at least 2; each has a margin.
+      classes: Number of classes, at least 2; each has a margin.
     """
 
     intercept_penalty = 0.0
@@ -205,8 +205,8 @@ class Multinomial(Objective):
         parts = [part.split(rows) for part in (margins, targets.unsqueeze(1), slopes)]
         factors = [None] * len(parts[0]) if sample_weights is None else sample_weights.split(rows)
         for z, y, slope, factor in zip(*parts, factors, strict=True):
-            highest = z.amax(dim=1, keepdim=True)
-            torch.sub(z, highest, out=slope)
+            max_margin = z.amax(dim=1, keepdim=True)
+            torch.sub(z, max_margin, out=slope)
             losses = slope.gather(1, y).neg_()
             sums = slope.exp_().sum(dim=1, keepdim=True)
             if factor is None:
@@ -229,13 +229,13 @@ class Multinomial(Objective):
         odds.scatter_add_(1, targets.unsqueeze(1), odds.new_ones(len(odds), 1))
         weighted = odds if sample_weights is None else odds * sample_weights
         curvature = self.loss_weight * (torch.diag(weighted.sum(dim=0)) - odds.T @ weighted)
-        # A shift that all outputs share changes no loss. It gets a curvature, so that Newton's steps have none of it.
+        # A shift common to all outputs changes no loss. A curvature keeps it out of Newton's steps.
         return curvature + curvature.diagonal().mean()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SquaredHinge(Objective):
-    r"""The square of what the margin is short of 1.
+    r"""Square of the shortfall of the margin from 1.
 
     .. math:: \ell(z, y) = \max(0, 1 - y z)^2, \qquad \ell'(z, y) = -2 y \max(0, 1 - y z)
     """
@@ -261,14 +261,15 @@ class SquaredHinge(Objective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hinge(Objective):
-    r"""What the margin is short of 1, with a parabola of width :math:`\delta` = 0.01 in place of the kink.
+    r"""Shortfall of the margin from 1, with a parabola of width :math:`\delta` = 0.01 in place of the kink.
 
     .. math:: \ell(z, y) = \begin{cases} 1 - y z & y z \le 1 - \delta / 2 \\
         (1 - y z + \delta / 2)^2 / 2 \delta & |1 - y z| < \delta / 2 \\
         0 & y z \ge 1 + \delta / 2 \end{cases}
 
-    It lies at most :math:`\delta / 8` above the hinge, and only for samples whose margin is that close to 1. So any
-    solver of smooth losses minimises it; on a9a the minimum has a hinge loss 1.2e-5 above the least, relative to it.
+    It lies at most :math:`\delta / 8` above the hinge, and only for samples whose margin is that close to 1. So
+    any solver of smooth losses minimises it. On a9a its minimiser's hinge loss is 1.2e-5 above the least,
+    relative.
 
     References: Chapelle 2007, section 2.2.
     """
@@ -297,7 +298,6 @@ class Hinge(Objective):
 
 
 def _split(sample_weights: Tensor | None, margins: Tensor, size: int) -> Sequence[Tensor | None]:
-    """Cuts the weights of all margins, in one row, into parts."""
     if sample_weights is None:
         return [None] * -(-margins.numel() // size)
     parts: Sequence[Tensor] = sample_weights.expand_as(margins).reshape(-1).split(size)
@@ -305,22 +305,22 @@ def _split(sample_weights: Tensor | None, margins: Tensor, size: int) -> Sequenc
 
 
 LOSSES: dict[str, type[Objective]] = {"hinge": Hinge, "squared_hinge": SquaredHinge}
-"""Losses of support vector machines."""
+"""Losses of support vector machines, by name."""
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
 class Products(Protocol):
-    """A matrix :math:`X` of samples by features, by its products; all in float64."""
+    """Products of a matrix :math:`X` of samples by features, in float64."""
 
     @property
     def samples(self) -> int:
-        """Rows of :math:`X`, without padding."""
+        """Number of rows of :math:`X`, without padding."""
 
     @property
     def features(self) -> int:
-        """Columns of :math:`X`."""
+        """Number of columns of :math:`X`."""
 
     def times(self, weights: Tensor) -> Awaitable[Tensor]:
         """Multiplies :math:`X W`, (features, outputs) to (samples, outputs)."""
@@ -330,13 +330,13 @@ class Products(Protocol):
 
 
 class HeldProducts:
-    """The products of a matrix in memory: the reference for those of devices.
+    """Products of a matrix in memory: the reference for those of devices.
 
     Args:
-      matrix: (samples, features), float64.
+      matrix: Matrix, (samples, features), float64.
 
     Raises:
-      ConfigError: of another shape.
+      ConfigError: the matrix has another number of dimensions.
     """
 
     def __init__(self, matrix: Tensor) -> None:
@@ -354,15 +354,15 @@ class HeldProducts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Minimise an objective over the weights; intercept and targets stay on the coordinator.
+    """Minimisation of an objective over the weights; intercept and targets stay on the coordinator.
 
-    Weights have shape (rows, outputs): one row for each feature and, where there is an intercept, a last one for it.
+    Weights have shape (rows, outputs): a row for each feature, and a last one for any intercept.
 
     Args:
-      products: of the samples' features.
-      objective: the loss and its weight.
-      targets: one entry for each sample, as the objective takes them.
-      sample_weights: factor of each sample's loss, (samples, 1) or (samples, outputs); 1 when not given.
+      products: Products of the samples' features.
+      objective: Loss and its weight.
+      targets: One entry for each sample, in the form of the objective.
+      sample_weights: Factor of each sample's loss, (samples, 1) or (samples, outputs); 1 by default.
     """
 
     products: Products
@@ -381,12 +381,12 @@ class Problem:
         return weights[:features], self.objective.intercept_scaling * weights[features:].sum(dim=0)
 
     async def margins(self, weights: Tensor) -> Tensor:
-        """Computes the margins of all samples, (samples, outputs): one product."""
+        """Computes the margins of all samples, (samples, outputs), with one product."""
         features, intercepts = self.split(weights)
         return (await self.products.times(features)) + intercepts
 
     async def transposed(self, residuals: Tensor) -> Tensor:
-        """Multiplies the transposed matrix, with the intercept's constant feature, by residuals: one product."""
+        """Multiplies residuals by the transposed matrix, with the intercept's constant feature: one product."""
         features = await self.products.transposed_times(residuals)
         if not self.objective.fit_intercept:
             return features
@@ -402,24 +402,24 @@ class Problem:
         return 0.5 * float((weights * gradient).sum()), gradient
 
     def evaluate(self, weights: Tensor, margins: Tensor) -> tuple[float, Tensor, Tensor]:
-        """Computes the objective, its losses' derivative by the margins, and the gradient of its penalty: no product.
+        """Computes the objective, its losses' derivative by the margins, and the penalty's gradient.
 
-        The gradient of the objective is that of the penalty and the :meth:`transposed` product with the derivative.
+        The gradient of the objective is that of the penalty plus the derivative's :meth:`multiply_transposed`.
         """
         loss, slopes = self.objective.loss(margins, self.targets, self.sample_weights)
         penalty, gradient = self.penalty(weights)
         return loss + penalty, slopes, gradient
 
     async def gradient(self, weights: Tensor, margins: Tensor) -> tuple[float, Tensor]:
-        """Computes the objective and its gradient: one product."""
+        """Computes the objective and its gradient, with one product."""
         objective, slopes, gradient = self.evaluate(weights, margins)
         return objective, gradient + await self.transposed(slopes)
 
     async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns weights to start from, and their margins: no product, one for given weights.
+        """Returns initial weights and their margins, with one product if weights are given.
 
         Args:
-          weights: zeros when not given.
+          weights: Weights to start from; zeros by default.
         """
         if weights is None:
             weights = torch.zeros(self.shape, dtype=torch.float64)
@@ -427,7 +427,7 @@ class Problem:
         return weights, await self.margins(weights)
 
     def settle(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
-        """Moves the intercept to its best value by Newton's method, and the margins with it: no product."""
+        """Moves the intercept to its optimum by Newton's method, and the margins with it: no product."""
         if not self.objective.fit_intercept:
             return weights, margins
         scaling = self.objective.intercept_scaling
@@ -441,38 +441,38 @@ class Problem:
             shift = -(torch.linalg.pinv(curvature, hermitian=True) @ excess)
             is_near = bool((excess.abs() <= _NEAR * rounding).all())
             for length in _LENGTHS[:1] if is_near else _LENGTHS:
-                moved = torch.cat([weights[:-1], weights[-1:] + length * shift / scaling])
-                shifted = margins + length * shift
-                after, rounding, slopes = self._excess(moved, shifted)
-                if float(after.norm()) < float(excess.norm()):
+                new_weights = torch.cat([weights[:-1], weights[-1:] + length * shift / scaling])
+                new_margins = margins + length * shift
+                new_excess, rounding, slopes = self._excess(new_weights, new_margins)
+                if float(new_excess.norm()) < float(excess.norm()):
                     break
             else:
                 break
-            weights, margins, excess = moved, shifted, after
+            weights, margins, excess = new_weights, new_margins, new_excess
         return weights, margins
 
     def _excess(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the derivative by the intercept, the sum of its terms' sizes, and the losses' by the margins."""
+        """Computes the derivative by the intercept, the sum of its terms' sizes, and the losses' derivative."""
         _, slopes, gradient = self.evaluate(weights, margins)
         share = gradient[-1] / self.objective.intercept_scaling
         return slopes.sum(dim=0) + share, slopes.abs().sum(dim=0) + share.abs(), slopes
 
     def gap(self, objective: float, gradient: Tensor, gain: float) -> float:
-        r"""Bounds how far the objective is above its least value, relative to it.
+        r"""Bounds the distance of the objective from its minimum, relative to it.
 
         .. math:: F(w) - F^* \le \tfrac{1}{2} \|\nabla F(w)\|^2
 
-        as the penalty makes F strongly convex with modulus 1. It is the duality gap, too, at the dual point that the
-        derivatives of the losses are. It trusts no model of the curvature. It holds once the intercept is
-        :meth:`settled <settle>`.
+        as the penalty makes F strongly convex with modulus 1. The bound is also the duality gap at the dual
+        point of the losses' derivatives. It uses no model of the curvature. It holds after
+        :meth:`optimize_intercept`.
 
-        Without a penalty nothing of the kind is known. Then it is the gain that the solver expects of its next step, or
-        the whole objective where that is less, relative to the weight of all samples.
+        Without a penalty there is no such bound. Then the gap is the gain that the solver expects of its next
+        step, and at most the whole objective. It is relative to the weight of all samples.
 
         Args:
-          objective: at some weights.
-          gradient: there.
-          gain: that the solver expects of its next step.
+          objective: Objective at some weights.
+          gradient: Gradient at these weights.
+          gain: Gain that the solver expects of its next step.
         """
         if self.objective.has_penalty:
             bound, scale = 0.5 * float((gradient * gradient).sum()), objective
@@ -488,11 +488,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The classes that labels name.
+    """The classes of labels.
 
     Args:
-      labels: of each class, ascending.
-      positive: of one class against all others; ``None``: all classes are distinguished.
+      labels: Label of each class, ascending.
+      positive: Label of one class against all others; ``None`` distinguishes all classes.
     """
 
     labels: tuple[float, ...]
@@ -503,39 +503,39 @@ class Classes:
         """Finds the classes of labels.
 
         Raises:
-          DataError: there is one class alone.
+          DataError: there is only one class.
         """
-        found = tuple(labels.unique().tolist())
-        if positive is not None and positive not in found:
-            raise DataError(f"positive = {positive:g}: no sample has that label; there are {_listed(found)}")
-        if len(found) < 2:
+        values = tuple(labels.unique().tolist())
+        if positive is not None and positive not in values:
+            raise DataError(f"positive = {positive:g}: no sample has that label; there are {_listed(values)}")
+        if len(values) < 2:
             raise DataError(
-                f"all samples have the label {_listed(found)}: there is nothing to tell apart; give the devices "
+                f"all samples have the label {_listed(values)}: there is nothing to tell apart; give the devices "
                 "samples of two classes or more"
             )
-        return Classes(found, positive)
+        return Classes(values, positive)
 
     @property
     def count(self) -> int:
-        """The number of classes that are distinguished."""
+        """Number of classes that are distinguished."""
         return len(self.labels) if self.positive is None else 2
 
     def codes(self, labels: Tensor) -> Tensor:
-        """Numbers the class of each label, (samples,) int64; -1: none of the classes."""
+        """Encodes labels as class numbers, (samples,) int64; -1 for an unknown label."""
         if self.positive is not None:
             return (labels == self.positive).to(torch.int64)
-        known = torch.tensor(self.labels, dtype=torch.float64)
-        places = torch.searchsorted(known, labels.to(torch.float64)).clamp_(max=len(known) - 1)
-        return torch.where(known[places] == labels, places, -1)
+        class_labels = torch.tensor(self.labels, dtype=torch.float64)
+        places = torch.searchsorted(class_labels, labels.to(torch.float64)).clamp_(max=len(class_labels) - 1)
+        return torch.where(class_labels[places] == labels, places, -1)
 
     def named(self, codes: Tensor) -> Tensor:
-        """Gives the labels of numbered classes; with a positive class, 1 for that and 0 for the others."""
+        """Decodes class numbers to labels; with a positive class, to 1 for it and 0 for the others."""
         if self.positive is not None:
             return codes.to(torch.float64)
         return torch.tensor(self.labels, dtype=torch.float64)[codes]
 
     def strange(self, labels: Tensor) -> str:
-        """Describes what is wrong with labels that come later; empty: nothing."""
+        """Describes the error in labels of later samples; returns an empty string if there is none."""
         unknown = labels[self.codes(labels) < 0].unique().tolist()
         if not unknown:
             return ""
@@ -551,9 +551,9 @@ class LinearModel:
     """A trained linear classifier.
 
     Args:
-      weights: (features, outputs), one output for two classes, else one for each.
-      intercepts: (outputs,).
-      classes: that it distinguishes.
+      weights: Weights, (features, outputs), with one output for two classes, else one for each.
+      intercepts: Intercepts, (outputs,).
+      classes: Classes that it distinguishes.
     """
 
     weights: Tensor
@@ -561,16 +561,16 @@ class LinearModel:
     classes: Classes
 
     def predict(self, samples: Tensor) -> Tensor:
-        """Predicts the label of each sample's class.
+        """Predicts the label of each sample.
 
         Args:
-          samples: (samples, features), float64.
+          samples: Samples, (samples, features), float64.
 
         Returns:
-          (samples,), float64; with a positive class, 1 for that and 0 for the others.
+          (samples,), float64; with a positive class, 1 for it and 0 for the others.
 
         Raises:
-          DataError: another number of features.
+          DataError: the samples have another number of features.
         """
         return self.classes.named(self._codes(samples))
 
@@ -601,10 +601,10 @@ class LinearModel:
 
     @staticmethod
     def load(path: Path) -> LinearModel:
-        """Reads what :meth:`save` wrote.
+        """Reads a model that :meth:`save` wrote.
 
         Raises:
-          CheckpointError: absent, damaged, or of something else.
+          CheckpointError: the file is absent, damaged, or not a model.
         """
         with reading(path, "not a linear model", CheckpointError):
             tree = load_tree(path)

@@ -1,7 +1,7 @@
-"""Where coordinator and devices of real processes find each other: at the coordinator's port, by visits.
+"""Connection of coordinator and devices in real processes, by visits to the coordinator's port.
 
-A device asks for a seat there. The coordinator gives it a rank, lets it in when it says how it is reached, and takes
-the seat back when the device is gone or has not greeted in time. A coordinator that comes again gives seats anew.
+A device visits the coordinator to get a rank. The coordinator admits it once its address is known, and frees
+the rank if the device is gone or has not greeted in time. A restarted coordinator assigns ranks anew.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from farflung.wall.stores import reached
 __all__ = ["Address", "admitted", "attending", "coordinating", "take_part"]
 
 SEATS = 256
-"""How many processes may be there at a time, the coordinator among them."""
+"""Maximum number of processes at a time, including the coordinator."""
 _KEY = hashlib.sha256(b"farflung coded").digest()
-"""Of all runs, and no secret: whatever reaches the coordinator may take part, as far as its keys allow."""
+"""Key of all runs, which is no secret: the endpoint's keys decide who may take part."""
 _VISIT_S = 5.0
-"""How long one visit may take."""
+"""Maximum duration of a visit."""
 _RETRY_S = 0.5
-"""How long a device that has lost its coordinator waits before it looks for another."""
+"""Delay after which a device that has lost its coordinator looks for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a coordinator is met.
+    """Address of a coordinator.
 
     Args:
-      host: its name or address.
-      port: 0: any that is free, for the coordinator itself.
+      host: Host name or address.
+      port: Port; 0 is any free one, for the coordinator itself.
     """
 
     host: str
@@ -58,10 +58,10 @@ class Address:
 
     @staticmethod
     def of(text: str) -> Address:
-        """From ``HOST:PORT``.
+        """Parses ``HOST:PORT``.
 
         Raises:
-          ConfigError: it is something else.
+          ConfigError: the text has another form.
         """
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > 65535:
@@ -77,13 +77,13 @@ class Address:
 def coordinating(
     address: Address, run: str, endpoint: Endpoint = Endpoint(), *, join_s: float = 30.0
 ) -> Iterator[tuple[WallRuntime, Address]]:
-    """Rank 0 of a run, and where it is met: by the address that it advertises, if any; devices that come are admitted.
+    """Starts rank 0 of a run, admits devices, and yields its runtime and public address.
 
     Args:
-      address: to be met at.
-      run: its name.
-      endpoint: how it connects to devices; its interface and port are those of the address.
-      join_s: how long a device may take from its seat to its greeting, in seconds.
+      address: Address at which devices visit.
+      run: Name of the run.
+      endpoint: Settings of connections to devices; its interface and port are replaced by those of the address.
+      join_s: Maximum time between the rank and the greeting of a device, in seconds.
 
     Raises:
       ConfigError: there is no such host, or the address cannot be used.
@@ -96,8 +96,8 @@ def coordinating(
     if endpoint.advertise is not None:
         advertised(endpoint.advertise, address.port or 1)
     endpoint.read_keys()
-    (_, _, _, _, (here, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
-    endpoint = replace(endpoint, interface=str(here), port=address.port)
+    (_, _, _, _, (interface, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    endpoint = replace(endpoint, interface=str(interface), port=address.port)
     try:
         runtime = _runtime(0, run, endpoint, join_s, members=[0], come=lambda me: [me])
     except ConfigError as error:
@@ -105,8 +105,8 @@ def coordinating(
             f"{address}: cannot be listened at ({error}): choose another address of this machine, or another port"
         ) from None
     with _closing(runtime):
-        seats = _Seats(runtime, run, join_s)
-        runtime.launch(seats.listen()).wait()
+        allocator = _Seats(runtime, run, join_s)
+        runtime.launch(allocator.listen()).wait()
         host, port = runtime.view.transport.me.host_and_port
         yield runtime, Address(address.host if endpoint.advertise is None else host, port)
 
@@ -121,36 +121,36 @@ def attending(
     pace: DeviceProfile | None = None,
     seed: int = 0,
 ) -> Iterator[WallRuntime]:
-    """A device's seat in the run whose coordinator is met at an address.
+    """Connects a device to the run whose coordinator is at an address, and yields its runtime.
 
     Args:
-      address: of it.
-      endpoint: how this device connects to the others.
-      patience_s: how long to try, in seconds.
-      join_s: how long the coordinator may take to greet, in seconds.
-      pace: of a slower device that is to be kept.
-      seed: of its stragglers.
+      address: Address of the coordinator.
+      endpoint: Settings of connections to the other devices.
+      patience_s: Time for which the coordinator is tried, in seconds.
+      join_s: Maximum time for the coordinator's greeting, in seconds.
+      pace: Profile of a slower device to simulate.
+      seed: Seed of its stragglers.
 
     Raises:
       DeadlinePassed: no coordinator is reached at the address.
-      ConfigError: no seat is free, or the coordinator refuses this device.
+      ConfigError: no rank is free, or the coordinator refuses this device.
     """
-    unlike = False
+    is_mismatched = False
 
     def visit(question: Mapping[str, Json], within_s: float) -> Mapping[str, Any]:
         def ask() -> dict[str, Any]:
-            nonlocal unlike
-            encrypted = endpoint.on(partial(route_to, address.host)).encrypts != unlike
+            nonlocal is_mismatched
+            encrypted = endpoint.on(partial(route_to, address.host)).encrypts != is_mismatched
             try:
                 return Access(_KEY, encrypted, ()).ask(str(address), question, _VISIT_S)
             except (TimeoutError, ssl.SSLError):
-                # One that encrypts where this device does not, or the reverse, refuses it and says why.
-                unlike = not unlike
+                # A coordinator refuses a device with the other setting of encryption, and says why.
+                is_mismatched = not is_mismatched
                 raise
 
         return reached(ask, f"a coordinator at {address}", within_s)
 
-    def come(me: Peer) -> list[Peer]:
+    def find_peers(me: Peer) -> list[Peer]:
         match visit({"peer": me.to_json()}, join_s):
             case {"peer": str(text)} if (peer := Peer.from_json(text)).rank == 0:
                 return [peer, me]
@@ -161,18 +161,18 @@ def attending(
 
     match visit({"seat": True}, patience_s):
         case {"run": str(run), "rank": int(rank)} if 0 < rank < SEATS:
-            kept = None if pace is None else Pace(pace, rank, seed)
+            slowdown = None if pace is None else Pace(pace, rank, seed)
         case answer:
             raise ConfigError(f"{address}: {answer.get('refused', 'no coordinator answers there')}")
-    here = endpoint.on(partial(route_to, address.host))
-    runtime = _runtime(rank, run, here, join_s, members=[0, rank], come=come, pace=kept)
+    own_endpoint = endpoint.on(partial(route_to, address.host))
+    runtime = _runtime(rank, run, own_endpoint, join_s, members=[0, rank], come=find_peers, pace=slowdown)
     with _closing(runtime):
         yield runtime
 
 
 @contextmanager
 def _closing(runtime: WallRuntime) -> Iterator[None]:
-    """Closes a runtime at the end, with the error where there is one."""
+    """Closes a runtime at the end, with the error if there is one."""
     try:
         yield
     except BaseException as error:
@@ -192,36 +192,36 @@ def take_part(
     seed: int = 0,
     met: Callable[[Device, WallRuntime], object] = lambda device, runtime: None,
 ) -> str:
-    """Takes part in the run that is met at an address, until its coordinator ends it.
+    """Takes part in the run at an address, until its coordinator ends it.
 
-    A coordinator that is lost may come again there: the device waits for it, and brings the blocks that it has made.
+    If the coordinator is lost, the device waits for a restarted one, and brings the blocks that it has built.
 
     Args:
-      address: of the coordinator.
-      holding: what the device brings.
-      endpoint: how it connects to the other devices.
-      patience_s: how long to wait for a coordinator that is not there or silent, in seconds.
-      join_s: how long greetings may take, in seconds.
-      pace: of a slower device that is to be kept.
-      seed: of its stragglers.
-      met: is given the device and its world each time that a coordinator is met; see
+      address: Address of the coordinator.
+      store: Data and blocks of the device.
+      endpoint: Settings of connections to the other devices.
+      patience_s: Time for which a silent or absent coordinator is tried, in seconds.
+      join_s: Maximum time for greetings, in seconds.
+      pace: Profile of a slower device to simulate.
+      seed: Seed of its stragglers.
+      on_connect: Function called with the device and its runtime after each connection to a coordinator; see
         :meth:`farflung.coded.device.Device.leave`.
 
     Returns:
-      Why it ends; empty: training is over.
+      Reason for the end; empty if training is over.
 
     Raises:
-      DeadlinePassed: no coordinator is met.
-      ConfigError: there is no such host, or see :func:`attending`.
+      DeadlinePassed: no coordinator is reached.
+      ConfigError: there is no such host, or see :func:`connect_device`.
     """
     check_host(address.host, str(address))
     endpoint.read_keys()
-    until = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            left_s = max(0.0, until - time.monotonic())
+            remaining_s = max(0.0, deadline_s - time.monotonic())
             with attending(
-                address, endpoint, patience_s=left_s, join_s=join_s, pace=pace, seed=seed
+                address, endpoint, patience_s=remaining_s, join_s=join_s, pace=pace, seed=seed
             ) as runtime:
                 device = Device(
                     runtime,
@@ -232,24 +232,24 @@ def take_part(
                 try:
                     return runtime.drive(device.run())
                 finally:
-                    until = time.monotonic() + patience_s
+                    deadline_s = time.monotonic() + patience_s
         except (PeerLost, PeerFailed, DeadlinePassed):
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline_s:
                 raise
         time.sleep(_RETRY_S)
 
 
 def admitted(runtime: WallRuntime, rank: int, said: str | None, *, join_s: float = 30.0) -> Pending[None]:
-    """Lets a device in of which the coordinator has told; on the communication thread.
+    """Admits a device that the coordinator has announced; on the communication thread.
 
     Args:
-      runtime: that of a device.
-      rank: of the other.
-      said: how it is reached, see :meth:`farflung.comm.Peer.to_json`.
-      join_s: how long it may take to greet, in seconds.
+      runtime: Runtime of this device.
+      rank: Rank of the other device.
+      peer_json: Address of the other device, see :meth:`farflung.comm.Peer.to_json`.
+      join_s: Maximum time for its greeting, in seconds.
 
     Returns:
-      Fails where it does not come, or may not.
+      Completion, which fails if the device does not connect or is refused.
     """
     try:
         peer = Peer.from_json(said or "")
@@ -266,19 +266,19 @@ def _runtime(rank: int, run: str, endpoint: Endpoint, join_s: float, **more: Any
 
 
 class _Seats:
-    """Gives devices ranks and lets them in; on the communication thread.
+    """Assigns ranks to devices and admits them; on the communication thread.
 
-    A question is a JSON object: ``seat``, of a device that comes; ``peer``, how one that has a rank is reached.
+    A request is a JSON object: ``seat`` asks for a rank, and ``peer`` reports the address of a ranked device.
     """
 
     def __init__(self, runtime: WallRuntime, run: str, join_s: float) -> None:
         self._runtime, self._run, self._join_s = runtime, run, join_s
         self._free = deque(range(1, SEATS))
         self._due: dict[int, float] = {}
-        """Until when each device that has a seat may take to greet, by rank."""
+        """Deadline of each assigned rank for its greeting."""
 
     async def listen(self) -> None:
-        """Answers from now on."""
+        """Starts to answer visits."""
         self._runtime.view.transport.receive(_KEY, partial(answered, self._find))
 
     def _find(self, question: object) -> Mapping[str, Json]:
@@ -288,25 +288,25 @@ class _Seats:
             case {"peer": str(text)}:
                 peer = Peer.from_json(text)
                 if self._due.get(peer.rank, 0.0) <= self._runtime.now():
-                    return {}  # it has no seat, or not any more
-                come = self._runtime.peers.get(peer.rank)
-                if come is None:
+                    return {}  # it has no rank, or has lost it
+                admitted_peer = self._runtime.peers.get(peer.rank)
+                if admitted_peer is None:
                     self._runtime.let_in(peer, self._join_s)
                     self._due[peer.rank] = self._runtime.now() + self._join_s
-                elif come != peer:
+                elif admitted_peer != peer:
                     raise ConfigError(f"rank {peer.rank} has come already")
                 return {"peer": self._runtime.view.transport.me.to_json()}
             case _:
                 raise ValueError("no question")
 
     def _give(self) -> int:
-        present, now = self._runtime.view.present(), self._runtime.now()
-        for rank in [rank for rank, until in self._due.items() if rank not in present and now >= until]:
+        ranks, time_s = self._runtime.view.present(), self._runtime.now()
+        for rank in [rank for rank, end_s in self._due.items() if rank not in ranks and time_s >= end_s]:
             del self._due[rank]
             self._runtime.peers.pop(rank, None)
-            self._free.append(rank)  # one that was left lately comes last: not all may have seen that it was
+            self._free.append(rank)  # last in line, as some devices may not have seen the loss yet
         if not self._free:
             raise ConfigError(f"all {SEATS - 1} seats of the run are taken: try again when a device has left")
         rank = self._free.popleft()
-        self._due[rank] = now + self._join_s
+        self._due[rank] = time_s + self._join_s
         return rank

@@ -1,7 +1,7 @@
-"""Messages between coordinator and devices: a line of JSON, the tensors beside it, and the tag that each goes by.
+"""Messages between coordinator and devices: a line of JSON, tensors, and the tag of each kind.
 
-Each message is checked against its dataclass before anything is used: kinds, names, types, ranges, and the number and
-shape of tensors. What has another form raises :class:`Malformed`; its receiver counts it and goes on.
+Each message is checked against its dataclass before use: kind, names, types, ranges, and the number and shape
+of tensors. Any other form raises :class:`MalformedMessage`, which the receiver counts before it continues.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class CodedPurpose(PurposeBase):
-    """What the messages of coded training are for; the numbers are those that :class:`farflung.comm.Purpose` lacks."""
+    """Purposes of the messages of coded training, numbered after those of :class:`farflung.comm.Purpose`."""
 
     MEMBERS = 13, "members", "the registry of members"
     ENCODING = 14, "encoding", "pieces of other devices' data"
@@ -67,13 +67,13 @@ class CodedPurpose(PurposeBase):
 PURPOSES.update({int(purpose): purpose for purpose in CodedPurpose})
 
 COMMAND = Tag(CodedPurpose.MEMBERS.at(0), 0)
-"""Commands of the coordinator to a device."""
+"""Tag of commands from the coordinator to a device."""
 REPORT = Tag(CodedPurpose.MEMBERS.at(0), 1)
-"""Reports of a device to the coordinator."""
+"""Tag of reports from a device to the coordinator."""
 ASK = Tag(CodedPurpose.MEMBERS.at(0), 2)
-"""Requests of one device to another."""
+"""Tag of requests from one device to another."""
 OPERAND = Tag(CodedPurpose.OPERANDS.at(0))
-"""Products to be made, and the end."""
+"""Tag of requested products, and of the end."""
 
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_STRING, _MAX_LIST, _MAX_FLOAT = 1 << 12, 1 << 12, sys.float_info.max
@@ -81,22 +81,22 @@ _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 def reply(number: int) -> Tag:
-    """Gives the tag of the answer to a numbered request between devices."""
+    """Returns the tag of the answer to a numbered request between devices."""
     return Tag(CodedPurpose.ENCODING.at(number))
 
 
 def answers(round: int) -> Tag:
-    """Gives the tag of the products of one round."""
+    """Returns the tag of the products of one round."""
     return Tag(CodedPurpose.ANSWERS.at(round))
 
 
 async def sent(comm: Communicator, payload: Payload, rank: int, tag: Tag) -> None:
-    """Sends a message on the thread that carries it; to be launched. One to a lost rank is dropped."""
+    """Sends a message on the communication thread, as a launched coroutine; drops it if the rank is lost."""
     comm.send(payload, rank, tag)
 
 
 class Malformed(ValueError):
-    """A message that is not of its kind's form."""
+    """Raised for a message that does not have the form of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ class Source:
     """A term of a block's sum.
 
     Args:
-      rank: of the device that holds the block.
-      block: its number.
-      weight: its coefficient.
+      rank: Rank of the device that holds the source block.
+      block: Number of the source block.
+      weight: Coefficient of the source block.
     """
 
     rank: int
@@ -119,11 +119,11 @@ class Part:
     """The rows of one partition in a block of columns, and their sources.
 
     Args:
-      partition: its number.
-      rows: of it.
-      raw: whether the sources hold the partition itself, or a coded block of its rows, and sum the columns they are
-        asked for; otherwise they hold blocks of columns, whose part is taken as it is.
-      sources: are summed.
+      partition: Number of the partition.
+      rows: Number of its rows.
+      is_raw: True if the sources are blocks of rows, of which they sum the requested columns; False if they are
+        blocks of columns, whose part is taken unchanged.
+      sources: Terms of the sum.
     """
 
     partition: int
@@ -137,11 +137,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The device is a member.
+    """Tells a device that it is a member.
 
     Args:
-      run: its name.
-      raw: the number of the block that the device has brought; -1: none.
+      run: Name of the run.
+      raw: Block number of the device's own data; -1 if it has none.
     """
 
     run: str
@@ -150,14 +150,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Another device is a member, and may ask for blocks or be asked.
+    """Announces another member, which may request blocks or be asked for them.
 
     Args:
-      rank: of it.
-      number: of their meeting.
-      first: whether this device gets ready for it first, and reports so. The other one, of a higher rank, connects; it
-        is told only then, so that it finds an open door.
-      peer: how it is reached, see :meth:`farflung.comm.Peer.to_json`; ``None`` where the world knows.
+      rank: Rank of the other member.
+      number: Number of their meeting.
+      first: True if this device prepares and then reports that it is ready. The other one, of a higher rank, is
+        told to connect only then, so that it is expected.
+      peer: Address of the other member, see :meth:`farflung.comm.Peer.to_json`; ``None`` if known.
     """
 
     rank: int
@@ -168,10 +168,10 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Another device is gone; waits for its arrival end.
+    """Announces the loss of another device, which ends all waits for it.
 
     Args:
-      rank: of it.
+      rank: Rank of the lost device.
     """
 
     rank: int
@@ -179,13 +179,13 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Make a block of rows.
+    """Orders a block of rows.
 
     Args:
-      block: its number.
-      rows: its height.
-      features: its width.
-      sources: are summed.
+      block: Number of the block.
+      rows: Height of the block.
+      features: Width of the block.
+      sources: Terms of the sum.
     """
 
     block: int
@@ -196,13 +196,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Make a block of columns, or add parts to one.
+    """Orders a block of columns, or further parts of one.
 
     Args:
-      block: its number.
-      weights: of each column block in it.
-      bounds: where each of these begins, and the last ends.
-      parts: to be fetched.
+      block: Number of the block.
+      weights: Weight of each column block.
+      bounds: First column of each column block, and the end of the last one.
+      parts: Parts to fetch.
     """
 
     block: int
@@ -213,17 +213,17 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
-    """Multiply, piece after piece.
+    """Orders products, piece by piece.
 
     Args:
-      round: its number.
-      since: rounds below this one are over, and need not be carried on.
-      blocks: to be multiplied, all of rows or all of columns.
-      partitions: whose residuals lie in the operand, one after the other, and by one partition's blocks of rows may be
-        multiplied, transposed; empty where they are multiplied by weights.
-      length: rows of the highest block, or columns of the widest.
-      pieces: into which these are cut; each is answered by itself.
-      first: the piece to begin with.
+      round: Number of the round.
+      since: Number of the first round that is not over.
+      blocks: Blocks to multiply, all of rows or all of columns.
+      partitions: Partitions of the residuals in the operand, in order. The residuals of a single partition may
+        multiply transposed blocks of rows. Empty if the operand has weights.
+      length: Number of rows of the highest block, or columns of the widest.
+      pieces: Number of pieces into which the length is cut; each is answered separately.
+      first: Piece to begin with.
       operand: (features, outputs) weights, or (samples, outputs) residuals.
     """
 
@@ -239,17 +239,17 @@ class Multiply:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """These blocks are not needed any more."""
+    """Releases blocks that are no longer needed."""
 
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Asks for a sign of life; a device answers with the same message.
+    """Asks for a sign of life, which a device answers with a message of the same kind.
 
     Args:
-      nbytes: of a device, the bytes that it has exchanged with all others so far.
+      nbytes: Number of bytes that a device has exchanged with all others so far.
     """
 
     nbytes: int = 0
@@ -257,10 +257,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The device may go.
+    """Releases a device.
 
     Args:
-      reason: why; empty: training is over.
+      reason: Reason for the end; empty if training is over.
     """
 
     reason: str = ""
@@ -271,15 +271,15 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A device asks to become a member.
+    """Asks for membership of a device.
 
     Args:
-      partition: the name of its data; empty: none.
-      rows: of its data.
-      features: of a row; 0 without data.
-      held: coded blocks that it has kept from an earlier connection.
-      run: the run that these are of; empty: none.
-      labels: (rows,) float64.
+      partition: Name of its data; empty if it has none.
+      rows: Number of rows of its data.
+      features: Number of features of its data; 0 without data.
+      held: Numbers of coded blocks from an earlier connection.
+      run: Run of these blocks; empty without blocks.
+      labels: Labels of its data, (rows,) float64.
     """
 
     partition: str
@@ -292,10 +292,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The device is ready for another one that it was told of.
+    """Reports that the device is ready for an announced one.
 
     Args:
-      number: of their meeting.
+      number: Number of their meeting.
     """
 
     number: int
@@ -303,12 +303,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A block is made, or has been added to.
+    """Reports that a block, or parts of it, are built.
 
     Args:
-      block: its number.
-      partitions: of a block of columns, whose parts were made.
-      fetched_nbytes: that other devices gave for it.
+      block: Number of the block.
+      partitions: Partitions whose parts were built, in a block of columns.
+      fetched_nbytes: Number of bytes that other devices have sent for it.
     """
 
     block: int
@@ -318,13 +318,13 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A block could not be made.
+    """Reports that a block could not be built.
 
     Args:
-      block: its number.
-      rank: of the device that the failure is blamed on.
-      detail: what was seen.
-      fetched_nbytes: that other devices have given for it, and that are kept.
+      block: Number of the block.
+      rank: Rank of the device that is blamed for the failure.
+      detail: Description of the failure.
+      fetched_nbytes: Number of bytes that other devices have sent for it, and that are kept.
     """
 
     block: int
@@ -335,7 +335,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The device asks to leave, and stays until it is told to go."""
+    """Reports that the device wants to leave; it stays until it is released."""
 
 
 # --- between devices ------------------------------------------------------------------------------------------------
@@ -343,10 +343,10 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Takes back requests that are not waited for any more.
+    """Cancels pending requests.
 
     Args:
-      replies: the numbers of their answers.
+      replies: Numbers of their answers.
     """
 
     replies: tuple[int, ...]
@@ -354,16 +354,16 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for some rows of a block.
+    """Requests some rows of a block.
 
     Args:
-      reply: the number of the answer's tag.
-      block: raw, of coded rows, or of columns.
-      begin: the first row.
-      end: behind the last.
-      partition: of a block of columns, whose rows; -1: it is one of rows.
-      weights: of a block of rows, by column block, where their sum is wanted; empty: whole rows.
-      bounds: where each column block begins, and the last ends.
+      reply: Number of the answer's tag.
+      block: Block that is raw, of coded rows, or of columns.
+      begin: First row.
+      end: End of the rows, exclusive.
+      partition: Partition of a block of columns; -1 for a block of rows.
+      weights: Weights of column blocks to sum, for a block of rows; empty for whole rows.
+      bounds: First column of each column block, and the end of the last one.
     """
 
     reply: int
@@ -399,10 +399,10 @@ def packed(message: Message) -> Payload:
 
 
 def unpacked(payload: Payload, kinds: Iterable[type[M]]) -> M:
-    """Decodes a message of one of these kinds.
+    """Decodes a message of one of the given kinds.
 
     Raises:
-      Malformed: it is none.
+      MalformedMessage: it has another kind or form.
     """
     text, *tensors = list(payload.tensors()) or [_NOTHING]
     if text.dtype != torch.uint8 or text.dim() != 1 or text.numel() > _MAX_TEXT_NBYTES:
@@ -417,15 +417,15 @@ def unpacked(payload: Payload, kinds: Iterable[type[M]]) -> M:
     if kind is None or kind not in kinds:
         raise Malformed("a kind that is not due here")
     values: dict[str, Any] = {}
-    for name, due in _FIELDS[kind].items():
-        if due is Tensor:
+    for name, expected_type in _FIELDS[kind].items():
+        if expected_type is Tensor:
             values[name] = _tensor(tensors)
         elif name not in body:
-            if due == str | None:
+            if expected_type == str | None:
                 continue
             raise Malformed(f"{kind.__name__} without {name}")
         else:
-            values[name] = _checked(body.pop(name), due)
+            values[name] = _checked(body.pop(name), expected_type)
     if body or tensors:
         raise Malformed(f"{kind.__name__} with more than it has")
     message: M = kind(**values)
@@ -443,14 +443,14 @@ def _tensor(tensors: list[Tensor]) -> Tensor:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     if dataclasses.is_dataclass(value):
         return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return value
 
 
 def _checked(value: Any, due: Any) -> Any:
-    """Checks JSON against the type that is due, and converts it."""
+    """Checks a JSON value against the expected type, and converts it."""
     if due is float:
         if type(value) not in (int, float) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
             raise Malformed("no finite number")
@@ -467,8 +467,8 @@ def _checked(value: Any, due: Any) -> Any:
     if not isinstance(value, list) or len(value) > _MAX_LIST:
         raise Malformed("no list, or too long a one")
     if typing.get_origin(due) is tuple:
-        return tuple(_checked(one, typing.get_args(due)[0]) for one in value)
+        return tuple(_checked(entry, typing.get_args(due)[0]) for entry in value)
     fields = _FIELDS[due]
     if len(value) != len(fields):
         raise Malformed(f"no {due.__name__}")
-    return due(*(_checked(one, kind) for one, kind in zip(value, fields.values(), strict=True)))
+    return due(*(_checked(entry, kind) for entry, kind in zip(value, fields.values(), strict=True)))

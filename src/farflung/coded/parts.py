@@ -1,4 +1,4 @@
-"""A device's own samples: a part of a data set, or of a file."""
+"""A device's own samples: a shard of a data set, or of a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from farflung.seeding import generator
 __all__ = ["LARGEST", "Part", "partitioned", "read_samples"]
 
 LARGEST = 1e150
-"""The largest feature: squares of larger ones may not be finite in float64."""
+"""Largest feature; squares of larger ones may not be finite in float64."""
 
 _SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
     "a9a": a9a.load,
@@ -30,24 +30,24 @@ _SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
 
 
 def partitioned(rows: int, partitions: int) -> list[slice]:
-    """Cuts rows into consecutive partitions, the first ones one row larger where they cannot be equal.
+    """Splits rows into consecutive partitions, of which the first ones may have one row more.
 
-    >>> partitioned(5, 2)
+    >>> partition_rows(5, 2)
     [slice(0, 3, None), slice(3, 5, None)]
     """
-    each, more = divmod(rows, partitions)
-    bounds = [part * each + min(part, more) for part in range(partitions + 1)]
+    size, remainder = divmod(rows, partitions)
+    bounds = [part * size + min(part, remainder) for part in range(partitions + 1)]
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several parts of rows, as equal as they can be.
+    """One of several shards of rows of nearly equal size.
 
     Args:
-      number: from 1 on.
-      of: the number of parts.
-      seed: shuffles the rows before; ``None``: they stay in order.
+      number: Number of the shard, from 1.
+      num_parts: Number of shards.
+      seed: Seed of a shuffle of the rows; ``None`` keeps their order.
     """
 
     number: int
@@ -56,24 +56,24 @@ class Part:
 
     @staticmethod
     def parse(text: str, seed: int | None = None) -> Part:
-        """Reads ``I/K``.
+        """Parses ``I/K``.
 
         Raises:
-          ConfigError: it is something else, or there is no such part.
+          ConfigError: the text has another form, or there is no such shard.
         """
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        if match is None:
             raise ConfigError(f"part {text!r}: write it as I/K, such as 1/4")
-        part = Part(int(found[1]), int(found[2]), seed)
+        part = Part(int(match[1]), int(match[2]), seed)
         if not 1 <= part.number <= part.of:
             raise ConfigError(f"part {text}: the part must be between 1 and {part.of}")
         return part
 
     def rows(self, count: int) -> Tensor:
-        """Selects this part of a number of rows.
+        """Selects this shard of a number of rows.
 
         Raises:
-          ConfigError: there are more parts than rows.
+          ConfigError: there are more shards than rows.
         """
         if count < self.of:
             raise ConfigError(f"part {self}: there are {count} rows")
@@ -84,22 +84,22 @@ class Part:
 
     @override
     def __str__(self) -> str:
-        shuffled = "" if self.seed is None else f" of seed {self.seed}"
-        return f"{self.number}/{self.of}{shuffled}"
+        suffix = "" if self.seed is None else f" of seed {self.seed}"
+        return f"{self.number}/{self.of}{suffix}"
 
 
 def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> tuple[Tensor, Tensor]:
     """Reads features and labels, float64.
 
     Args:
-      data: ``a9a``, ``covtype``, or the path of a file that ends in ``.npz``, with arrays ``x`` of shape (samples,
-        features) and ``y`` of shape (samples,).
-      part: of the rows; ``None``: all.
-      test: the test set, of a data set that has one.
+      data: ``a9a``, ``covtype``, or the path of a file that ends in ``.npz``, with arrays ``x`` of shape
+        (samples, features) and ``y`` of shape (samples,).
+      part: Shard of the rows; ``None`` reads all.
+      test: True to read the test set, if the data set has one.
 
     Raises:
-      UnknownName: no such data set.
-      DataError: it was not found, or is malformed.
+      UnknownName: there is no such data set.
+      DataError: the data set was not found, or is malformed.
     """
     if data.endswith(".npz"):
         samples, labels = _read(Path(data))
@@ -109,16 +109,16 @@ def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> 
         return samples, labels
     if data not in _SETS:
         raise UnknownName("data", data, [*_SETS, "a file ending in .npz"])
-    found = _SETS[data]()[test]
-    rows = torch.arange(len(found)) if part is None else part.rows(len(found))
-    batch = found.take(rows, train=False)
+    dataset = _SETS[data]()[test]
+    rows = torch.arange(len(dataset)) if part is None else part.rows(len(dataset))
+    batch = dataset.take(rows, train=False)
     return batch.inputs.to(torch.float64), batch.targets.to(torch.float64)
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
     with reading(path, "not a file of arrays", DataError), np.load(path, allow_pickle=False) as arrays:
-        if absent := {"x", "y"} - set(arrays.files):
-            raise DataError(f"{path}: it has no array {sorted(absent)[0]!r}; arrays x and y are due")
+        if missing_arrays := {"x", "y"} - set(arrays.files):
+            raise DataError(f"{path}: it has no array {sorted(missing_arrays)[0]!r}; arrays x and y are due")
         x, y = arrays["x"], arrays["y"]
     if x.ndim != 2 or y.shape != x.shape[:1] or not x.size:
         raise DataError(

@@ -1,4 +1,4 @@
-"""A picture of coded training: its devices, how many of them could have vanished, and the objective."""
+"""Picture of coded training: devices, redundancy, and objective over time."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["coded_picture"]
 
 STATES = {"joins": LIGHT_BLUE, "encodes": YELLOW, "takes part": BLUE, "silent": GREY}
-"""What a device does, and its colour."""
+"""Colour of each state of a device."""
 MOST_NAMED = 30
-"""With more devices than this some go without their rank."""
+"""Maximum number of devices that are all labelled with their rank."""
 KINDS = {"rows": (BLUE, "-"), "columns": (GREEN, "--")}
 
 
 @dataclass(slots=True)
 class _Device:
-    """One device's time.
+    """States of one device over time.
 
     Args:
-      spans: from, to, and what it did.
-      gone: whether it has left or vanished.
-      asked: whether it left as it should.
-      since: when what it does now began; when it was gone, where it is.
+      spans: Start, end and name of each state.
+      is_gone: True if it has left or vanished.
+      has_asked: True if it asked to leave.
+      state_start_s: Start of the current state, or time of the end.
     """
 
     spans: list[tuple[float, float, str]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Device:
         return self.gone and not self.asked
 
     def becomes(self, t: float, *, gone: bool = False) -> None:
-        """Ends a span where something else begins."""
+        """Ends a span if the state has changed."""
         state = "takes part" if self.joined else "joins"
         state = "silent" if self.silent else "encodes" if self.making else state
         if gone or state != self.state:
@@ -74,7 +74,7 @@ class _Device:
 
 @dataclass(slots=True)
 class _Course:
-    """A run over time, sessions one after the other."""
+    """A run over time, with sessions one after the other."""
 
     devices: list[tuple[int, _Device]] = field(default_factory=list)
     redundancy: list[tuple[float, list[float]]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Course:
     begins: list[float] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)
     start: float = math.inf
-    """When the first device came: before, there is nothing to see."""
+    """Time of the first device, at which the picture begins."""
     end: float = 0.0
 
 
@@ -90,62 +90,64 @@ def coded_picture(events: Iterable[Event], path: Path, *, title: str) -> None:
     """Draws devices, redundancy and objective of a coded run over time, as a PNG.
 
     Args:
-      events: as the coordinator has told them, in order.
-      path: the picture; its folder is made, and it appears whole or not at all.
-      title: stands above the picture.
+      events: Events of the coordinator, in order.
+      path: Path of the picture; its folder is created, and the file is written atomically.
+      title: Title of the picture.
 
     Raises:
       DataError: there is nothing to draw, or an event is damaged.
       MissingExtra: matplotlib is not installed.
     """
-    course = _course(events)
-    if not course.devices:
+    timeline = _course(events)
+    if not timeline.devices:
         raise DataError(f"no picture for {path}: no device has joined")
-    high = min(9.0, max(1.6, 0.28 * len(course.devices)))
-    with picture(path, (12, 6.4 + high), title) as figure:
-        devices, redundancy, objective = figure.subplots(3, 1, sharex=True, height_ratios=[high, 1.4, 2.4])
-        _draw_devices(devices, course)
-        _draw_redundancy(redundancy, course)
-        _draw_objective(objective, course)
+    height = min(9.0, max(1.6, 0.28 * len(timeline.devices)))
+    with picture(path, (12, 6.4 + height), title) as figure:
+        devices, redundancy, objective = figure.subplots(3, 1, sharex=True, height_ratios=[height, 1.4, 2.4])
+        _draw_devices(devices, timeline)
+        _draw_redundancy(redundancy, timeline)
+        _draw_objective(objective, timeline)
         for axes in (devices, redundancy, objective):
-            for begin in course.begins[1:]:
+            for begin in timeline.begins[1:]:
                 axes.axvline(begin, color=INK, linestyle=":", linewidth=1)
         ticks(objective.xaxis, 8)
         objective.set_xlabel(time_label(simulated=False))
-        objective.set_xlim(course.start, course.start + (1.02 * (course.end - course.start) or 1.0))
+        objective.set_xlim(timeline.start, timeline.start + (1.02 * (timeline.end - timeline.start) or 1.0))
 
 
 # --- from events to figures -------------------------------------------------------------------------------------
 
 
 def _course(events: Iterable[Event]) -> _Course:
-    course, there, before, paused = _Course(), dict[int, _Device](), 0.0, None
+    timeline, members, session_start_s, pause_start_s = _Course(), dict[int, _Device](), 0.0, None
     for event in events:
         kind = event.get("event")
         if kind == "begins":
-            for device in there.values():
-                device.becomes(course.end, gone=True)
-                device.asked = True  # its end is not in the events
-            there, before, paused = {}, course.end, None
-            course.begins.append(before)
-        t = course.end = before + number(event, "t")
+            for device in members.values():
+                device.becomes(timeline.end, gone=True)
+                device.asked = True  # the events do not include its end
+            members, session_start_s, pause_start_s = {}, timeline.end, None
+            timeline.begins.append(session_start_s)
+        t = timeline.end = session_start_s + number(event, "t")
         if kind == "iterate":
-            course.objectives.append((t, number(event, "objective")))
+            timeline.objectives.append((t, number(event, "objective")))
         elif kind == "paused":
-            paused = t
-        elif kind == "goes_on" and paused is not None:
-            course.pauses.append((paused, t))
-            paused = None
-        _take(course, there, event, t)
+            pause_start_s = t
+        elif kind == "goes_on" and pause_start_s is not None:
+            timeline.pauses.append((pause_start_s, t))
+            pause_start_s = None
+        _take(timeline, members, event, t)
         levels = event.get("redundancy")
         if isinstance(levels, list):
-            course.redundancy.append((t, [number({"level": one}, "level", "a redundancy") for one in levels]))
-    for device in there.values():
-        device.becomes(course.end, gone=True)
+            timeline.redundancy.append(
+                (t, [number({"level": level}, "level", "a redundancy") for level in levels])
+            )
+    for device in members.values():
+        device.becomes(timeline.end, gone=True)
         device.gone = False
-    if paused is not None:
-        course.pauses.append((paused, course.end))
-    return course
+    if pause_start_s is not None:
+        timeline.pauses.append((pause_start_s, timeline.end))
+    return timeline
 
 
 def _take(course: _Course, there: dict[int, _Device], event: Event, t: float) -> None:
@@ -190,8 +192,8 @@ def _draw_devices(axes: Axes, course: _Course) -> None:
             axes.barh(y, end - begin, left=begin, height=0.7, color=STATES[state])
         if device.vanished:
             axes.plot([device.since], [y], color=VERMILLION, marker="X", markersize=8, linestyle="")
-    seen = {state for _, device in course.devices for _, _, state in device.spans}
-    handles: list[Patch | Line2D] = [Patch(color=STATES[one], label=one) for one in STATES if one in seen]
+    states = {state for _, device in course.devices for _, _, state in device.spans}
+    handles: list[Patch | Line2D] = [Patch(color=STATES[key], label=key) for key in STATES if key in states]
     if any(device.vanished for _, device in course.devices):
         handles.append(Line2D([], [], color=VERMILLION, marker="X", linestyle="", label="vanishes"))
     name_rows(axes, [str(rank) for rank, _ in course.devices], MOST_NAMED)
@@ -224,7 +226,7 @@ def _draw_objective(axes: Axes, course: _Course) -> None:
         say(axes, "fewer than two iterates")
         return
     last = course.objectives[-1][1]
-    away = [(t, abs(value - last) / (abs(last) or 1.0)) for t, value in course.objectives]
-    shown = [(t, far) for t, far in away if far > 0]
-    axes.plot(*zip(*shown, strict=True), color=BLUE, linewidth=1.4, marker="o", markersize=3)
+    differences = [(t, abs(value - last) / (abs(last) or 1.0)) for t, value in course.objectives]
+    points = [(t, difference) for t, difference in differences if difference > 0]
+    axes.plot(*zip(*points, strict=True), color=BLUE, linewidth=1.4, marker="o", markersize=3)
     axes.set_yscale("log")

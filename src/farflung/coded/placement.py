@@ -1,4 +1,4 @@
-"""Placement: which block is to be made next, by which device, and from which others."""
+"""Placement of blocks: chooses the next block, its device, and its sources."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from farflung.coded.registry import Block, Kind, Partition, Placed, Registry, ma
 __all__ = ["Placement"]
 
 _DRAWS = 8
-"""Rows of the code that are compared where rank is lacking."""
+"""Number of rows of the code to compare if rank is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Gives the next block to be made as a function of the registry.
+    """Chooses the next block as a function of the registry.
 
-    Each device gets a block of each kind. Beyond that, while losses of at most ``redundancy`` devices would leave too
-    low a rank, the block is made that lowers the lacking rank most, and of equal ones the one with fewest fetched
+    Each device gets a block of each kind. Further blocks are built while losses of at most ``redundancy``
+    devices would leave a rank too low. The choice reduces the missing rank most, with the fewest fetched
     partitions.
 
     Args:
-      code: draws rows.
-      seed: of the code.
-      redundancy: so many devices may vanish at any time, in the worst case.
-      kinds: of the blocks that there are.
+      code: Code that draws rows.
+      seed: Seed of the code.
+      redundancy: Number of devices that may vanish at any time, in the worst case.
+      kinds: Kinds of blocks.
     """
 
     code: Code
@@ -39,7 +39,7 @@ class Placement:
     kinds: tuple[Kind, ...]
 
     def next(self, registry: Registry) -> Placed | None:
-        """Gives the next block; ``None``: nothing is missing, or nothing helps."""
+        """Returns the next block; ``None`` if nothing is missing, or nothing helps."""
         if not registry.active:
             return None
         rules = [
@@ -53,22 +53,22 @@ class Placement:
 
     def _parts(self, registry: Registry) -> Iterator[Placed]:
         """Adds the rows of later partitions to blocks of columns, and restores partitions that these need."""
-        there = registry.there("columns")
+        ready_blocks = registry.there("columns")
         for partition in registry.partitions if registry.bounds else ():
-            lacking = [
+            incomplete_blocks = [
                 block
-                for block in there
+                for block in ready_blocks
                 if partition.number not in block.parts
                 and partition.number not in block.making
                 and not registry.members[_holder(block)].unable
             ]
             if registry.raw(partition) is not None:
-                for block in lacking:
+                for block in incomplete_blocks:
                     order = self._columns(registry, block, [partition])
                     if order is not None:
                         yield Placed(block, order)
             elif (
-                (lacking or not registry.decodable("columns"))
+                (incomplete_blocks or not registry.decodable("columns"))
                 and registry.recoverable(partition)
                 and not any(
                     block.raw == partition.number and not block.ready for block in registry.of("rows")
@@ -77,7 +77,7 @@ class Placement:
                 yield from self._made(registry, "rows", self._host(registry, "rows"), {partition.number: 1.0})
 
     def _first(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
-        """Gives a device without any a block: a plain copy that no host has, or else the next row of the code."""
+        """Places a block on each device without one: a raw copy that no host has, or a row of the code."""
         holders = {block.holder for block in registry.of(kind)}
         data = {block.holder for block in registry.of("rows") if block.raw is not None}
         for rank in sorted(registry.makers, key=lambda rank: rank not in data):
@@ -86,20 +86,20 @@ class Placement:
                     yield from self._made(registry, kind, rank, row)
 
     def _best(self, registry: Registry, kind: Kind) -> Iterator[Placed]:
-        """Gives the block that lowers the lacking rank most."""
-        least = self._lacking(registry, kind)
-        found: list[tuple[list[int], int, int, Placed]] = []
-        for place, placed in enumerate(self._candidates(registry, kind) if any(least) else ()):
-            lacking = self._lacking(registry, kind, placed.block)
-            if lacking < least:
+        """Places the block that reduces the missing rank most."""
+        deficits = self._lacking(registry, kind)
+        candidates: list[tuple[list[int], int, int, Placed]] = []
+        for place, proposal in enumerate(self._candidates(registry, kind) if any(deficits) else ()):
+            new_deficits = self._lacking(registry, kind, proposal.block)
+            if new_deficits < deficits:
                 fetched = 0
-                if isinstance(placed.order, Rows):
-                    fetched = sum(source.rank != placed.block.holder for source in placed.order.sources)
-                found.append((lacking, fetched, place, placed))
-                if lacking[1] < least[1]:  # no block lowers the rank that is lacking already by more than one
+                if isinstance(proposal.order, Rows):
+                    fetched = sum(source.rank != proposal.block.holder for source in proposal.order.sources)
+                candidates.append((new_deficits, fetched, place, proposal))
+                if new_deficits[1] < deficits[1]:  # no block reduces the present deficit by more than one
                     break
-        if found:
-            yield min(found, key=lambda one: one[:3])[-1]
+        if candidates:
+            yield min(candidates, key=lambda candidate: candidate[:3])[-1]
 
     # --- candidates -------------------------------------------------------------------------------------------------
 
@@ -113,12 +113,12 @@ class Placement:
             yield from self._made(registry, kind, host, row)
 
     def _copies(self, registry: Registry, kind: Kind) -> list[Mapping[int, float]]:
-        """Lists the plain copies that no host has or makes."""
+        """Lists the raw copies that no host has or builds."""
         raw = {block.raw for block in self._staying(registry, kind)}
         return [{unknown: 1.0} for unknown in registry.unknowns(kind) if unknown not in raw]
 
     def _rows(self, registry: Registry, kind: Kind, rank: int | None) -> Iterator[Mapping[int, float]]:
-        """Lists the rows of coded blocks that a device has begun, and draws rows that no block has been given."""
+        """Yields the rows of a device's incomplete coded blocks, then draws unused rows."""
         for block in registry.begun(kind, rank):
             if block.raw is None:
                 yield block.coefficients
@@ -130,50 +130,50 @@ class Placement:
             yield {unknown: weight for unknown, weight in zip(unknowns, row, strict=True) if weight}
 
     def _extended(self, registry: Registry) -> Iterator[Placed]:
-        """Adds the partitions that no coded block has to each of the coded blocks."""
+        """Adds the partitions that no coded block contains to each of the coded blocks."""
         coded = [block for block in self._staying(registry, "rows") if block.raw is None]
-        covered = set[int]().union(*(block.coefficients for block in coded))
-        added = [
+        covered_partitions = set[int]().union(*(block.coefficients for block in coded))
+        copies = [
             raw
             for partition in registry.active
-            if partition.number not in covered and (raw := registry.raw(partition)) is not None
+            if partition.number not in covered_partitions and (raw := registry.raw(partition)) is not None
         ]
-        for block in coded if added else ():
+        for block in coded if copies else ():
             if block.ready and block.holder in registry.makers:
-                sources = tuple(Source(_holder(one), one.number, 1.0) for one in (block, *added))
+                sources = tuple(Source(_holder(source), source.number, 1.0) for source in (block, *copies))
                 coefficients = {
                     **block.coefficients,
-                    **{raw.raw: 1.0 for raw in added if raw.raw is not None},
+                    **{raw.raw: 1.0 for raw in copies if raw.raw is not None},
                 }
                 yield self._placed(registry, _holder(block), coefficients, sources, replaces=block.number)
 
     def _lacking(self, registry: Registry, kind: Kind, more: Block | None = None) -> list[int]:
-        """Counts the plain copies that leaving devices alone have, and then the rank that is missing after losses of
-        none, of one, and so on up to :attr:`redundancy` devices, each summed over all such losses, to the first that is
-        not 0. Blocks that are being made count as there.
+        """Counts raw copies that only leaving devices have, then the missing ranks after losses.
+
+        Losses of none, of one, and so on up to :attr:`redundancy` devices are each summed over all sets, up to
+        the first nonzero sum. Blocks that are being built count as present.
         """
-        active, unknowns = {one.number for one in registry.active}, registry.unknowns(kind)
+        active, unknowns = {partition.number for partition in registry.active}, registry.unknowns(kind)
         blocks = [
             block
             for block in [*self._staying(registry, kind), *([] if more is None else [more])]
             if (more is None or block.number != more.replaces)
             and active.issuperset(block.coefficients if kind == "rows" else ())
         ]
-        kept = {block.raw for block in blocks}
-        found = [len({block.raw for block in registry.there(kind) if block.raw in unknowns} - kept)]
+        host_copies = {block.raw for block in blocks}
+        deficits = [len({block.raw for block in registry.there(kind) if block.raw in unknowns} - host_copies)]
         holders = [block.holder for block in blocks]
-        for missing in missing_ranks(matrix(blocks, unknowns), holders, enough=self.redundancy):
-            found.append(missing)
-            if missing:
+        for deficit in missing_ranks(matrix(blocks, unknowns), holders, enough=self.redundancy):
+            deficits.append(deficit)
+            if deficit:
                 break
-        return found
+        return deficits
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
     def _made(
         self, registry: Registry, kind: Kind, rank: int | None, coefficients: Mapping[int, float]
     ) -> Iterator[Placed]:
-        """Places a block with a device; none where what it is made of is not there."""
         if rank is None:
             return
         if kind == "rows":
@@ -200,24 +200,26 @@ class Placement:
             else self._number(registry, "rows", rank, coefficients)
         )
         block = Block(number, "rows", coefficients, rank, replaces=replaces)
-        height = max(registry.partitions[one].rows for one in coefficients)
+        height = max(registry.partitions[partition].rows for partition in coefficients)
         return Placed(block, Rows(block.number, height, registry.features, sources))
 
     def _number(self, registry: Registry, kind: Kind, rank: int, coefficients: Mapping[int, float]) -> int:
-        """Numbers a block: one that the device has begun goes on."""
-        begun = (block.number for block in registry.begun(kind, rank) if block.coefficients == coefficients)
-        return next(begun, registry.next_number)
+        """Returns the number of a block, which an incomplete block of the device keeps."""
+        numbers = (block.number for block in registry.begun(kind, rank) if block.coefficients == coefficients)
+        return next(numbers, registry.next_number)
 
     def _columns(self, registry: Registry, block: Block, partitions: Sequence[Partition]) -> Columns | None:
-        """Orders parts of a block of columns, from plain copies, or else from the same parts of other blocks."""
+        """Builds the order of parts of a column block, from raw copies or the same parts of other blocks."""
         parts = []
         for partition in partitions:
             raw = registry.raw(partition)
             if raw is not None:
                 sources: tuple[Source, ...] | None = (Source(_holder(raw), raw.number, 1.0),)
             else:
-                there = [one for one in registry.there("columns") if partition.number in one.parts]
-                sources = self._sources(registry, _holder(block), block.coefficients, there)
+                candidates = [
+                    source for source in registry.there("columns") if partition.number in source.parts
+                ]
+                sources = self._sources(registry, _holder(block), block.coefficients, candidates)
             if sources is None:
                 return None
             parts.append(Part(partition.number, partition.rows, raw is not None, sources))
@@ -227,30 +229,30 @@ class Placement:
     def _sources(
         self, registry: Registry, rank: int, wanted: Mapping[int, float], blocks: Sequence[Block]
     ) -> tuple[Source, ...] | None:
-        """Finds blocks whose sum is a wanted one, the device's own first; ``None``: there are none."""
+        """Finds blocks with a given sum, the device's own first; ``None`` if there are none."""
         blocks = sorted(blocks, key=lambda block: block.holder != rank)
-        unknowns = sorted({*wanted, *(one for block in blocks for one in block.coefficients)})
-        target = torch.tensor([wanted.get(one, 0.0) for one in unknowns], dtype=torch.float64)
-        found = combination(target, dict(enumerate(matrix(blocks, unknowns))))
-        if found is None:
+        unknowns = sorted({*wanted, *(unknown for block in blocks for unknown in block.coefficients)})
+        target = torch.tensor([wanted.get(unknown, 0.0) for unknown in unknowns], dtype=torch.float64)
+        terms = combination(target, dict(enumerate(matrix(blocks, unknowns))))
+        if terms is None:
             return None
         return tuple(
-            Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in found.items()
+            Source(_holder(blocks[place]), blocks[place].number, weight) for place, weight in terms.items()
         )
 
     # --- hosts ------------------------------------------------------------------------------------------------------
 
     def _staying(self, registry: Registry, kind: Kind) -> list[Block]:
-        """Lists the blocks of hosts, made or being made, but those that are being replaced."""
+        """Lists the blocks of hosts, built or not, except those being replaced."""
         hosts = registry.hosts
-        found = [block for block in registry.of(kind) if block.holder in hosts]
-        replaced = {block.replaces for block in found}
-        return [block for block in found if block.number not in replaced]
+        host_blocks = [block for block in registry.of(kind) if block.holder in hosts]
+        replaced_numbers = {block.replaces for block in host_blocks}
+        return [block for block in host_blocks if block.number not in replaced_numbers]
 
     def _host(self, registry: Registry, kind: Kind) -> int | None:
-        """Finds the device with the fewest blocks."""
-        held = [block.holder for block in registry.of(kind)]
-        return min(registry.makers, key=lambda rank: (held.count(rank), rank), default=None)
+        """Returns the device with the fewest blocks."""
+        holders = [block.holder for block in registry.of(kind)]
+        return min(registry.makers, key=lambda rank: (holders.count(rank), rank), default=None)
 
 
 def _holder(block: Block) -> int:

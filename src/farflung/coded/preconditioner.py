@@ -1,4 +1,4 @@
-"""An approximate Hessian from the means and sizes of columns, for centring and scaling inside a solver."""
+"""Approximate Hessian from the means and sizes of columns, for centring and scaling inside a solver."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from farflung.seeding import generator
 __all__ = ["ColumnStats", "Preconditioner"]
 
 _PROBES = 8
-"""Random combinations of samples by which sizes are estimated; the relative error is half."""
+"""Number of random combinations of samples for the sizes; their relative error is one half."""
 _SPREAD = 1e3
-"""Curvatures within this factor of the median count as equal, as L-BFGS learns those, and sooner; sizes within 30."""
+"""Factor around the median within which curvatures count as equal, since L-BFGS learns those quickly."""
 _CURVATURE = 2.0
-"""The most that is assumed; the hinge has more in its parabola alone, where few samples are."""
+"""Maximum assumed curvature; the hinge has more only in its parabola, with few samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnStats:
     r"""Mean and size of each column of the samples, measured by one product.
 
-    With weights :math:`\omega_i` of samples and random normal :math:`z_i`, the mean is
-    :math:`m = \sum_i \omega_i x_i / \sum_i \omega_i`, and the expected square of :math:`\sum_i \sqrt{\omega_i} z_i (x_i
-    - m)` is :math:`\sum_i \omega_i (x_i - m)^2`.
+    With weights :math:`\omega_i` of samples and random normal :math:`z_i`, the mean is :math:`m = \sum_i
+    \omega_i x_i / \sum_i \omega_i`, and the expected square of :math:`\sum_i \sqrt{\omega_i} z_i (x_i - m)` is
+    :math:`\sum_i \omega_i (x_i - m)^2`.
 
     Args:
-      means: (features, 1).
-      sizes: roots of the sums of squares around the means, (features, 1).
-      total: the weight of all samples.
+      means: Means, (features, 1).
+      sizes: Roots of the sums of squares around the means, (features, 1).
+      total: Weight of all samples.
     """
 
     means: Tensor
@@ -62,14 +62,14 @@ class Preconditioner:
 
     .. math:: P = S^T (\operatorname{diag}(h) + t t^T) S
 
-    S replaces the intercept by that of centred columns: a constant that is added to a column changes nothing. h is the
-    Hessian's diagonal, but for differences of columns that are small. t is the penalty of the intercept in these terms.
-    Without an intercept S is the identity, and t is the means' share.
+    S replaces the intercept by that of centred columns, since a constant added to a column changes nothing. h
+    is the Hessian's diagonal, with small differences between columns ignored. t is the penalty of the intercept
+    in these terms. Without an intercept S is the identity, and t is the means' share.
 
     Args:
-      scales: h, (rows, 1).
-      tilt: t, (rows, 1).
-      shear: what S adds to the intercept for each weight, (features, 1).
+      scales: Diagonal h, (rows, 1).
+      tilt: Vector t, (rows, 1).
+      shear: Amount that S adds to the intercept for each weight, (features, 1).
     """
 
     scales: Tensor
@@ -78,7 +78,7 @@ class Preconditioner:
 
     @classmethod
     def of(cls, problem: Problem, stats: ColumnStats) -> Self:
-        """Makes the preconditioner of a problem from its columns.
+        """Builds the preconditioner of a problem from its columns.
 
         Raises:
           BadSamples: squares of the features are infinite.

@@ -1,4 +1,4 @@
-"""The folder of a run: settings, events, the coordinator's state, the model, a summary and a picture."""
+"""Folder of a run: settings, events, the coordinator's state, the model, a summary and a picture."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from farflung.types import Json, State
 __all__ = ["Folder", "Record"]
 
 _MAY_CHANGE = {"devices", "max_iterations", "patience_s", "tolerance"}
-"""Settings that a run may go on with other values of."""
+"""Settings that may change when a run resumes."""
 _DAMAGED = "damaged; start the run afresh"
 
 
 class Record:
-    """Events and state of a coordinator, for one that is restarted.
+    """Events and state of a coordinator, for a restart.
 
     ``events.jsonl`` has a line for each event. ``labels.safetensors`` holds the labels of each partition,
-    ``registry.safetensors`` the coefficients of each block, and ``state.safetensors`` the solver's state; each is
-    written whole or not at all.
+    ``registry.safetensors`` the coefficients of each block, and ``state.safetensors`` the solver's state. Each
+    file is replaced atomically.
 
     Args:
-      folder: of the run; it exists.
-      told: hears of each event too.
+      folder: Existing folder of the run.
+      sink: Function that receives each event too.
 
     Raises:
-      StorageError: it cannot be written.
+      StorageError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, told: Sink = lambda event: None) -> None:
         self._folder, self._told = folder, told
         self._events = JsonLinesFile(folder / "events.jsonl")
         self._labelled = 0
-        """Partitions whose labels are kept: the labels of a partition never change."""
+        """Number of partitions whose labels are stored; labels of a partition never change."""
 
     def tell(self, event: str, **values: Json) -> None:
         """Appends an event."""
@@ -50,19 +50,19 @@ class Record:
         self._told(entry)
 
     def keep_registry(self, registry: Registry) -> None:
-        """Writes the registry; before a device acts on it."""
+        """Writes the registry, before a device acts on it."""
         tree = registry.tree()
-        labels = {number: one.pop("labels") for number, one in tree["partitions"].items()}
+        labels = {number: partition.pop("labels") for number, partition in tree["partitions"].items()}
         if len(labels) != self._labelled:
             save_tree(self._folder / "labels.safetensors", labels)
             self._labelled = len(labels)
         save_tree(self._folder / "registry.safetensors", tree)
 
     def registry(self) -> Registry | None:
-        """Reads the registry; ``None``: the run begins.
+        """Reads the registry; returns ``None`` if the run is new.
 
         Raises:
-          CheckpointError: it is damaged.
+          CheckpointError: the registry is damaged.
         """
         path = self._folder / "registry.safetensors"
         if not path.exists():
@@ -78,7 +78,7 @@ class Record:
         save_tree(self._folder / "state.safetensors", state)
 
     def state(self) -> State | None:
-        """Reads the state of the solver; ``None``: there is none yet."""
+        """Reads the state of the solver; returns ``None`` if there is none yet."""
         path = self._folder / "state.safetensors"
         return load_tree(path) if path.exists() else None
 
@@ -88,10 +88,10 @@ class Record:
 
 
 class Folder(RunFiles):
-    """The files of a coded run.
+    """Files of a coded run.
 
     Args:
-      path: of the folder.
+      path: Path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,17 +102,17 @@ class Folder(RunFiles):
 
     @contextmanager
     def begun(self, settings: Mapping[str, Json]) -> Iterator[str]:
-        """Makes the folder, or goes on in it; inside, no other process does.
+        """Creates the folder or resumes from it, and locks it against other processes.
 
         Args:
-          settings: that decide the run; those of one that goes on are compared.
+          settings: Settings of the run, which are compared with those of a resumed one.
 
         Yields:
-          The name of the run, by which devices know their blocks.
+          Name of the run, by which devices recognize their blocks.
 
         Raises:
-          ConfigError: another run is in it, or one that is over, or another process coordinates one there.
-          StorageError: it cannot be written.
+          ConfigError: the folder has another or a finished run, or another process uses it.
+          StorageError: the folder cannot be written.
         """
         with held(self.path, "coordinates a run"):
             name = self._found(settings) if self.config.exists() else secrets.token_hex(8)
@@ -137,14 +137,14 @@ class Folder(RunFiles):
         return name
 
     def keep_classes(self, classes: Classes) -> Classes:
-        """Writes the classes of a run that begins, or reads those with which it began."""
+        """Writes the classes of a new run, or reads those of a resumed one."""
         if self.classes.exists():
             with reading(self.classes, _DAMAGED, CheckpointError):
                 stored = self.stored(self.classes)
                 labels = stored["labels"]
                 if not isinstance(labels, list):
                     raise TypeError("no labels")
-                return Classes(tuple(float(one) for one in labels), classes.positive)  # type: ignore[arg-type]
+                return Classes(tuple(float(label) for label in labels), classes.positive)  # type: ignore[arg-type]
         write_json(self.classes, {"labels": list(classes.labels)})
         return classes
 
@@ -152,14 +152,14 @@ class Folder(RunFiles):
         """Reads all events, in order.
 
         Raises:
-          DataError: it cannot be read, or a line is no event; names file and line.
+          DataError: the file cannot be read, or a line is no event; the message names file and line.
         """
         events: list[Event] = []
 
-        def take(event: Event) -> None:
+        def add_event(event: Event) -> None:
             if not isinstance(event["event"], str) or not isinstance(event["t"], int | float):
                 raise TypeError("no name of an event, or no time")
             events.append(event)
 
-        json_lines(self.events, "not an event; the file is damaged", take, DataError)
+        json_lines(self.events, "not an event; the file is damaged", add_event, DataError)
         return events

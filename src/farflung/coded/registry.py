@@ -1,4 +1,4 @@
-"""The coordinator's state of members, partitions and blocks, and its questions about rank."""
+"""The coordinator's state of members, partitions and blocks, with queries about rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from farflung.types import State
 __all__ = ["Block", "Kind", "Member", "Partition", "Placed", "Registry", "matrix"]
 
 Kind = Literal["rows", "columns"]
-"""Of blocks: for products with weights, or with residuals."""
+"""Kind of a block: for products with weights, or with residuals."""
 
 _TRIES = 3
-"""Failed blocks in a row after which a device is asked for none for a while."""
+"""Number of consecutive failures after which a device gets no orders for a while."""
 
 
 @dataclass(slots=True)
@@ -27,11 +27,11 @@ class Partition:
     """Samples that a device has brought.
 
     Args:
-      number: its column of the code.
-      name: given by its device.
-      labels: (rows,) float64.
-      block: its number as a block.
-      active: whether it is trained on.
+      number: Column of the code.
+      name: Name given by the device.
+      labels: Labels, (rows,) float64.
+      block: Number of its raw block.
+      is_active: True if it is trained on.
     """
 
     number: int
@@ -50,15 +50,15 @@ class Block:
     """A block of rows or of columns.
 
     Args:
-      number: its name.
-      kind: rows or columns.
-      coefficients: of each partition, or of each column block, that is in it.
-      holder: the device's rank; ``None``: the device is gone.
-      ready: whether it is made.
-      parts: of a block of columns, the partitions whose rows are in it.
-      making: the partitions whose rows are being fetched.
-      replaces: the block that is not needed any more when this one is made.
-      begun_by: of a block that no device holds, the one that has a part of it, as it could not get the rest.
+      number: Number of the block.
+      kind: Rows or columns.
+      coefficients: Coefficient of each partition, or of each column block, in it.
+      holder: Rank of the device that holds it; ``None`` if that device is gone.
+      is_ready: True if it is built.
+      parts: Partitions whose rows are in a block of columns.
+      pending_parts: Partitions whose rows are being fetched.
+      replaced_block: Number of the block that this one makes obsolete.
+      partial_holder: Rank of the device that has a part of it but could not complete it.
     """
 
     number: int
@@ -73,9 +73,9 @@ class Block:
 
     @property
     def raw(self) -> int | None:
-        """The one partition, or column block, that it is a plain copy of."""
-        (only, *more) = self.coefficients.items()
-        return only[0] if not more and only[1] == 1.0 else None
+        """The single partition, or column block, that it copies; None if it is coded."""
+        (entry, *extra) = self.coefficients.items()
+        return entry[0] if not extra and entry[1] == 1.0 else None
 
 
 @dataclass(slots=True)
@@ -83,12 +83,12 @@ class Member:
     """A device that takes part.
 
     Args:
-      rank: its rank.
-      silent: whether it has let a deadline pass, and not been heard since.
-      leaving: whether it has asked to leave.
-      unable: whether it could not make a block for reasons of its own; it is asked for no other.
-      failures: orders in a row that failed and brought it no further than an earlier one.
-      fetched_nbytes: the most bytes of a block that it could not complete, since it completed one.
+      rank: Rank of the device.
+      is_silent: True if it has missed a deadline and has not responded since.
+      is_leaving: True if it has asked to leave.
+      cannot_build: True if it failed to build a block for reasons of its own; it gets no further orders.
+      failures: Number of consecutive orders that failed without progress.
+      fetched_nbytes: Maximum size of the incomplete blocks since the last complete one.
     """
 
     rank: int
@@ -100,21 +100,21 @@ class Member:
 
     @property
     def rests(self) -> bool:
-        """Whether it has failed so often that it is asked for no block for a while."""
+        """Returns True if the device gets no orders for a while after repeated failures."""
         return self.failures >= _TRIES
 
     @property
     def is_stuck(self) -> bool:
-        """Returns True if its last two orders brought it no further, so that it may fail for ever."""
+        """Returns True if its last two orders made no progress, so that it may fail forever."""
         return self.failures > 1
 
     def count_failure(self, fetched_nbytes: int) -> None:
-        """Counts a failed order, unless more bytes came for its block than for any failed one before.
+        """Counts a failed order, unless it fetched more bytes than any failed one before.
 
-        So a device for which one source answers and another refuses stops counting as progress.
+        So a device stops counting as progress if one source answers it and another refuses.
 
         Args:
-          fetched_nbytes: the bytes of the block that the device keeps.
+          fetched_nbytes: Number of bytes of the block that the device keeps.
         """
         self.failures = 0 if fetched_nbytes > self.fetched_nbytes else self.failures + 1
         self.fetched_nbytes = max(self.fetched_nbytes, fetched_nbytes)
@@ -122,11 +122,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A block that is to be made, or added to, by its holder.
+    """A block that its holder is to build or extend.
 
     Args:
-      block: as it will be.
-      order: for its holder.
+      block: State of the block.
+      order: Order for the holder.
     """
 
     block: Block
@@ -141,39 +141,39 @@ class Registry:
         self.partitions: list[Partition] = []
         self.blocks: dict[int, Block] = {}
         self.features = 0
-        """Columns of the data; 0: not known yet."""
+        """Number of columns of the data; 0 while unknown."""
         self.bounds: tuple[int, ...] = ()
-        """Of the column blocks, once training has a first set of partitions."""
+        """Bounds of the column blocks, once training has its initial partitions."""
 
     # --- as a value -------------------------------------------------------------------------------------------------
 
     def tree(self) -> State:
-        """Gives the state that a restarted coordinator needs; the holders of blocks are left out, as devices tell."""
+        """Returns the state for a restart, without the holders of blocks, which devices report."""
         return {
             "features": self.features,
             "bounds": list(self.bounds),
             "partitions": {
-                str(one.number): {
-                    "name": one.name,
-                    "block": one.block,
-                    "active": one.active,
-                    "labels": one.labels,
+                str(partition.number): {
+                    "name": partition.name,
+                    "block": partition.block,
+                    "active": partition.active,
+                    "labels": partition.labels,
                 }
-                for one in self.partitions
+                for partition in self.partitions
             },
             "blocks": [
-                [one.number, one.kind, list(map(list, one.coefficients.items())), sorted(one.parts)]
-                for one in self.blocks.values()
+                [block.number, block.kind, list(map(list, block.coefficients.items())), sorted(block.parts)]
+                for block in self.blocks.values()
             ],
         }
 
     @classmethod
     def from_tree(cls, tree: State) -> Registry:
-        """Reads the result of :meth:`tree`; the registry has no members."""
+        """Builds a registry without members from the result of :meth:`to_tree`."""
         registry = cls()
         registry.features, registry.bounds = tree["features"], tuple(tree["bounds"])
-        for number, one in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
-            partition = Partition(int(number), one["name"], one["labels"], one["block"], one["active"])
+        for number, data in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
+            partition = Partition(int(number), data["name"], data["labels"], data["block"], data["active"])
             registry.partitions.append(partition)
         for number, kind, coefficients, parts in tree["blocks"]:
             mix = {int(unknown): float(weight) for unknown, weight in coefficients}
@@ -183,14 +183,14 @@ class Registry:
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def place(self, placed: Placed) -> None:
-        """Takes in a block that is being made."""
+        """Adds a block that is being built."""
         block = placed.block
         self.blocks[block.number] = block
         if isinstance(placed.order, Columns):
             block.making.update(part.partition for part in placed.order.parts)
 
     def lose(self, rank: int) -> None:
-        """Removes a device and what it held."""
+        """Removes a device and its blocks."""
         self.members.pop(rank, None)
         for block in self.blocks.values():
             if block.holder == rank:
@@ -199,26 +199,26 @@ class Registry:
                 block.begun_by = None
 
     def forsake(self, partition: Partition) -> None:
-        """Goes on without a partition that is lost, and without the blocks of rows that it is in."""
+        """Deactivates a lost partition, and releases the blocks of rows that contain it."""
         for block in self.of("rows"):
             if partition.number in block.coefficients:
                 self.discard(block)
         partition.active = False
 
     def discard(self, block: Block) -> None:
-        """Takes a block from its holder; its coefficients stay known, should a device come back with it."""
+        """Removes the holder of a block; the coefficients stay known in case a device returns with it."""
         block.holder, block.ready = None, False
         block.making.clear()
 
     def built(self, block: Block, partitions: Iterable[int]) -> None:
-        """Marks a block as made, or of a block of columns these parts; other orders for it may be under way."""
+        """Marks a block as built, or these parts of a block of columns; other orders may be in progress."""
         block.ready = True
-        made = block.making.intersection(partitions)
-        block.parts |= made
-        block.making -= made
+        built_parts = block.making.intersection(partitions)
+        block.parts |= built_parts
+        block.making -= built_parts
 
     def failed(self, block: Block) -> None:
-        """Gives up an order; a block that was there before stays as it was."""
+        """Cancels an order; a block that was ready stays as it was."""
         block.making.clear()
         if not block.ready:
             block.begun_by = block.holder if block.replaces is None else None
@@ -228,36 +228,36 @@ class Registry:
 
     @property
     def heard(self) -> list[int]:
-        """The ranks that are not silent."""
+        """Ranks that are not silent."""
         return sorted(rank for rank, member in self.members.items() if not member.silent)
 
     @property
     def hosts(self) -> list[int]:
-        """The ranks that are not silent and do not leave."""
+        """Ranks that are neither silent nor leaving."""
         return [rank for rank in self.heard if not self.members[rank].leaving]
 
     @property
     def makers(self) -> list[int]:
-        """The hosts that can be asked for another block."""
+        """Hosts that accept orders."""
         members = self.members
         return [rank for rank in self.hosts if not (members[rank].unable or members[rank].rests)]
 
     @property
     def active(self) -> list[Partition]:
-        """The partitions that are trained on."""
+        """Partitions that are trained on."""
         return [partition for partition in self.partitions if partition.active]
 
     @property
     def column_blocks(self) -> int:
-        """The number of blocks into which columns are cut."""
+        """Number of column blocks."""
         return len(self.bounds) - 1
 
     def named(self, name: str) -> Partition | None:
-        """Finds the partition of a name."""
-        return next((one for one in self.partitions if one.name == name), None)
+        """Finds a partition by its name."""
+        return next((partition for partition in self.partitions if partition.name == name), None)
 
     def unknowns(self, kind: Kind) -> list[int]:
-        """Lists the unknowns of decoding: partitions that are trained on, or column blocks."""
+        """Lists the unknowns of decoding: active partitions, or column blocks."""
         if kind == "rows":
             return [partition.number for partition in self.active]
         return list(range(self.column_blocks))
@@ -266,11 +266,11 @@ class Registry:
 
     @property
     def next_number(self) -> int:
-        """The number of the next block; those that no device holds stay known."""
+        """Number for a new block; blocks without a holder keep theirs."""
         return max(self.blocks, default=-1) + 1
 
     def of(self, kind: Kind) -> list[Block]:
-        """Lists the blocks of a kind that devices hold, made or being made."""
+        """Lists the blocks of a kind that have a holder, built or not."""
         return [block for block in self.blocks.values() if block.kind == kind and block.holder is not None]
 
     def begun(self, kind: Kind, rank: int | None) -> list[Block]:
@@ -279,79 +279,79 @@ class Registry:
         return [block for block in blocks if block.kind == kind and block.begun_by == rank is not None]
 
     def there(self, kind: Kind, *, silent: bool = False) -> list[Block]:
-        """Lists the blocks that are made, with devices that are heard, or with silent ones too."""
-        heard = set(self.members) if silent else set(self.heard)
-        return [block for block in self.of(kind) if block.ready and block.holder in heard]
+        """Lists the built blocks of responsive devices, or of silent ones too."""
+        ranks = set(self.members) if silent else set(self.heard)
+        return [block for block in self.of(kind) if block.ready and block.holder in ranks]
 
     def answering(self, kind: Kind) -> list[Block]:
-        """Lists the blocks whose answers are products of all that is trained on."""
+        """Lists the blocks whose answers are products of all active partitions."""
         active = {partition.number for partition in self.active}
         if kind == "rows":
             return [block for block in self.there(kind) if active.issuperset(block.coefficients)]
         return [block for block in self.there(kind) if active.issubset(block.parts)]
 
     def raw(self, partition: Partition) -> Block | None:
-        """Finds a plain copy of a partition, with a device that is heard."""
+        """Finds the raw block of a partition on a responsive device."""
         return next((block for block in self.there("rows") if block.raw == partition.number), None)
 
     def making(self) -> list[Block]:
-        """Lists the blocks that devices which are heard are making."""
-        heard = self.heard
+        """Lists the blocks that responsive devices are building."""
+        ranks = self.heard
         return [
             block
             for block in self.blocks.values()
-            if block.holder in heard and (not block.ready or block.making)
+            if block.holder in ranks and (not block.ready or block.making)
         ]
 
     def can_go(self, rank: int) -> bool:
-        """Tells whether other devices hold all plain copies that a device holds."""
+        """Returns True if other devices hold all raw blocks of a device."""
         for kind in ("rows", "columns"):
-            there = self.there(kind)
-            others = [block for block in there if block.holder != rank]
-            for block in there:
+            ready_blocks = self.there(kind)
+            peer_blocks = [block for block in ready_blocks if block.holder != rank]
+            for block in ready_blocks:
                 if block.holder == rank and block.raw is not None:
-                    if not any(other.raw == block.raw and other.parts >= block.parts for other in others):
+                    if not any(copy.raw == block.raw and copy.parts >= block.parts for copy in peer_blocks):
                         return False
         return True
 
     # --- rank -------------------------------------------------------------------------------------------------------
 
     def determine(self, blocks: Sequence[Block], unknowns: Sequence[int]) -> bool:
-        """Tells whether blocks determine all unknowns."""
+        """Returns True if blocks determine all unknowns."""
         return rank(matrix(blocks, unknowns)) == len(unknowns)
 
     def decodable(self, kind: Kind) -> bool:
-        """Tells whether the answers of devices that are heard determine a product."""
+        """Returns True if the answers of responsive devices determine a product."""
         if kind == "rows":
             return self.determine(self.there(kind), self.unknowns(kind))
         return self.determine(self.answering(kind), self.unknowns(kind))
 
     def trainable(self, partition: Partition, kinds: Sequence[Kind]) -> bool:
-        """Tells whether a partition can be trained on: enough blocks of columns have its rows."""
+        """Returns True if enough blocks contain the rows of a partition to train on it."""
         if "columns" not in kinds:
             return self.raw(partition) is not None
         blocks = [block for block in self.there("columns") if partition.number in block.parts]
         return bool(self.bounds) and self.determine(blocks, self.unknowns("columns"))
 
     def recoverable(self, partition: Partition) -> bool:
-        """Tells whether a partition follows from the blocks of rows that devices hold, silent ones too."""
+        """Returns True if blocks of rows determine a partition, those of silent devices included."""
         blocks = self.there("rows", silent=True)
         if any(block.raw == partition.number for block in blocks):
             return True
-        unknowns = [one.number for one in self.partitions]
+        unknowns = [candidate.number for candidate in self.partitions]
         return not _undetermined(blocks, unknowns, [partition.number])
 
     def missing(self, kind: Kind) -> list[int]:
-        """Lists the unknowns that the answers of devices that are heard do not determine."""
+        """Lists the unknowns that the answers of responsive devices do not determine."""
         unknowns = self.unknowns(kind)
         return _undetermined(self.answering(kind), unknowns, unknowns)
 
     def redundancy(self, kind: Kind, most: int = 2) -> int:
-        """Computes how many devices may vanish, in the worst case; -1: some are missing already.
+        """Computes the number of devices that may vanish, in the worst case; -1 if some are missing already.
 
         Args:
-          kind: of product.
-          most: the most losses that are tried.
+          kind: Kind of product.
+          max_losses: Maximum number of losses to test.
         """
         unknowns, blocks = self.unknowns(kind), self.answering(kind)
         holders = [block.holder for block in blocks]
@@ -359,14 +359,13 @@ class Registry:
 
 
 def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
-    """Makes the coefficients of blocks, (blocks, unknowns)."""
+    """Builds the matrix of coefficients, (blocks, unknowns)."""
     return torch.tensor(
-        [[block.coefficients.get(one, 0.0) for one in unknowns] for block in blocks], dtype=torch.float64
+        [[block.coefficients.get(k, 0.0) for k in unknowns] for block in blocks], dtype=torch.float64
     ).reshape(len(blocks), len(unknowns))
 
 
 def _undetermined(blocks: Sequence[Block], unknowns: Sequence[int], among: Sequence[int]) -> list[int]:
-    """Lists those of some unknowns that do not follow from blocks."""
     rows, eye = matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
-    whole = rank(rows)
-    return [one for one in among if rank(torch.cat([rows, eye[unknowns.index(one)][None]])) > whole]
+    base_rank = rank(rows)
+    return [k for k in among if rank(torch.cat([rows, eye[unknowns.index(k)][None]])) > base_rank]

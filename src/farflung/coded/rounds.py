@@ -1,4 +1,4 @@
-"""One product of the whole data: its tasks for devices, their answers, the decoded result, and its deadline."""
+"""One product of the whole data: its tasks, answers, decoded result, and deadline."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _FACTOR = 3.0
 
 @dataclass(slots=True)
 class Round:
-    """A product under way, cut in pieces that are decoded each by itself.
+    """A product in progress, cut into pieces that are decoded separately.
 
     Args:
-      number: of the round.
-      kind: of the blocks that are multiplied.
-      unknowns: partitions, or column blocks, whose products the answers are combined of.
-      heights: rows of the product of each.
+      number: Number of the round.
+      kind: Kind of the blocks to multiply.
+      unknowns: Partitions, or column blocks, whose products the answers combine.
+      heights: Number of rows of each unknown's product.
       operand: (features, outputs) weights, or (samples, outputs) residuals.
-      partitions: whose residuals lie in the operand; none where it is weights.
-      pieces: into which the product is cut.
-      due: in a replay, the blocks by which each piece was decoded.
+      partitions: Partitions of the residuals in the operand; empty for weights.
+      pieces: Number of pieces of the product.
+      replayed_blocks: Blocks that decoded each piece, in a replay.
     """
 
     number: int
@@ -47,20 +47,20 @@ class Round:
     asked: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that each device was asked to multiply."""
     owed: Counter[int] = field(default_factory=Counter)
-    """Pieces that each of them has not answered."""
+    """Number of pieces that each device has not answered."""
     answered: set[int] = field(default_factory=set)
-    """Devices that have sent a piece since the last look."""
+    """Devices that have sent a piece since the last check."""
     late: int = 0
-    """Answers for pieces that were decoded before."""
+    """Number of answers for pieces that were already decoded."""
     overflowed: bool = False
-    """Whether a device has answered with numbers that are not finite."""
+    """True if a device has sent numbers that are not finite."""
     products: list[Tensor] = field(default_factory=list)
-    """The product of each unknown; whole once the round is complete."""
+    """Product of each unknown, complete at the end of the round."""
     _blocks: dict[int, Block] = field(default_factory=dict)
     _decoders: list[Decoder[int]] = field(default_factory=list)
     _answers: list[dict[int, Tensor]] = field(default_factory=list)
     _plans: dict[int, Plan[int]] = field(default_factory=dict)
-    """By which pieces were decoded."""
+    """Plans of the decoded pieces."""
 
     def __post_init__(self) -> None:
         self.pieces = max(1, min(self.pieces, max(self.heights)))
@@ -72,25 +72,25 @@ class Round:
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def tasks(self, blocks: Sequence[Block], since: int) -> dict[int, Multiply]:
-        """Makes the tasks of devices, by rank, for those of these blocks that were not asked for yet.
+        """Builds the tasks of devices, by rank, for blocks that were not requested yet.
 
-        Each device begins with another piece, so that all pieces are decoded at about the same time, and the answers of
-        slow devices count.
+        Each device begins with another piece. So all pieces are decoded at about the same time, and the answers
+        of slow devices count.
         """
-        found: dict[int, list[Block]] = {}
+        new_blocks: dict[int, list[Block]] = {}
         for block in blocks:
             if block.holder is not None and block.number not in self.asked.get(block.holder, ()):
-                found.setdefault(block.holder, []).append(block)
-        tasks, devices = {}, len(self.asked.keys() | found.keys())
-        for rank, mine in sorted(found.items()):
+                new_blocks.setdefault(block.holder, []).append(block)
+        tasks, devices = {}, len(self.asked.keys() | new_blocks.keys())
+        for rank, own_blocks in sorted(new_blocks.items()):
             first = len(self.asked) * self.pieces // devices % self.pieces
-            self.asked.setdefault(rank, set()).update(block.number for block in mine)
-            self.owed[rank] += self.pieces * len(mine)
-            self._blocks.update((block.number, block) for block in mine)
+            self.asked.setdefault(rank, set()).update(block.number for block in own_blocks)
+            self.owed[rank] += self.pieces * len(own_blocks)
+            self._blocks.update((block.number, block) for block in own_blocks)
             tasks[rank] = Multiply(
                 self.number,
                 since,
-                tuple(block.number for block in mine),
+                tuple(block.number for block in own_blocks),
                 self.partitions,
                 max(self.heights),
                 self.pieces,
@@ -100,29 +100,29 @@ class Round:
         return tasks
 
     def lose(self, rank: int) -> None:
-        """Forgets the tasks of a device that is gone; a later one of its rank has been asked for nothing yet."""
+        """Removes the tasks of a lost device, as a later one may have its rank."""
         self.asked.pop(rank, None)
         self.owed.pop(rank, None)
 
     def silent(self) -> set[int]:
-        """Lists the devices that owe pieces, and have sent none since the last look."""
-        silent = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
+        """Returns the devices that owe pieces and have sent none since the last check."""
+        ranks = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
         self.answered.clear()
-        return silent
+        return ranks
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def serves(self, block: Block) -> bool:
-        """Tells whether a block has nothing in it but unknowns."""
+        """Returns True if a block contains only unknowns of this round."""
         return set(self.unknowns).issuperset(block.coefficients)
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are decoded."""
+        """Returns True if all pieces are decoded."""
         return len(self._plans) == self.pieces
 
     def is_hopeless(self, ranks: Iterable[int]) -> bool:
-        """Tells whether none of these devices owes a piece, and the answers overflowed so that pieces are missing."""
+        """Returns True if pieces are missing after an overflow, and none of these devices owes one."""
         return self.overflowed and not self.complete and not any(self.owed[rank] > 0 for rank in ranks)
 
     def decision(self) -> Json:
@@ -130,10 +130,10 @@ class Round:
         return [list[Json](self._plans[piece].answers) for piece in range(self.pieces)]
 
     def take(self, rank: int, payload: Payload) -> None:
-        """Takes an answer, and decodes its piece where that is possible.
+        """Adds an answer, and decodes its piece if possible.
 
         Raises:
-          Malformed: it is none of this round's, or not finite.
+          MalformedMessage: it does not belong to this round, or is not finite.
         """
         parts = list(payload.tensors())
         if len(parts) != 2 or parts[0].dtype != torch.int64 or parts[0].shape != (2,):
@@ -144,7 +144,7 @@ class Round:
         begin, end = piece_of(max(self.heights), self.pieces, piece)
         block = self._blocks[number]
         heights = zip(self.unknowns, self.heights, strict=True)
-        height = max(rows for one, rows in heights if one in block.coefficients)
+        height = max(rows for unknown, rows in heights if unknown in block.coefficients)
         rows = max(0, min(end, height) - begin)
         if product.dtype != torch.float64 or product.shape != (rows, self.operand.shape[1]):
             raise Malformed("no product of the size that was asked for")
@@ -162,24 +162,24 @@ class Round:
         answers[number] = pad(product, (0, 0, 0, end - begin - rows)) if rows < end - begin else product
         decoder.add(number, matrix([block], self.unknowns)[0])
         if (plan := decoder.plan()) is not None:
-            for whole, part in zip(self.products, plan.apply(answers), strict=True):
-                if begin < len(whole):
-                    whole[begin:end] = part[: len(whole[begin:end])]
+            for total, part in zip(self.products, plan.apply(answers), strict=True):
+                if begin < len(total):
+                    total[begin:end] = part[: len(total[begin:end])]
             self._plans[piece] = plan
             answers.clear()
 
 
 class Deadline:
-    r"""A deadline that is learned from earlier durations.
+    r"""A timeout that is learned from earlier durations.
 
     .. math:: d = f \, (\mu + 4 \sigma)
 
-    with the mean :math:`\mu` and the mean deviation :math:`\sigma` of the durations, smoothed as TCP does, by 1/8 and
-    1/4. The factor :math:`f = 3` is ours.
+    with the mean :math:`\mu` and the mean deviation :math:`\sigma` of the durations, smoothed as in TCP, by 1/8
+    and 1/4. The factor :math:`f = 3` is a choice of this package.
 
     Args:
-      first_s: the deadline without a duration yet, in seconds.
-      least_s: the shortest one.
+      initial_s: Timeout before the first duration, in seconds.
+      min_s: Minimum timeout, in seconds.
 
     References: Jacobson & Karels 1988; RFC 6298.
     """
@@ -190,7 +190,7 @@ class Deadline:
         self._deviation = 0.0
 
     def learn(self, seconds: float) -> None:
-        """Takes in a duration."""
+        """Updates the timeout with a duration."""
         if self._mean is None:
             self._mean, self._deviation = seconds, seconds / 2
         else:

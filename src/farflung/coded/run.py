@@ -48,18 +48,18 @@ class Learner:
     """Settings of a linear classifier with an L2 penalty.
 
     Args:
-      model: ``"logistic"`` regression, multinomial for more than two classes; or ``"svc"``, a support vector machine,
-        one class against the rest for more than two.
-      loss: of the latter, ``"squared_hinge"`` when not given, or ``"hinge"``.
-      C: weight of the losses, above 0: the larger, the weaker is the penalty.
-      solver: as text, such as ``gd(learning_rate=0.01)``; ``lbfgs`` when not given. See
+      model: Model: ``"logistic"`` regression, multinomial for more than two classes; or ``"svc"``, a support
+        vector machine, one-vs-rest for more than two classes.
+      loss: Loss of the svc, ``"squared_hinge"`` when not given, or ``"hinge"``.
+      C: Weight of the losses, above 0: a larger weight means a weaker penalty.
+      solver: Solver as text, such as ``gd(learning_rate=0.01)``; ``lbfgs`` when not given. See
         :data:`farflung.coded.SOLVERS`.
-      tolerance: the gap at which it has converged: the most that the objective is above its least value, relative to
-        it; 1e-10 when not given.
-      positive: the label of one class against all others; all classes are distinguished when not given.
+      tolerance: Gap at which the solver has converged: the bound of the objective above its minimum, relative
+        to it; 1e-10 when not given.
+      positive: Label of one class against all others; all classes are distinguished when not given.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: a value is out of its range.
     """
 
     model: str = "logistic"
@@ -80,20 +80,20 @@ class Learner:
         self.minimiser(2)
 
     def objective(self, classes: int) -> Objective:
-        """Makes the objective for a number of classes."""
+        """Builds the objective for a number of classes."""
         if self.model == "svc":
             return LOSSES[self.loss or "squared_hinge"](C=self.C)
         return Logistic(C=self.C) if classes == 2 else Multinomial(C=self.C, classes=classes)
 
     def targets(self, codes: Tensor, classes: int) -> Tensor:
-        """Makes the targets of the objective from the number of each sample's class."""
+        """Builds the objective's targets from the class number of each sample."""
         if self.model == "logistic" and classes > 2:
             return codes
-        wanted = torch.arange(classes) if classes > 2 else torch.tensor([1])
-        return torch.where(codes[:, None] == wanted, 1.0, -1.0).to(torch.float64)
+        positive_codes = torch.arange(classes) if classes > 2 else torch.tensor([1])
+        return torch.where(codes[:, None] == positive_codes, 1.0, -1.0).to(torch.float64)
 
     def minimiser(self, classes: int) -> Solver[Any]:
-        """Makes the solver for a number of classes."""
+        """Builds the solver for a number of classes."""
         solver: Any = build("solver", self.solver or "lbfgs", SOLVERS)
         if self.tolerance is not None:
             solver = dataclasses.replace(solver, tol=self.tolerance)
@@ -102,12 +102,12 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The outcome of training.
+    """Result of training.
 
     Args:
-      iterate: the solver's last.
-      partitions: names of those that were trained on, in the order of their samples.
-      interrupted: whether training was asked to stop before it was through.
+      iterate: Last iterate of the solver.
+      partitions: Names of the partitions that were trained on, in the order of their samples.
+      was_interrupted: True if training was stopped before its end.
     """
 
     iterate: Iterate
@@ -127,32 +127,32 @@ async def train(
     record: Record | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Trained:
-    """Gathers the devices and trains until the solver has converged, or may take no further step.
+    """Gathers the devices and trains until the solver has converged, or reaches its limit of iterations.
 
-    Where partitions come or are lost for good on the way, the objective is another one: the solver starts again at the
-    weights that it had.
+    If partitions are added or lost for good, the objective changes, and the solver restarts at its current
+    weights.
 
     Args:
-      coordinator: of the devices.
-      objective: to be minimised.
-      solver: minimises it.
-      targets: makes the targets of the objective from labels.
-      max_iterations: in all.
-      sample_weights: makes the weights of samples from labels; all are 1 when not given.
-      start: weights of the model to start from; zeros when not given.
-      record: keeps iterates; training goes on from the last one there.
-      stop_asked: whether to stop after the iterate under way.
+      coordinator: Coordinator of the devices.
+      objective: Objective to minimise.
+      solver: Solver that minimises it.
+      targets: Function from labels to the objective's targets.
+      max_iterations: Maximum number of iterations in all.
+      sample_weights: Function from labels to the weights of samples; by default all are 1.
+      start: Initial weights of the model; zeros by default.
+      record: Store of iterates; training resumes from the last one in it.
+      should_stop: Returns True to stop after the current iterate.
 
     Raises:
       BadSamples: a product of the samples is not finite.
       CheckpointError: the record has the state of another solver.
-      RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.times`.
+      RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.multiply`.
     """
     await coordinator.gather()
-    kept = None if record is None else record.state()
-    state = None if kept is None else _restored(solver, kept["solver"])
-    before = None if kept is None else tuple(kept["partitions"])
-    spent = 0 if kept is None else int(kept["spent"])
+    saved = None if record is None else record.state()
+    state = None if saved is None else _restored(solver, saved["solver"])
+    trained_names = None if saved is None else tuple(saved["partitions"])
+    num_spent = 0 if saved is None else int(saved["spent"])
     while True:
         active = coordinator.settle()
         names = tuple(partition.name for partition in active)
@@ -160,17 +160,17 @@ async def train(
         factors = None if sample_weights is None else sample_weights(labels)
         problem = Problem(coordinator, objective, targets(labels), factors)
         try:
-            if state is None or names != before:
-                spent += 0 if state is None else state.iterations
+            if state is None or names != trained_names:
+                num_spent += 0 if state is None else state.iterations
                 state = await solver.init(problem, start if state is None else state.weights)
-                before = names
-            while not (state.is_over or spent + state.iterations >= max_iterations or stop_asked()):
+                trained_names = names
+            while not (state.is_over or num_spent + state.iterations >= max_iterations or stop_asked()):
                 state = await solver.step(problem, state)
                 coordinator.tell(
                     "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
                 )
                 if record is not None:
-                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": spent})
+                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": num_spent})
                 if coordinator.changed:
                     break
         except PartitionsChanged:
@@ -194,30 +194,30 @@ def simulate(
     body: Callable[[Coordinator], Awaitable[T]],
     record: Record | None = None,
 ) -> T:
-    """Runs a coordinator and devices in virtual time, and returns what the coordinator has come to.
+    """Runs a coordinator and devices in virtual time, and returns the coordinator's result.
 
     Args:
-      world: of the coordinator, rank 0, and devices; of no whole view.
-      settings: of the run.
-      attend: makes a device, also of a rank that comes again.
-      body: is called once the devices have been gathered; they may go when it is through.
-      record: keeps events and the registry.
+      world: World of the coordinator, rank 0, and the devices; without a whole view.
+      settings: Settings of the run.
+      create_device: Creates a device, also for a rank that returns.
+      body: Coroutine to run once the devices have been gathered; they are released after it.
+      record: Store of events and of the registry.
     """
-    found: list[T] = []
+    results: list[T] = []
 
-    async def lead(runtime: VirtualRuntime) -> None:
+    async def run_rank0(runtime: VirtualRuntime) -> None:
         coordinator = Coordinator(runtime, settings, record=record)
         await coordinator.gather()
-        found.append(await body(coordinator))
+        results.append(await body(coordinator))
         await coordinator.end()
 
-    async def take_part(runtime: VirtualRuntime) -> None:
+    async def run_rank(runtime: VirtualRuntime) -> None:
         await attend(runtime).run()
 
-    first, *others = world.runtimes
-    bodies: list[Coroutine[Pending[Any], None, None]] = [lead(first), *map(take_part, others)]
-    world.run(bodies, again=take_part)
-    return found[0]
+    rank0, *devices = world.runtimes
+    bodies: list[Coroutine[Pending[Any], None, None]] = [run_rank0(rank0), *map(run_rank, devices)]
+    world.run(bodies, again=run_rank)
+    return results[0]
 
 
 def coordinate(
@@ -236,21 +236,21 @@ def coordinate(
     """Waits for devices, trains, and writes model and summary; returns the summary.
 
     Args:
-      settings: of the devices and the code.
-      learner: settings of the model.
-      folder: of the run; one that was stopped there goes on.
-      address: of the coordinator.
-      endpoint: its connections to devices.
-      max_iterations: of the solver, in all.
-      test: features and labels on which the model is tested at the end.
-      met: called with the address at which devices are awaited.
-      told: hears of each event.
-      stop_asked: whether to stop after the iterate under way.
+      settings: Settings of the devices and the code.
+      learner: Settings of the model.
+      folder: Folder of the run; a stopped run in it is resumed.
+      address: Address of the coordinator.
+      endpoint: Settings of its connections to devices.
+      max_iterations: Maximum number of iterations in all.
+      test: Features and labels for a test of the final model.
+      on_ready: Function called with the address once devices can connect.
+      sink: Function that receives each event.
+      should_stop: Returns True to stop after the current iterate.
 
     Raises:
       ConfigError: the address cannot be used, or another run is in the folder.
       DataError: the samples of the devices cannot be learned from.
-      RunLost: too few devices have come, or are left.
+      RunLost: too few devices have joined, or are left.
     """
     build("code", settings.code, CODES)
     endpoint.read_keys()
@@ -282,26 +282,26 @@ def coordinate(
         intercepts = objective.intercept_scaling * weights[features:].sum(dim=0)
         return LinearModel(weights[:features].clone(), intercepts, classes), trained
 
-    kept = {**asdict(settings), **asdict(learner), "max_iterations": max_iterations}
+    config = {**asdict(settings), **asdict(learner), "max_iterations": max_iterations}
     with (
-        folder.begun(kept) as name,
+        folder.begun(config) as name,
         closing(Record(folder.path, told)) as record,
-        coordinating(address, name, endpoint) as (runtime, at),
+        coordinating(address, name, endpoint) as (runtime, bound_address),
     ):
-        met(at)
+        met(bound_address)
         coordinator = Coordinator(runtime, settings, run=name, record=record)
-        model, trained = runtime.drive(train_all(coordinator, record))
+        model, training_result = runtime.drive(train_all(coordinator, record))
         model.save(folder.model)
-        iterate, counters = trained.iterate, coordinator.counters
+        iterate, counters = training_result.iterate, coordinator.counters
         summary: dict[str, Json] = {
             "objective": iterate.objective,
             "gap": iterate.gap,
             "iterations": iterate.iterations,
             "converged": iterate.converged,
             "stalled": iterate.stalled,
-            "interrupted": trained.interrupted,
+            "interrupted": training_result.interrupted,
             "test_accuracy": None if test is None else model.accuracy(*test),
-            "partitions": list(trained.partitions),
+            "partitions": list(training_result.partitions),
             "samples": coordinator.samples,
             "features": coordinator.features,
             "classes": list(model.classes.labels),
@@ -319,21 +319,21 @@ def coordinate(
 
 
 def of_encoding(events: Iterable[Event]) -> dict[str, Json]:
-    """Counts the bytes that devices have given each other for blocks, and the devices that came and went.
+    """Counts the bytes that devices sent each other for blocks, and the devices that joined and left.
 
-    ``mds_encoding_nbytes`` are the bytes under a code whose blocks need all partitions.
+    ``mds_encoding_nbytes`` is the number of bytes under a code whose blocks need all partitions.
     """
-    counted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for event in events:
-        counted[str(event["event"])] += 1
+        counts[str(event["event"])] += 1
         if event["event"] == "built":
             values: dict[str, Any] = event
-            counted[f"{values['kind']} nbytes"] += values["nbytes"]
-            counted["mds_nbytes"] += values["mds_nbytes"]
+            counts[f"{values['kind']} nbytes"] += values["nbytes"]
+            counts["mds_nbytes"] += values["mds_nbytes"]
     return {
-        "encoding_nbytes": {kind: counted[f"{kind} nbytes"] for kind in ("rows", "columns")},
-        "mds_encoding_nbytes": counted["mds_nbytes"],
-        "devices_came": counted["came"],
-        "devices_gone": counted["gone"],
-        "partitions_lost": counted["lost"],
+        "encoding_nbytes": {kind: counts[f"{kind} nbytes"] for kind in ("rows", "columns")},
+        "mds_encoding_nbytes": counts["mds_nbytes"],
+        "devices_came": counts["came"],
+        "devices_gone": counts["gone"],
+        "partitions_lost": counts["lost"],
     }

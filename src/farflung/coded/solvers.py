@@ -1,4 +1,4 @@
-"""Solvers of linear models by two products: L-BFGS, gradient descent, and one class against the rest."""
+"""Solvers of linear models by two products: L-BFGS, gradient descent, and one-vs-rest."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ __all__ = [
 ]
 
 _POWER_ROUNDS = 10
-"""Rounds of the power iteration, two products each."""
+"""Number of rounds of the power iteration, with two products each."""
 _CURVATURE = 2.0
-"""The most for the default rate; the hinge has more in its parabola alone, where few samples are."""
+"""Maximum curvature for the default rate; the hinge has more only in its parabola, with few samples."""
 _DECREASE, _FLATNESS = 1e-4, 0.1
-r""":math:`c_1` and :math:`c_2` of the strong Wolfe conditions."""
+"""Constants :math:`c_1` and :math:`c_2` of the strong Wolfe conditions."""
 _LOOKS = 5
-"""Iterates between two looks at the best intercept, which cost two products."""
+"""Number of iterates between two checks at the optimal intercept, which cost two products."""
 _IDLE, _PROGRESS = 50, 1e-13
-"""Iterates without progress, after which rounding errors are all that is left; and the least progress, relative."""
+"""Maximum number of iterates without progress, and minimum progress, relative to the objective."""
 _REFRESH = 50
-"""Iterates after which margins are computed afresh."""
+"""Number of iterates after which margins are computed afresh."""
 _TRIALS = 60
 _ROUNDING = 1e-14
-"""Relative error of an objective: near the optimum, changes below it say nothing."""
+"""Relative error of an objective; smaller changes near the optimum mean nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Iterate:
-    """State of a solver, made of tensors, numbers and flags alone.
+    """State of a solver, which consists of tensors, numbers and flags.
 
-    A run that goes on from :meth:`tree` takes bit-identical steps.
+    A run that resumes from :meth:`to_tree` takes bit-identical steps.
 
     Args:
-      weights: (rows, outputs); see :class:`farflung.coded.Problem`.
-      objective: at the weights.
-      gap: the most that the objective is above its least value, relative to it; see :meth:`farflung.coded.Problem.gap`.
-      iterations: steps that were taken.
-      converged: whether the gap is at most the tolerance.
-      stalled: whether it is not, and rounding errors allow no further step.
+      weights: Weights, (rows, outputs); see :class:`farflung.coded.Problem`.
+      objective: Objective at the weights.
+      gap: Bound of the objective above its minimum, relative; see :meth:`farflung.coded.Problem.compute_gap`.
+      iterations: Number of steps taken.
+      has_converged: True if the gap is at most the tolerance.
+      has_stalled: True if it is not, and rounding errors allow no further step.
     """
 
     weights: Tensor
@@ -74,16 +74,16 @@ class Iterate:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step is of use."""
+        """Returns True if no further step is useful."""
         return self.converged or self.stalled
 
     def tree(self) -> State:
-        """Gives the state as a tree that :func:`farflung.state_trees.save_tree` writes."""
+        """Returns the state as a tree for :func:`farflung.state_trees.save_tree`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_tree(cls, tree: State) -> Self:
-        """Reads the result of :meth:`tree`.
+        """Restores a state from the result of :meth:`to_tree`.
 
         Raises:
           KeyError: it is the state of another solver.
@@ -96,30 +96,30 @@ T = TypeVar("T")
 
 
 class Solver(Protocol[S]):
-    """Frozen settings of a way to minimise an objective; the state is passed in and returned.
+    """Frozen settings of a method to minimise an objective; the state is passed in and returned.
 
     A caller loops ``state = await solver.step(problem, state)`` until ``state.is_over``.
     """
 
     needs_stats: ClassVar[bool]
-    """Whether it begins with the means and sizes of columns."""
+    """True if it uses the means and sizes of columns."""
 
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> S:
-        """Makes the state before the first step.
+        """Creates the state before the first step.
 
         Args:
-          problem: to be solved.
-          weights: to start from; zeros when not given.
-          stats: of the columns; measured when not given, where they are needed.
+          problem: Problem to solve.
+          weights: Initial weights; zeros by default.
+          stats: Statistics of the columns; measured by default if needed.
         """
 
     async def step(self, problem: Problem, state: S) -> S:
         """Takes one step."""
 
     def restored(self, tree: State) -> S:
-        """Reads the result of :meth:`Iterate.tree`."""
+        """Restores a state from the result of :meth:`Iterate.to_tree`."""
 
 
 async def solve(
@@ -130,17 +130,17 @@ async def solve(
     state: S | None = None,
     tell: Callable[[S], None] = lambda state: None,
 ) -> S:
-    """Steps until the solver has converged.
+    """Takes steps until the solver has converged.
 
     Args:
-      solver: takes the steps.
-      problem: to be solved.
-      max_iterations: the most iterates, those of ``state`` included.
-      state: to go on from; by default the beginning.
-      tell: called with the state after each iterate.
+      solver: Solver that takes the steps.
+      problem: Problem to solve.
+      max_iterations: Maximum number of iterates, including those of ``state``.
+      state: State to resume from; by default the initial one.
+      callback: Function called with the state after each iterate.
 
     Returns:
-      The last state, which says whether it has converged.
+      Last state, converged or not.
     """
     if state is None:
         state = await solver.init(problem)
@@ -159,8 +159,8 @@ class GDState(Iterate):
     """State of gradient descent.
 
     Args:
-      learning_rate: as given, or as found in the beginning.
-      gradient: at the weights.
+      learning_rate: Given or estimated learning rate.
+      gradient: Gradient at the weights.
     """
 
     learning_rate: float
@@ -169,20 +169,20 @@ class GDState(Iterate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GD:
-    r"""Steps of a fixed length times the gradient, as coded training was first done.
+    r"""Gradient descent with a fixed step length, the first method of coded training.
 
     .. math:: w_{t+1} = w_t - \eta\, \nabla F(w_t)
 
     Args:
-      learning_rate: :math:`\eta`; by default :math:`1 / L` with :math:`L = 1 + C \kappa \lambda`, where
-        :math:`\kappa` is the largest second derivative of the loss, but at most 2, and :math:`\lambda` the largest
-        eigenvalue of :math:`X^T \Omega X`, with the samples' weights :math:`\Omega`, the intercept's constant feature
-        included. A power iteration finds it from below, so the rate may come out too large, though hardly by the factor
-        of 2 at which steps would diverge.
-      tol: the gap at which it has converged.
+      learning_rate: Rate :math:`\eta`; by default :math:`1 / L` with :math:`L = 1 + C \kappa \lambda`. Here
+        :math:`\kappa` is the largest second derivative of the loss, but at most 2, and :math:`\lambda` the
+        largest eigenvalue of :math:`X^T \Omega X`, with the samples' weights :math:`\Omega`, the intercept's
+        constant feature included. A power iteration finds it from below, so the rate may be too high, though
+        hardly by the factor of 2 at which steps would diverge.
+      tol: Gap at which the solver has converged.
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
 
     References: Lin et al. 2019 (arXiv 1910.10283).
     """
@@ -200,8 +200,8 @@ class GD:
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> GDState:
-        """Makes the first state by one transposed product, one more for given weights, and the power iteration."""
-        del stats  # this solver needs none
+        """Creates the first state by a transposed product, one more for given weights, and a power method."""
+        del stats  # not needed by this solver
         rate = self.learning_rate
         if rate is None:
             eigenvalue = await _largest_eigenvalue(problem)
@@ -210,7 +210,7 @@ class GD:
         return await self._state_at(problem, *await problem.start(weights), rate, 0)
 
     async def step(self, problem: Problem, state: GDState) -> GDState:
-        """Takes one step by two products, and a third when it may have converged: at the best intercept.
+        """Takes one step by two products, and a third at the optimal intercept if it may have converged.
 
         Raises:
           ConfigError: the learning rate is so high that the objective is infinite.
@@ -218,13 +218,13 @@ class GD:
         iterations, rate = state.iterations + 1, state.learning_rate
         weights = state.weights - rate * state.gradient
         margins = await problem.margins(weights)
-        ended = await self._state_at(problem, weights, margins, rate, iterations)
-        if ended.gap > self.tol:
-            return ended
-        settled = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
-        if settled.gap > self.tol:
-            return replace(ended, gap=settled.gap)
-        return replace(settled, converged=True)
+        new_state = await self._state_at(problem, weights, margins, rate, iterations)
+        if new_state.gap > self.tol:
+            return new_state
+        best_state = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
+        if best_state.gap > self.tol:
+            return replace(new_state, gap=best_state.gap)
+        return replace(best_state, converged=True)
 
     async def _state_at(
         self, problem: Problem, weights: Tensor, margins: Tensor, rate: float, iterations: int
@@ -271,16 +271,16 @@ class LBFGSState(Iterate):
     """State of L-BFGS.
 
     Args:
-      margins: at the weights, (samples, outputs).
-      gradient: at the weights.
-      moves: differences of the last weights, (pairs, rows, outputs), oldest first.
-      turns: differences of their gradients.
-      scales: of the preconditioner; see :class:`farflung.coded.Preconditioner`.
-      tilt: of the preconditioner.
-      shear: of the preconditioner.
-      mark: the objective when it last fell by more than its rounding errors, or the gap halved.
-      least_gap: so far.
-      idle: iterates since the mark.
+      margins: Margins at the weights, (samples, outputs).
+      gradient: Gradient at the weights.
+      weight_changes: Differences of the last weights, (pairs, rows, outputs), oldest first.
+      gradient_changes: Differences of their gradients.
+      scales: Scales of the preconditioner; see :class:`farflung.coded.Preconditioner`.
+      tilt: Tilt of the preconditioner.
+      shear: Shear of the preconditioner.
+      mark_objective: Objective at the last progress: a fall beyond rounding errors, or a halved gap.
+      min_gap: Minimum gap so far.
+      num_idle: Number of iterates since the last progress.
     """
 
     margins: Tensor
@@ -296,12 +296,12 @@ class LBFGSState(Iterate):
 
     @property
     def preconditioner(self) -> Preconditioner:
-        """The Hessian before any step."""
+        """Approximate Hessian before any step."""
         return Preconditioner(self.scales, self.tilt, self.shear)
 
     @property
     def direction(self) -> Tensor:
-        """Computes :math:`-H g` by two loops over the pairs."""
+        """Direction :math:`-H g`, computed by two loops over the pairs."""
         preconditioner = self.preconditioner
         direction = -self.gradient
         pairs = [
@@ -323,25 +323,25 @@ class LBFGSState(Iterate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LBFGS:
-    r"""Steps along :math:`-H g`, where H is the inverse Hessian that the last steps have shown.
+    """Steps along :math:`-H g`, where H is the inverse Hessian estimated from the last steps.
 
-    Margins are linear in the weights, so :math:`X (w + a d) = X w + a X d` and the line search costs no message: an
-    iterate is one product with the direction and one transposed product, whatever the number of trial steps. That
-    makes a thorough search and a long memory worth their while. Sums of many steps drift from :math:`X w`, so the
-    product with the weights is computed afresh every 50 iterates, as another column of a product that is made anyway,
-    and at the end.
+    Margins are linear in the weights, so :math:`X (w + a d) = X w + a X d` and the line search costs no
+    message. An iterate is one product with the direction and one transposed product, whatever the number of
+    trial steps. That makes a thorough search and a long memory worthwhile. Sums of many steps drift from
+    :math:`X w`. So the product with the weights is recomputed every 50 iterates, as another column of a
+    product, and at the end.
 
-    H begins with the inverse of :class:`farflung.coded.Preconditioner`, which centres and scales columns; the penalty
-    stays that of the columns as they are. An intercept that is not penalised is moved to its best value after each
-    step, which costs no message; one that is penalised, where the solver may have converged. No intercept's rounding
-    errors are then in the gap, multiplied by the means of columns.
+    H starts as the inverse of :class:`farflung.coded.Preconditioner`, which centres and scales columns; the
+    penalty stays that of the original columns. An intercept without penalty is moved to its optimum after each
+    step, at no message, and one with a penalty when the solver may have converged. So the gap has no rounding
+    errors of the intercept multiplied by the means of columns.
 
     Args:
-      tol: the gap at which it has converged.
-      memory: pairs of differences that H is made of.
+      tol: Gap at which the solver has converged.
+      memory: Maximum number of pairs of differences.
 
     Raises:
-      ConfigError: a setting out of its range.
+      ConfigError: a setting is out of its range.
 
     References: Nocedal & Wright 2006, alg. 7.4 and 7.5.
     """
@@ -358,7 +358,7 @@ class LBFGS:
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> LBFGSState:
-        """Makes the first state by two transposed products, one without statistics, and one more for given weights.
+        """Creates the first state by two products, one with given statistics, and one more for given weights.
 
         Raises:
           BadSamples: squares of the features are infinite.
@@ -368,55 +368,59 @@ class LBFGS:
         return await self._begin(problem, weights, margins, preconditioner)
 
     async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
-        """Takes one step by two products, and two more where it may have converged, or finds no lower point."""
+        """Takes one step by two products, and two more if it may have converged or finds no lower point."""
         iterations, outputs, direction = state.iterations + 1, problem.shape[1], state.direction
-        is_settled = problem.objective.intercept_penalty == 0
+        has_best_intercept = problem.objective.intercept_penalty == 0
         gain = -0.5 * float((state.gradient * direction).sum())
-        # H may say that the gap is small, where errors in a penalised intercept hide it.
-        expects_end = not is_settled and gain <= 0.01 * self.tol * state.objective
+        # H may estimate a small gap while errors in a penalised intercept hide it.
+        expects_end = not has_best_intercept and gain <= 0.01 * self.tol * state.objective
         if expects_end and state.iterations % _LOOKS == _LOOKS - 1:
-            again = await self._restart(problem, state)
-            if again.converged:
-                return again
+            fresh = await self._restart(problem, state)
+            if fresh.converged:
+                return fresh
         if iterations % _REFRESH:
             margins, change = state.margins, await problem.margins(direction)
         else:
-            both = await problem.margins(torch.cat([state.weights, direction], dim=1))
-            margins, change = both[:, :outputs], both[:, outputs:]
+            margin_pair = await problem.margins(torch.cat([state.weights, direction], dim=1))
+            margins, change = margin_pair[:, :outputs], margin_pair[:, outputs:]
         ray = Ray(problem, state.weights, margins, direction, change)
         start = ray.at(0.0)
         guess = 1.0 if len(state.moves) else _cautious(ray, start)
         point = strong_wolfe(ray, start, guess)
         if point is None:
-            again = await self._restart(problem, state)
-            return replace(again, stalled=not again.converged and not len(state.moves))
+            fresh = await self._restart(problem, state)
+            return replace(fresh, stalled=not fresh.converged and not len(state.moves))
         weights, margins = point.weights, point.margins
-        if is_settled:
+        if has_best_intercept:
             weights, margins = problem.settle(weights, margins)
         objective, gradient = await problem.gradient(weights, margins)
-        moves, turns = state.moves, state.turns
-        move, turn = weights - state.weights, gradient - state.gradient
-        if float((move * turn).sum()) > 0:
-            moves = torch.cat([moves, move[None]])[-self.memory :]
-            turns = torch.cat([turns, turn[None]])[-self.memory :]
-        ended = replace(
+        weight_changes, gradient_changes = state.moves, state.turns
+        weight_change, gradient_change = weights - state.weights, gradient - state.gradient
+        if float((weight_change * gradient_change).sum()) > 0:
+            weight_changes = torch.cat([weight_changes, weight_change[None]])[-self.memory :]
+            gradient_changes = torch.cat([gradient_changes, gradient_change[None]])[-self.memory :]
+        new_state = replace(
             state,
             weights=weights,
             objective=objective,
             iterations=iterations,
             margins=margins,
             gradient=gradient,
-            moves=moves,
-            turns=turns,
+            moves=weight_changes,
+            turns=gradient_changes,
         )
-        ended = _marked(replace(ended, gap=_gap(problem, ended)))
-        if ended.idle == _IDLE:
-            again = await self._restart(problem, ended)
-            return replace(again, stalled=not again.converged)
-        if ended.gap > self.tol:
-            return ended
-        again = await self._restart(problem, ended)
-        return again if again.converged else _marked(replace(again, moves=moves, turns=turns))
+        new_state = _marked(replace(new_state, gap=_gap(problem, new_state)))
+        if new_state.idle == _IDLE:
+            fresh = await self._restart(problem, new_state)
+            return replace(fresh, stalled=not fresh.converged)
+        if new_state.gap > self.tol:
+            return new_state
+        fresh = await self._restart(problem, new_state)
+        return (
+            fresh
+            if fresh.converged
+            else _marked(replace(fresh, moves=weight_changes, turns=gradient_changes))
+        )
 
     def restored(self, tree: State) -> LBFGSState:
         return LBFGSState.from_tree(tree)
@@ -424,7 +428,6 @@ class LBFGS:
     async def _begin(
         self, problem: Problem, weights: Tensor, margins: Tensor, preconditioner: Preconditioner
     ) -> LBFGSState:
-        """Makes the state at some weights, by one transposed product."""
         weights, margins = problem.settle(weights, margins)
         objective, gradient = await problem.gradient(weights, margins)
         state = LBFGSState(
@@ -445,16 +448,16 @@ class LBFGS:
         return replace(state, gap=gap, converged=gap <= self.tol)
 
     async def _restart(self, problem: Problem, state: LBFGSState) -> LBFGSState:
-        """Computes margins and gradient afresh, by two products, and begins without pairs."""
+        """Recomputes margins and gradient, by two products, and drops the pairs."""
         margins = await problem.margins(state.weights)
-        begun = await self._begin(problem, state.weights, margins, state.preconditioner)
+        fresh = await self._begin(problem, state.weights, margins, state.preconditioner)
         return replace(
-            begun, iterations=state.iterations, mark=state.mark, least_gap=state.least_gap, idle=state.idle
+            fresh, iterations=state.iterations, mark=state.mark, least_gap=state.least_gap, idle=state.idle
         )
 
 
 def _marked(state: LBFGSState) -> LBFGSState:
-    """Counts the iterates that have brought nothing."""
+    """Counts the iterates without progress."""
     if state.objective < (1 - _PROGRESS) * state.mark or state.gap < 0.5 * state.least_gap:
         return replace(state, mark=state.objective, least_gap=min(state.gap, state.least_gap), idle=0)
     return replace(state, idle=state.idle + 1)
@@ -469,7 +472,7 @@ def _gap(problem: Problem, state: LBFGSState) -> float:
 
 
 def _cautious(ray: Ray, start: Point) -> float:
-    """Gives the step to the lowest point of a parabola that is nowhere below the objective."""
+    """Computes the step to the minimum of a parabola that is an upper bound of the objective."""
     problem = ray.problem
     squares = ray.change * ray.change
     if problem.sample_weights is not None:
@@ -483,14 +486,14 @@ def _cautious(ray: Ray, start: Point) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ray:
-    """The objective along a direction, from some weights on.
+    """The objective along a direction.
 
     Args:
-      problem: has the objective.
-      weights: at its beginning.
-      margins: at the weights.
-      direction: of the shape of the weights.
-      change: what the direction adds to the margins.
+      problem: Problem with the objective.
+      weights: Weights at the origin.
+      margins: Margins at the origin.
+      direction: Direction, of the shape of the weights.
+      change: Change of the margins along the direction.
     """
 
     problem: Problem
@@ -500,7 +503,7 @@ class Ray:
     change: Tensor
 
     def at(self, length: float) -> Point:
-        """Gives the point that many directions away."""
+        """Evaluates the point at a length, in multiples of the direction."""
         weights = self.weights + length * self.direction
         margins = self.margins + length * self.change
         objective, slopes, gradient = self.problem.evaluate(weights, margins)
@@ -513,12 +516,12 @@ class Point:
     """A point of a ray.
 
     Args:
-      length: directions from its beginning.
-      objective: at the point.
-      slope: derivative of the objective by the length.
-      weights: at the point.
-      margins: at the point.
-      slopes: derivative of the losses by the margins.
+      length: Length from the origin, in multiples of the direction.
+      objective: Objective at the point.
+      slope: Derivative of the objective by the length.
+      weights: Weights at the point.
+      margins: Margins at the point.
+      slopes: Derivative of the losses by the margins.
     """
 
     length: float
@@ -530,19 +533,19 @@ class Point:
 
 
 def strong_wolfe(ray: Ray, start: Point, guess: float) -> Point | None:
-    r"""Finds a point at which the objective has fallen enough and is flat enough.
+    r"""Finds a point that satisfies the strong Wolfe conditions.
 
     .. math:: \varphi(a) \le \varphi(0) + c_1 a \varphi'(0), \qquad |\varphi'(a)| \le c_2 |\varphi'(0)|
 
-    The objective is convex, so its slope rises along the ray, and where it crosses zero is closed in from both sides.
+    The objective is convex, so its slope rises along the ray, and its zero crossing can be bracketed.
 
     Args:
-      ray: along a descent direction.
-      start: ``ray.at(0)``.
-      guess: the length to try first.
+      ray: Ray along a descent direction.
+      start: Point at length 0.
+      guess: First length to try.
 
     Returns:
-      ``None`` where the objective falls by no more than its rounding errors.
+      Point, or ``None`` if the objective falls by no more than its rounding errors.
 
     References: Nocedal & Wright 2006, eq. 3.7 and alg. 3.5, with the secant of the slopes for interpolation.
     """
@@ -550,8 +553,8 @@ def strong_wolfe(ray: Ray, start: Point, guess: float) -> Point | None:
     length = guess
     for _ in range(_TRIALS):
         point = ray.at(length)
-        allowed = start.objective + _DECREASE * length * start.slope + _ROUNDING * abs(start.objective)
-        if not point.objective <= allowed or point.slope > -_FLATNESS * start.slope:
+        max_objective = start.objective + _DECREASE * length * start.slope + _ROUNDING * abs(start.objective)
+        if not point.objective <= max_objective or point.slope > -_FLATNESS * start.slope:
             high = point
         elif point.slope < _FLATNESS * start.slope:
             low = point
@@ -562,7 +565,7 @@ def strong_wolfe(ray: Ray, start: Point, guess: float) -> Point | None:
 
 
 def _between(low: Point, high: Point | None) -> float:
-    """Gives the length at which a linear slope would be zero, well inside the bracket."""
+    """Interpolates the length of zero slope, well inside the bracket."""
     if high is None:
         return 4 * low.length
     width = high.length - low.length
@@ -576,10 +579,10 @@ def _between(low: Point, high: Point | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OneVsRestState(Iterate, Generic[S]):
-    """State of the solver of each output.
+    """States of the solvers of all outputs.
 
     Args:
-      outputs: their states, in order.
+      outputs: State of each output, in order.
     """
 
     outputs: tuple[S, ...]
@@ -591,12 +594,12 @@ class OneVsRestState(Iterate, Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class OneVsRest(Generic[S]):
-    """Solves each output by itself, all in the same rounds: their weights are columns of one product.
+    """Solves each output separately, all in the same rounds: their weights are columns of one product.
 
-    An output that has converged takes no part any more. The gap is the largest of all, and the objective their sum.
+    A converged output no longer takes part. The gap is the largest of all, and the objective is their sum.
 
     Args:
-      solver: of one output.
+      solver: Solver of one output.
     """
 
     needs_stats: ClassVar[bool] = True
@@ -606,7 +609,7 @@ class OneVsRest(Generic[S]):
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
     ) -> OneVsRestState[S]:
-        """Starts all outputs in as many rounds as one output takes."""
+        """Starts all outputs in the same rounds."""
         columns = [None] * problem.shape[1] if weights is None else weights.split(1, dim=1)
         if stats is None and self.solver.needs_stats:
             stats = await ColumnStats.measure(problem)
@@ -621,14 +624,14 @@ class OneVsRest(Generic[S]):
         )
 
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
-        """Takes a step of each output in as many rounds as one output takes."""
-        going = [index for index, one in enumerate(state.outputs) if not one.is_over]
+        """Takes a step of each output in the same rounds."""
+        active = [index for index, output in enumerate(state.outputs) if not output.is_over]
         steps = await _together(
             problem,
-            lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in going),
+            lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in active),
         )
-        taken = dict(zip(going, steps, strict=True))
-        return _joined([taken.get(index, one) for index, one in enumerate(state.outputs)])
+        new_states = dict(zip(active, steps, strict=True))
+        return _joined([new_states.get(index, output) for index, output in enumerate(state.outputs)])
 
     def restored(self, tree: State) -> OneVsRestState[S]:
         outputs = tree["outputs"]
@@ -637,12 +640,12 @@ class OneVsRest(Generic[S]):
 
 def _joined(outputs: list[S]) -> OneVsRestState[S]:
     return OneVsRestState(
-        weights=torch.cat([one.weights for one in outputs], dim=1),
-        objective=sum(one.objective for one in outputs),
-        gap=max(one.gap for one in outputs),
-        iterations=max(one.iterations for one in outputs),
-        converged=all(one.converged for one in outputs),
-        stalled=all(one.is_over for one in outputs) and any(one.stalled for one in outputs),
+        weights=torch.cat([state.weights for state in outputs], dim=1),
+        objective=sum(state.objective for state in outputs),
+        gap=max(state.gap for state in outputs),
+        iterations=max(state.iterations for state in outputs),
+        converged=all(state.converged for state in outputs),
+        stalled=all(state.is_over for state in outputs) and any(state.stalled for state in outputs),
         outputs=tuple(outputs),
     )
 
@@ -650,21 +653,21 @@ def _joined(outputs: list[S]) -> OneVsRestState[S]:
 async def _together(
     problem: Problem, begun: Callable[[list[Problem]], Iterable[Coroutine[Any, Any, T]]]
 ) -> list[T]:
-    """Runs solvers of one output each side by side; the products that they ask for meanwhile are one round."""
+    """Runs solvers of one output each concurrently; their simultaneous products share a round."""
     products, ready = problem.products, deque[Callable[[], None]]()
     rounds: list[tuple[Callable[[Tensor], Awaitable[Tensor]], list[tuple[Tensor, Pending[Tensor]]]]] = [
         (products.times, []),
         (products.transposed_times, []),
     ]
 
-    def asks(waiting: list[tuple[Tensor, Pending[Tensor]]]) -> Callable[[Tensor], Pending[Tensor]]:
-        def ask(factor: Tensor) -> Pending[Tensor]:
+    def create_request(waiting: list[tuple[Tensor, Pending[Tensor]]]) -> Callable[[Tensor], Pending[Tensor]]:
+        def request(factor: Tensor) -> Pending[Tensor]:
             waiting.append((factor, Pending()))
             return waiting[-1][1]
 
-        return ask
+        return request
 
-    column = _Output(products.samples, products.features, *(asks(waiting) for _, waiting in rounds))
+    column = _Output(products.samples, products.features, *(create_request(waiting) for _, waiting in rounds))
     weights = problem.sample_weights
     factors = (
         [None] * problem.shape[1] if weights is None else weights.expand_as(problem.targets).split(1, dim=1)
@@ -673,24 +676,24 @@ async def _together(
         Problem(column, problem.objective, targets, factor)
         for targets, factor in zip(problem.targets.split(1, dim=1), factors, strict=True)
     ]
-    tasks: list[Task[T]] = [Task(one, ready.append) for one in begun(outputs)]
+    tasks: list[Task[T]] = [Task(coroutine, ready.append) for coroutine in begun(outputs)]
     while not all(task.done for task in tasks):
         while ready:
             ready.popleft()()
         for product, waiting in rounds:
-            asked = waiting.copy()
+            requests = waiting.copy()
             waiting.clear()
-            if asked:
-                whole = await product(torch.cat([factor for factor, _ in asked], dim=1))
-                parts = whole.split([factor.shape[1] for factor, _ in asked], dim=1)
-                for (_, answer), part in zip(asked, parts, strict=True):
+            if requests:
+                total = await product(torch.cat([factor for factor, _ in requests], dim=1))
+                parts = total.split([factor.shape[1] for factor, _ in requests], dim=1)
+                for (_, answer), part in zip(requests, parts, strict=True):
                     answer.set(part)
     return [task.result() for task in tasks]
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """The products for the solver of one output, see :class:`farflung.coded.Products`."""
+    """Products for the solver of one output, see :class:`farflung.coded.Products`."""
 
     samples: int
     features: int
@@ -699,4 +702,4 @@ class _Output:
 
 
 SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}
-"""All of them by name."""
+"""Solvers by name."""

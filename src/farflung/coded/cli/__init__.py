@@ -25,5 +25,5 @@ class Coded:
     )
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
+        """Runs the command; returns the exit code."""
         return self.what.run()

@@ -1,4 +1,4 @@
-"""``farflung coded coordinator``: brings devices together and trains on what they hold."""
+"""``farflung coded coordinator``: gathers devices and trains on their data."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from farflung.telemetry import Event
 __all__ = ["CodedProgress", "Coordinate", "encoding_words"]
 
 _SETTINGS = {
-    name.removesuffix("_s"): one
-    if one.default is None
-    else replace(one, about=f"{one.about.rstrip('.')}; {one.default} when not given")
-    for name, one in {**settings_of(Settings), **settings_of(Learner)}.items()
+    name.removesuffix("_s"): setting
+    if setting.default is None
+    else replace(setting, about=f"{setting.about.rstrip('.')}; {setting.default} when not given")
+    for name, setting in {**settings_of(Settings), **settings_of(Learner)}.items()
     if name != "least_s"
 }
-"""The settings of a run that are options, by name."""
+"""Settings of a run that are options, by name."""
 _WORDS = {
     "came": "rank {rank} has come{with_partition}",
     "turned_away": "rank {rank} is turned away: {why}",
@@ -51,32 +51,31 @@ _WORDS = {
     "goes_on": "training goes on",
     "lost": "partition {partition!r} is lost",
 }
-"""What is printed for an event."""
+"""Text that is printed for each event."""
 
 
 @spoken
 @dataclass(frozen=True)
 @with_options(
-    {**_SETTINGS, **{name: one for name, one in ENDPOINT.items() if name not in ("interface", "port")}}
+    {**_SETTINGS, **{name: entry for name, entry in ENDPOINT.items() if name not in ("interface", "port")}}
 )
 class Coordinate(OutputOptions):
     """Coordinate a run: wait for devices, have their data encoded, and train.
 
-    Prints what to run elsewhere. Ctrl-C stops it after the iterate under way; the same command goes on from there.
+    Prints the command for devices. Ctrl-C stops it after the current iterate; the same command resumes it.
     """
 
     at: str = "127.0.0.1:0"
-    """HOST:PORT to be met at: an address of this machine that devices reach; port 0 is any that is free."""
+    """HOST:PORT to listen at: an address of this machine that devices reach; port 0 is any free one."""
     max_iterations: int = 1000
-    """The most iterates; each is a product with the samples and one with their transpose."""
+    """Maximum number of iterates; each is a product with the samples and one with their transpose."""
     folder: Path | None = None
-    """Keeps the run; one that was stopped there goes on. A new one under runs/ when not given."""
+    """Folder of the run; a stopped run in it is resumed. A new one under runs/ when not given."""
     test: str | None = None
-    """Tries the model on these samples at the end, which this process reads: a9a or covtype, for their test sets, or
-    FILE.npz."""
+    """Samples on which this process tests the final model: a9a or covtype, for their test sets, or FILE.npz."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
+        """Runs the command; returns the exit code."""
         if self.max_iterations < 1:
             raise ConfigError(f"--max-iterations {self.max_iterations}: must be 1 or more")
         settings, learner = self._settings(), Learner(**given(self, settings_of(Learner)))
@@ -110,18 +109,17 @@ class Coordinate(OutputOptions):
         return 130 if summary["interrupted"] else 0
 
     def _settings(self) -> Settings:
-        said = {
+        values = {
             name: value
             for name in settings_of(Settings)
             if (value := getattr(self, name.removesuffix("_s"), None)) is not None
         }
         for name in ("partitions", "devices"):
-            if name not in said:
+            if name not in values:
                 raise ConfigError(f"--{name}: give how many {name} training begins with")
-        return Settings(**said)
+        return Settings(**values)
 
     def _say_where(self, at: Address) -> None:
-        """What to run elsewhere."""
         keys = " --keys FOLDER" if endpoint_of(self).keys else ""
         stderr_console().print(
             f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
@@ -129,16 +127,16 @@ class Coordinate(OutputOptions):
 
 
 class CodedProgress(Bar):
-    """A sink of a coordinator's events: a bar, and a line for each event that changes what devices do.
+    """A sink of a coordinator's events: a bar, and a line for each event that changes the work of devices.
 
-    The bar counts devices, then blocks, then percent: how far the logarithm of the gap has come to that of the
-    tolerance, or how many of the most iterates there were, whichever is more.
+    The bar counts devices, then blocks, then percent. The percentage is the larger share of two: of the
+    logarithm of the gap on its way to the tolerance, or of the maximum number of iterates.
 
     Args:
-      settings: of the run that is shown.
-      learner: its model.
-      most: iterates, at most.
-      quiet: shows nothing at all.
+      settings: Settings of the run.
+      learner: Settings of the model.
+      max_iterations: Maximum number of iterates.
+      quiet: True to show nothing.
     """
 
     def __init__(self, settings: Settings, learner: Learner, most: int, *, quiet: bool) -> None:
@@ -153,7 +151,6 @@ class CodedProgress(Bar):
         self.trains = False
 
     def __call__(self, event: Event) -> None:
-        """Takes in one event."""
         values: Mapping[str, Any] = event
         with suppress(Exception):
             self._take(values)
@@ -188,29 +185,28 @@ class CodedProgress(Bar):
             self.advance(len(self._partitions))
 
     def _iterate(self, event: Mapping[str, Any]) -> None:
-        gap, done = event["gap"], event["iterations"] / self._most
+        gap, fraction = event["gap"], event["iterations"] / self._most
         if self._first_gap is None:
             self._first_gap = gap
-        way = math.log(self._first_gap / self._tolerance) if self._first_gap > self._tolerance else 0.0
-        if way and gap > 0:
-            done = max(done, math.log(self._first_gap / gap) / way)
+        log_range = math.log(self._first_gap / self._tolerance) if self._first_gap > self._tolerance else 0.0
+        if log_range and gap > 0:
+            fraction = max(fraction, math.log(self._first_gap / gap) / log_range)
         self.about = (
             f"iterate {event['iterations']:,}, objective {event['objective']:.6g}, gap {gap:.1e}, "
             f"{len(self._partitions)} devices"
         )
-        self.advance(100 * min(1.0, done))
+        self.advance(100 * min(1.0, fraction))
 
 
 def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and figures of a summary."""
-    how = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
+    state = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
     if summary["stalled"]:
-        how = "not converged: rounding errors allow no further step; scale the features"
+        state = "not converged: rounding errors allow no further step; scale the features"
     partitions, classes = summary["partitions"], summary["classes"]
     lines = [
         ("objective", f"{summary['objective']:.10g}"),
         ("gap", f"{summary['gap']:.1e}"),
-        ("iterates", f"{summary['iterations']:,}, {how}"),
+        ("iterates", f"{summary['iterations']:,}, {state}"),
         ("trained on", f"{summary['samples']:,} samples of {summary['features']:,} features"),
         ("partitions", f"{len(partitions)}: {', '.join(partitions)}"),
         ("classes", f"{len(classes)}"),
@@ -226,8 +222,8 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def encoding_words(summary: Mapping[str, Any]) -> str:
-    """What devices gave each other for blocks, and what they would have with an MDS code."""
+    """Formats the bytes that devices sent each other for blocks, compared with an MDS code."""
     rows, columns = (summary["encoding_nbytes"][kind] for kind in ("rows", "columns"))
-    under_mds = summary["mds_encoding_nbytes"] - columns
-    compared = f" ({100 * rows / under_mds:.0f} % of an MDS code's {decimal(under_mds)})" if under_mds else ""
-    return f"rows {decimal(rows)}{compared}, columns {decimal(columns)}"
+    mds_nbytes = summary["mds_encoding_nbytes"] - columns
+    note = f" ({100 * rows / mds_nbytes:.0f} % of an MDS code's {decimal(mds_nbytes)})" if mds_nbytes else ""
+    return f"rows {decimal(rows)}{note}, columns {decimal(columns)}"

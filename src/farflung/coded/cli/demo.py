@@ -1,4 +1,4 @@
-"""``farflung coded demo``: a coordinator and devices on this machine, some of which are killed on the way."""
+"""``farflung coded demo``: a coordinator and devices on this machine, some of which are killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from farflung.types import Json
 __all__ = ["Demo"]
 
 _EVERY = 8
-"""Iterates from one device that is killed or comes to the next."""
+"""Number of iterates between events: a device is killed or joins."""
 _PATIENCE_S = 30.0
 _MAX_ITERATIONS = 500
 
@@ -55,32 +55,32 @@ _MAX_ITERATIONS = 500
 class Demo(OutputOptions):
     """Train on devices of this machine, kill some of them on the way, and compare with training without a code.
 
-    The data are a9a where it is at hand, and otherwise drawn from the seed.
+    The data are a9a if it is present, and otherwise drawn from the seed.
     """
 
     partitions: int = 6
-    """Devices that bring data."""
+    """Number of devices with data."""
     room: int = 2
-    """Devices that bring room for coded blocks alone."""
+    """Number of devices with room for coded blocks only."""
     kill: int = 2
-    """Devices that are killed on the way, one after the other."""
+    """Number of devices that are killed during training, one after the other."""
     join: int = 1
-    """Devices with room that come on the way."""
+    """Number of devices with room that join during training."""
     redundancy: int = 1
-    """How many devices may vanish at any time; blocks are made that make up for lost ones."""
+    """Number of devices that may vanish at any time; lost blocks are replaced."""
     code: str = "rlnc"
-    """How coded blocks are drawn: rlnc or mds."""
+    """Code of coded blocks: rlnc or mds."""
     model: str = "logistic"
     """logistic or svc."""
     data: str = "auto"
-    """a9a, synthetic, or auto: the former where it is at hand."""
+    """a9a, synthetic, or auto, which is a9a if it is present."""
     seed: int = 0
-    """Of synthetic data, of the code, and of the devices that are killed."""
+    """Seed of synthetic data, of the code, and of the devices that are killed."""
     folder: Path | None = None
-    """Keeps the run; a new one under runs/ when not given."""
+    """Folder of the run; a new one under runs/ when not given."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
+        """Runs the command; returns the exit code."""
         for name in ("room", "kill", "join"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be 0 or more")
@@ -109,59 +109,59 @@ class Demo(OutputOptions):
             stop = stack.enter_context(asked_to_stop(lambda: progress.trains))
             addresses: list[Address] = []
 
-            def met(at: Address) -> None:
-                addresses.append(at)
+            def start_devices(address: Address) -> None:
+                addresses.append(address)
                 for number, rows in enumerate(partitioned(len(samples), self.partitions), start=1):
                     path = scratch / f"part {number}.npz"
                     np.savez(path, x=samples[rows].numpy(), y=labels[rows].numpy())
-                    start(at, path)
+                    start(address, path)
                 for _ in range(self.room):
-                    start(at)
+                    start(address)
 
-            def told(event: Event) -> None:
+            def handle_event(event: Event) -> None:
                 progress(event)
-                turn, rest = divmod(int(str(event.get("iterations", 0))), _EVERY)
-                if event["event"] != "iterate" or rest or not turn:
+                turn, remainder = divmod(int(str(event.get("iterations", 0))), _EVERY)
+                if event["event"] != "iterate" or remainder or not turn:
                     return
                 if turn % 2 and turn // 2 < self.kill:
                     processes[victims[turn // 2]].kill()
                 elif not turn % 2 and turn // 2 <= self.join:
                     start(addresses[0])
 
-            found = coordinate(
+            result = coordinate(
                 settings,
                 learner,
                 folder,
                 Address(loopback_address(), 0),
                 max_iterations=_MAX_ITERATIONS,
                 test=test,
-                met=met,
-                told=told,
+                met=start_devices,
+                told=handle_event,
                 stop_asked=stop.is_set,
             )
-            alone = _alone(learner, samples, labels)
+            uncoded = _alone(learner, samples, labels)
         events = folder.told()
         coded_picture(events, folder.picture, title=f"Coded training: {data}, {self.kill} devices killed")
-        summary = {**found, "data": data, "uncoded_objective": alone.objective}
+        summary = {**result, "data": data, "uncoded_objective": uncoded.objective}
         self._say(summary, events, folder)
         return 130 if summary["interrupted"] else 0
 
     def _samples(self) -> tuple[str, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """The name of the data, features, labels, and a test set."""
+        """Loads the data: its name, features, labels, and a test set."""
         if self.data not in ("auto", "a9a", "synthetic"):
             raise ConfigError(f"--data {self.data}: must be auto, a9a or synthetic")
         at_hand = any(entry.source.name == "a9a" and entry.location for entry in entries())
         if self.data == "a9a" or (self.data == "auto" and at_hand):
             return "a9a", *read_samples("a9a"), read_samples("a9a", test=True)
-        found = [_drawn(4000, self.seed, part) for part in ("train", "test")]
-        return "synthetic data", *found[0], found[1]
+        splits = [_drawn(4000, self.seed, part) for part in ("train", "test")]
+        return "synthetic data", *splits[0], splits[1]
 
     def _say(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
-        away = abs(summary["objective"] / summary["uncoded_objective"] - 1)
-        vanished = _vanished(events)
+        difference = abs(summary["objective"] / summary["uncoded_objective"] - 1)
+        victims = _vanished(events)
         if self.json:
-            found: dict[str, Json] = {**summary, "vanished": list(vanished), "folder": str(folder.path)}
-            print(json.dumps(found))
+            output: dict[str, Json] = {**summary, "vanished": list(victims), "folder": str(folder.path)}
+            print(json.dumps(output))
             return
         print_table(
             ("what", "how much"),
@@ -172,10 +172,10 @@ class Demo(OutputOptions):
                 ),
                 ("iterates", f"{summary['iterations']}"),
                 ("objective", f"{summary['objective']:.10g}"),
-                ("the same without a code", f"{summary['uncoded_objective']:.10g} ({away:.0e} away)"),
+                ("the same without a code", f"{summary['uncoded_objective']:.10g} ({difference:.0e} away)"),
                 ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
                 ("encoding", encoding_words(summary)),
-                ("vanished", "; ".join(vanished) or "none"),
+                ("vanished", "; ".join(victims) or "none"),
                 ("came on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
                 ("duration", duration_words(summary["duration_s"])),
             ],
@@ -185,9 +185,9 @@ class Demo(OutputOptions):
 
 @contextmanager
 def _processes() -> Iterator[tuple[Callable[..., None], list[ForkServerProcess]]]:
-    """Gives a function that starts a device of an address and a file, and the processes of all devices.
+    """Yields a function that starts a device with an address and a file, and the processes of all devices.
 
-    They are forks of a process that has imported what they need; those that are left end with the context.
+    They are forks of a process with the needed imports; the remaining ones end with the context.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -211,15 +211,15 @@ def _processes() -> Iterator[tuple[Callable[..., None], list[ForkServerProcess]]
 
 def _attend(address: str, path: Path | None) -> None:
     torch.set_num_threads(1)
-    with Path(os.devnull).open("wb") as nothing:
-        os.dup2(nothing.fileno(), 2)  # what a device says that is killed half-way
-    holding = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
+    with Path(os.devnull).open("wb") as sink:
+        os.dup2(sink.fileno(), 2)  # hides messages of killed devices
+    store = Holding() if path is None else Holding(path.stem, *read_samples(str(path)))
     with suppress(FarflungError, KeyboardInterrupt):
-        take_part(Address.of(address), holding, patience_s=_PATIENCE_S)
+        take_part(Address.of(address), store, patience_s=_PATIENCE_S)
 
 
 def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:
-    """Samples of two classes that overlap."""
+    """Draws samples of two overlapping classes."""
     random, features = generator(seed, "coded demo", part), 40
     direction = torch.randn(features, generator=generator(seed, "coded demo"), dtype=torch.float64)
     spread = torch.logspace(0, -3, features, dtype=torch.float64)
@@ -229,22 +229,21 @@ def _drawn(count: int, seed: int, part: str) -> tuple[Tensor, Tensor]:
 
 
 def _alone(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate:
-    """What one process makes of all data."""
     problem = Problem(
         HeldProducts(samples), learner.objective(2), learner.targets((labels > 0).to(torch.int64), 2)
     )
     training = solve(learner.minimiser(2), problem, max_iterations=_MAX_ITERATIONS)
-    found: Iterate = Task(training, lambda resume: resume(), at_once=True).result()
-    return found
+    state: Iterate = Task(training, lambda resume: resume(), at_once=True).result()
+    return state
 
 
 def _vanished(events: list[Event]) -> list[str]:
     """Lists rank, time and partition of each device that vanished."""
-    brought, found = {}, []
+    partitions, lines = {}, []
     for event in events:
         if event["event"] == "came":
-            brought[event["rank"]] = event["partition"]
+            partitions[event["rank"]] = event["partition"]
         elif event["event"] == "gone":
-            what = brought.get(event["rank"]) or "room alone"
-            found.append(f"rank {event['rank']} ({what}) after {float(str(event['t'])):.1f} s")
-    return found
+            content = partitions.get(event["rank"]) or "room alone"
+            lines.append(f"rank {event['rank']} ({content}) after {float(str(event['t'])):.1f} s")
+    return lines

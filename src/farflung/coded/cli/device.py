@@ -1,4 +1,4 @@
-"""``farflung coded device``: takes part in a run with data, or with room alone."""
+"""``farflung coded device``: takes part in a run with data, or with room only."""
 
 from __future__ import annotations
 
@@ -33,42 +33,41 @@ __all__ = ["Attend"]
 @dataclass(frozen=True, kw_only=True)
 @with_options(ENDPOINT)
 class Attend(OutputOptions):
-    """Take part in a run, with data or with room for coded blocks alone.
+    """Take part in a run, with data or with room for coded blocks only.
 
-    Ctrl-C asks to leave: the device stays until others hold what it alone has. A second one ends it at once. When the
-    coordinator is gone the device keeps what it holds and waits for it to come again.
+    Ctrl-C asks to leave: the device stays until others hold its unique data. A second Ctrl-C ends it at once.
+    If the coordinator is lost, the device keeps its blocks and waits for the coordinator to return.
     """
 
     address: tyro.conf.Positional[str]
     """HOST:PORT of the coordinator, which prints it."""
     data: str | None = None
-    """What to bring: a9a, covtype, or FILE.npz with arrays x and y; when not given, room alone."""
+    """Data to bring: a9a, covtype, or FILE.npz with arrays x and y; only room when not given."""
     part: str | None = None
-    """I/K: of the rows, part I of K; all when not given."""
+    """Part I of K of the rows, as I/K; all rows when not given."""
     seed: int | None = None
-    """Shuffles the rows by this seed before they are parted, the same on all devices; in order when not given."""
+    """Seed to shuffle the rows before they are divided, the same on all devices; in order when not given."""
     name: str | None = None
-    """What to call the data, unlike those of the others; when not given, the data set and the part of it, or this
-    machine and the file."""
+    """Unique name of the data; when not given, the data set and part, or this machine and the file."""
     patience: float = 600.0
-    """Seconds to wait for a coordinator that is not there or silent."""
+    """Time for which a silent or absent coordinator is tried, in seconds."""
     pace: str | None = None
-    """Compute no faster than this device: a name (see farflung list devices) or a TOML file."""
+    """Device whose speed is not exceeded: a name (see farflung list devices) or a TOML file."""
 
     def run(self) -> int:
-        """Carries it out; returns the exit code."""
+        """Runs the command; returns the exit code."""
         if not 0 < self.patience < math.inf:
             raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
-        address, endpoint, holding = Address.of(self.address), endpoint_of(self), self._holding()
-        seat = _Seat(self._tell)
+        address, endpoint, store = Address.of(self.address), endpoint_of(self), self._holding()
+        sessions = _Seat(self._tell)
         self._tell(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
-        with on_stop(seat.ask):
+        with on_stop(sessions.ask):
             reason = take_part(
-                address, holding, endpoint, patience_s=self.patience, pace=self._pace(holding), met=seat.take
+                address, store, endpoint, patience_s=self.patience, pace=self._pace(store), met=sessions.take
             )
         if reason:
             raise ConfigError(f"the coordinator at {address} has refused this device: {reason}")
-        self._say(holding, seat)
+        self._say(store, sessions)
         return 0
 
     def _holding(self) -> Holding:
@@ -84,12 +83,14 @@ class Attend(OutputOptions):
 
     def _name(self, part: Part | None) -> str:
         assert self.data is not None
-        file = self.data.endswith(".npz")
-        where = f"{platform.node()}:{Path(self.data).name}" if file and part is None else Path(self.data).stem
-        return where if part is None else f"{where} {part}"
+        is_file = self.data.endswith(".npz")
+        base = (
+            f"{platform.node()}:{Path(self.data).name}" if is_file and part is None else Path(self.data).stem
+        )
+        return base if part is None else f"{base} {part}"
 
     def _pace(self, holding: Holding) -> DeviceProfile | None:
-        """Of a product with one vector, per row: a multiplication and an addition for each feature."""
+        """Loads the profile of a product with one vector: per row, two operations for each feature."""
         if self.pace is None:
             return None
         if holding.data is None:
@@ -116,10 +117,10 @@ class Attend(OutputOptions):
 
 
 class _Seat:
-    """The device as it has met coordinators, one after the other.
+    """The device's sessions with coordinators, one after the other.
 
     Args:
-      tell: prints a line.
+      print_line: Function that prints a line.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
@@ -128,7 +129,7 @@ class _Seat:
         self._asked = False
 
     def take(self, device: Device, runtime: WallRuntime) -> None:
-        """A coordinator is met."""
+        """Adds the device of a new session."""
         del runtime
         self._met.append(device)
         self._tell(f"in, as rank {device.rank}")
@@ -136,7 +137,7 @@ class _Seat:
             device.leave()
 
     def ask(self) -> None:
-        """The first time, and where there is a coordinator, to leave; else at once."""
+        """Asks to leave; without a coordinator, or the second time, raises KeyboardInterrupt."""
         if self._asked or not self._met:
             raise KeyboardInterrupt
         self._asked = True
@@ -144,7 +145,7 @@ class _Seat:
         self._tell("leaves when others hold what it alone has; again: at once")
 
     def summary(self) -> dict[str, Any]:
-        """Gives what it has done; bytes by kind of message."""
+        """Returns the ranks, counts, and bytes by kind of message."""
         return {
             "ranks": [device.rank for device in self._met],
             "rounds": sum(device.rounds for device in self._met),
