@@ -1,4 +1,4 @@
-"""Samples as messages, and messages as samples."""
+"""Conversion between samples and messages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Decoder", "Messages", "as_messages", "function_named"]
 F = TypeVar("F", bound=Callable[..., object])
 
 Decoder: TypeAlias = Callable[[Any], tuple[Tensor, Tensor]]
-"""Returns inputs and targets of the one sample in a message; raises where there is none."""
+"""Function that returns inputs and targets of the sample in a message, and raises if there is none."""
 
 
 def as_messages(rows: Batch) -> list[bytes]:
-    """Makes a message of each row: a safetensors file of its tensors ``inputs`` and ``targets``, as they are stored.
+    """Encodes each row as a message: a safetensors file of its tensors ``inputs`` and ``targets``, as they are stored.
 
-    Any library of safetensors, in any language, writes such messages, and nothing is unpickled.
+    Any safetensors library, in any language, can write such messages, and nothing is unpickled.
 
     >>> from farflung.types import Batch
     >>> (one,) = as_messages(Batch(torch.tensor([[1, 2]]), torch.tensor([7])))
@@ -39,14 +39,14 @@ def as_messages(rows: Batch) -> list[bytes]:
 
 
 class Messages:
-    """Turns messages into rows.
+    """Decoder of messages into batches.
 
     The header of the first safetensors message is remembered. Messages with the same header and length are kept as
-    bytes, and a batch of them is cut out of one array; all others are decoded one by one.
+    bytes, and a batch of them is sliced out of one array; all others are decoded one by one.
 
     Args:
-      like: at least one sample of the workload, as stored.
-      decoder: reads a message of another form; ``None``: messages are safetensors.
+      example: At least one sample of the workload, as stored.
+      decoder: Decoder of messages in another format; ``None``: messages are safetensors.
     """
 
     def __init__(self, like: Batch, decoder: Decoder | None) -> None:
@@ -56,13 +56,13 @@ class Messages:
         self._decode, self._remembers = decoder or _load, decoder is None
         self._head, self._nbytes = b"", -1
         self._begins: dict[str, int] = {}
-        """Where each tensor begins in a message with the remembered header."""
+        """Offset of each tensor in a message with the remembered header."""
 
     def keep(self, value: Any) -> Any:
-        """Checks a message; returns what :meth:`rows` takes in its place.
+        """Checks a message and returns its form for :meth:`build_rows`.
 
         Raises:
-          Exception: it is no sample of the workload; of any kind.
+          Exception: The message holds no sample of the workload; of any kind.
         """
         if self._head and len(value) == self._nbytes and value.startswith(self._head):
             return value
@@ -81,7 +81,7 @@ class Messages:
         return inputs, targets
 
     def rows(self, kept: Sequence[Any]) -> Batch:
-        """Returns the samples of messages that :meth:`keep` has checked."""
+        """Builds a batch of messages that :meth:`check_message` has returned."""
         if set(map(type, kept)) == {bytes}:
             table = np.frombuffer(b"".join(kept), np.uint8).reshape(len(kept), self._nbytes)
             return Batch(self._cut(table, "inputs"), self._cut(table, "targets"))
@@ -95,10 +95,10 @@ class Messages:
 
 
 def function_named(kind: str, given: str | F) -> F:
-    """Imports a function that is given as ``module:function``.
+    """Imports a function given as ``module:function``.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: The function does not exist.
     """
     found = imported(kind, given) if isinstance(given, str) else given
     if not callable(found):

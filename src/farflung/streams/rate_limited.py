@@ -1,4 +1,4 @@
-"""A data set as a source that sends so many samples per second."""
+"""Stream of a data set at a given number of samples per second."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["RateLimited"]
 
 @buffered
 class RateLimited(Stream):
-    r"""A data set as a source that sends ``rate`` samples per second, one at a time, in shuffled passes.
+    r"""Stream of a data set that sends ``rate`` samples per second, one at a time, in shuffled passes.
 
-    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks, or
-    as late as a rate that changes says. Where replicas share a data set they take turns: of each pass over it, replica
-    :math:`i` of :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`.
+    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks; a
+    changing rate is integrated. Replicas with a common data set take turns: of each pass, replica :math:`i` of
+    :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`.
 
     Args:
-      rate: :math:`S_i`, samples per second, above 0: one number, or one for each replica; pairs of a begin in seconds
-        and a number in the place of a number are a rate that changes, counted from the first step of the run. In words:
-        ``"S1"``, ``"S2"``, ``"S1'"`` or ``"S2'"`` draws each replica's from a law of Tyagi & Swany 2022, Table I, at
-        least 8; ``"trace FILE"`` has the pairs in a CSV file.
-      buffer: how what has arrived is kept, and what a step takes of it; see :class:`Buffer`.
+      rate: :math:`S_i` in samples per second, above 0: one number, or one for each replica. Pairs of a begin in
+        seconds and a number, in place of a number, describe a changing rate from the first step of the run. ``"S1"``,
+        ``"S2"``, ``"S1'"`` or ``"S2'"`` draws each replica's rate from a distribution of Tyagi & Swany 2022, Table I,
+        at least 8; ``"trace FILE"`` reads the pairs from a CSV file.
+      buffer: Options of :class:`Buffer`.
 
     Raises:
-      ConfigError: a value out of its range.
-      DataError: a trace that cannot be read.
+      ConfigError: A value is out of range.
+      DataError: The trace cannot be read.
     """
 
     def __init__(self, rate: Rates, **buffer: Any) -> None:
@@ -43,11 +43,11 @@ class RateLimited(Stream):
         self._buffer = Buffer(**buffer)
         self._next = 0
         self._begin: float | None = None
-        """Since when the source sends without a pause."""
+        """Time since which the source has sent without a pause."""
         self._before = 0.0
-        """Seconds of its course that were over then."""
+        """Elapsed seconds of the rate's course at that time."""
         self._elapsed = 0.0
-        """Those that were over at the last poll."""
+        """Elapsed seconds of the course at the last poll."""
         self._sent = 0
         self._stalled = False
 
@@ -114,13 +114,13 @@ class RateLimited(Stream):
 
 
 class _InTurn:
-    """The samples of a data set by the number of their arrival, counted from 0, in shuffled passes without an end.
+    """Samples of a data set by the number of their arrival, from 0, in endless shuffled passes.
 
     Args:
-      data: the whole.
-      passes: their orders.
-      first: position of this replica's first sample.
-      stride: from one of its positions to the next.
+      data: Data set.
+      passes: Orders of the passes.
+      first: Position of this replica's first sample.
+      stride: Distance between two of its positions.
     """
 
     def __init__(self, data: Dataset, passes: Passes, first: int, stride: int) -> None:
