@@ -202,9 +202,9 @@ class Buffer:
     def commit(self, ids: SampleIds) -> None:
         """Removes used samples; in a truncated stream also the samples that the step chose and left unused."""
         if self._truncates and self._in_use is not None:
-            left = self._shown()[: self.in_use]
-            self._drop(left, ~torch.isin(left, ids))
-            self._remove(left)
+            selected = self._shown()[: self.in_use]
+            self._drop(selected, ~torch.isin(selected, ids))
+            self._remove(selected)
         else:
             self._remove(ids)
         self._gone(ids)
@@ -238,20 +238,20 @@ class Buffer:
                 return low - held
             self._choose(step, low, high)
         assert self._chosen is not None
-        takes = self._chosen[1]
-        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in takes)
+        counts = self._chosen[1]
+        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in counts)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
             nbytes = held * self._sample_nbytes
-            told: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
-            self._in_use = Arrivals(self.ids, None, sum(count for _, count in takes), weight, told)
+            telemetry: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
+            self._in_use = Arrivals(self.ids, None, sum(count for _, count in counts), weight, telemetry)
         return missing
 
     def _rate_at(self, step: int, rate: Callable[[], float]) -> float:
         if self._rate is None or self._rate[0] != step:
-            made = self._decide("rate", step, rate)
+            decision = self._decide("rate", step, rate)
             with deciding("rate", step):
-                value: Any = made.value
+                value: Any = decision.value
                 if isinstance(value, bool) or not 0 <= value < float("inf"):
                     raise ValueError(f"{value!r} samples per second")
                 self._rate = step, float(value)
@@ -269,9 +269,9 @@ class Buffer:
         if low == high and self._lanes == 1 and not self._drops:
             self._chosen = step, [(int(self.ids[0]), low)]
             return
-        made = self._decide("arrivals", step, lambda: self._choice(high))
+        decision = self._decide("arrivals", step, lambda: self._choice(high))
         with deciding("arrivals", step):
-            self._chosen = step, self._possible(made.value, low, high)
+            self._chosen = step, self._possible(decision.value, low, high)
         self._oldest.update({oldest % self._stride: oldest for oldest, _ in self._chosen[1]})
         held = self.ids
         unwanted = self._unwanted(held)
@@ -281,9 +281,9 @@ class Buffer:
 
     def _choice(self, high: int) -> Json:
         """Returns the oldest kept id and the number of taken samples of each lane, in the order of arrival."""
-        kept = held = self.ids
+        kept_ids = held = self.ids
         if self._truncates:
-            kept = held[-high:]
+            kept_ids = held[-high:]
         elif self._backlog is not None and len(held) > self._backlog:
             if self._full == "stop":
                 raise DataError(
@@ -291,13 +291,13 @@ class Buffer:
                     "choose full='pause', full='drop_oldest' or policy='truncation'"
                 )
             if self._full == "drop_oldest":
-                kept = held[-self._backlog :]
-        taken = kept[:high]
+                kept_ids = held[-self._backlog :]
+        taken_ids = kept_ids[:high]
         choice: list[Json] = []
         for lane in torch.unique(held % self._stride).tolist():
-            here, behind = self._in_lane(kept, lane), self._in_lane(held, lane)[-1] + self._stride
-            oldest = int(here[0] if len(here) else behind)
-            choice.append({"oldest": oldest, "count": len(self._in_lane(taken, lane))})
+            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(held, lane)[-1] + self._stride
+            oldest = int(lane_ids[0] if len(lane_ids) else end)
+            choice.append({"oldest": oldest, "count": len(self._in_lane(taken_ids, lane))})
         return choice
 
     def _possible(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
@@ -306,18 +306,18 @@ class Buffer:
         Raises:
           ValueError: The choice is impossible.
         """
-        takes = [(each["oldest"], each["count"]) for each in choice]
-        whole = all(type(oldest) is int and type(count) is int and count >= 0 for oldest, count in takes)
-        lanes = [oldest % self._stride for oldest, _ in takes] if whole else []
-        known = int(self.ids.max())
+        counts = [(entry["oldest"], entry["count"]) for entry in choice]
+        is_valid = all(type(oldest) is int and type(count) is int and count >= 0 for oldest, count in counts)
+        lanes = [oldest % self._stride for oldest, _ in counts] if is_valid else []
+        last_id = int(self.ids.max())
         if not (
-            whole
+            is_valid
             and len(lanes) == len(set(lanes))
-            and low <= sum(count for _, count in takes) <= high
-            and all(0 <= oldest <= known + self._ahead for oldest, _ in takes)
+            and low <= sum(count for _, count in counts) <= high
+            and all(0 <= oldest <= last_id + self._ahead for oldest, _ in counts)
         ):
             raise ValueError(f"{choice!r}")
-        return takes
+        return counts
 
     # --- what is held -------------------------------------------------------------------------------------------
 
@@ -333,15 +333,15 @@ class Buffer:
         held = self.ids
         if self._lanes == 1 or self._chosen is None:
             return held
-        taken = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
-        return torch.cat([taken, held[~torch.isin(held, taken)]])
+        step_ids = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
+        return torch.cat([step_ids, held[~torch.isin(held, step_ids)]])
 
     def _unwanted(self, ids: SampleIds) -> Tensor:
         """Returns a mask of the ids that precede the oldest kept id of their lane."""
-        found = torch.zeros(len(ids), dtype=torch.bool)
+        mask = torch.zeros(len(ids), dtype=torch.bool)
         for lane, oldest in self._oldest.items():
-            found |= (ids % self._stride == lane) & (ids < oldest)
-        return found
+            mask |= (ids % self._stride == lane) & (ids < oldest)
+        return mask
 
     def _drop(self, ids: SampleIds, which: Tensor) -> None:
         self._dropped += int(which.sum())
@@ -356,7 +356,7 @@ class Buffer:
 
 def buffered(stream: S) -> S:
     """Replaces ``**buffer`` in a stream's signature by the options of :class:`Buffer`."""
-    own = list(inspect.signature(stream).parameters.values())[:-1]
-    of_the_buffer = inspect.signature(Buffer).parameters.values()
-    stream.__signature__ = inspect.Signature([*own, *of_the_buffer])  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(stream).parameters.values())[:-1]
+    buffer_parameters = inspect.signature(Buffer).parameters.values()
+    stream.__signature__ = inspect.Signature([*parameters, *buffer_parameters])  # type: ignore[attr-defined]
     return stream

@@ -45,9 +45,9 @@ class Growth:
     def settle(self) -> None:
         """Computes a rate from the observations so far if there is none yet, however short they are."""
         if self.rate is None and self._marks:
-            (since, before), (now, count) = self._marks[0], self._marks[-1]
-            self.rate = max(1, count - before) / (now - since or self._span_s)
+            (since, before), (time_s, count) = self._marks[0], self._marks[-1]
+            self.rate = max(1, count - before) / (time_s - since or self._span_s)
 
     def _is_long_enough(self, since: float, before: int) -> bool:
-        now, count = self._marks[-1]
-        return now - since >= self._span_s and (count - before >= ENOUGH or now - since >= LONGEST_S)
+        time_s, count = self._marks[-1]
+        return time_s - since >= self._span_s and (count - before >= ENOUGH or time_s - since >= LONGEST_S)

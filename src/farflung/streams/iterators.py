@@ -87,26 +87,26 @@ class IteratorSource(MessageSource):
 
     @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        came: list[tuple[int, Any]] = []
+        samples: list[tuple[int, Any]] = []
         with suppress(Empty):
-            while len(came) < most:
-                came.append(self._queue.get(timeout=wait_s) if not came else self._queue.get_nowait())
-        if not came and self._error is not None and self._queue.empty():
+            while len(samples) < most:
+                samples.append(self._queue.get(timeout=wait_s) if not samples else self._queue.get_nowait())
+        if not samples and self._error is not None and self._queue.empty():
             raise self._error
-        for position, _ in came:
+        for position, _ in samples:
             if not self._following <= position < END:
                 raise DataError(
                     f"{self.name}: position {position} where {self._following} or more must come: positions ascend"
                 )
             self._following = position + 1
-        return [Records(0, [one[0] for one in came], [one[1] for one in came])] if came else []
+        return [Records(0, [s[0] for s in samples], [s[1] for s in samples])] if samples else []
 
     @override
     def grown(self) -> Mapping[int, tuple[float, int]]:
         """Counts yielded samples; its clock stops while the iterator is suspended because the queue is full."""
         with self._counting:
-            now = time.monotonic() if self._held_at is None else self._held_at
-            return {0: (now - self._held_s, self._yielded)}
+            time_s = time.monotonic() if self._held_at is None else self._held_at
+            return {0: (time_s - self._held_s, self._yielded)}
 
     @override
     def close(self) -> None:

@@ -123,7 +123,7 @@ class KafkaSource(MessageSource):
         import confluent_kafka
 
         self._kafka = confluent_kafka
-        own = {
+        settings = {
             "bootstrap.servers": self._servers,
             "group.id": self._group,
             "enable.auto.commit": False,
@@ -132,31 +132,33 @@ class KafkaSource(MessageSource):
             "logger": SILENT,
             "reconnect.backoff.max.ms": 1000,
         }
-        each = "{rank}" in self._topic
+        has_own_topic = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
         self.name = f"topic {self._topic} at {self._servers}"
         try:
-            self._consumer = self._kafka.Consumer({**QUEUE, **_client_settings(self._properties), **own})
+            self._consumer = self._kafka.Consumer({**QUEUE, **_client_settings(self._properties), **settings})
             self._close = self._consumer.close
         except (self._kafka.KafkaException, ValueError, TypeError) as error:
             raise ConfigError(f"stream kafka: {_reason(error)}") from None
         consumer = self._consumer
         try:
-            found = self._answer(
+            topic = self._answer(
                 lambda: consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
             )
-            if found.error is not None:
-                raise DataError(f"{self.name}: {found.error.str()}: make it, or name another")
-            if not each and len(found.partitions) < size:
+            if topic.error is not None:
+                raise DataError(f"{self.name}: {topic.error.str()}: make it, or name another")
+            if not has_own_topic and len(topic.partitions) < size:
                 raise DataError(
-                    f"{self.name}: {len(found.partitions)} partitions for {size} replicas: make as many, or a topic "
+                    f"{self.name}: {len(topic.partitions)} partitions for {size} replicas: make as many, or a topic "
                     "for each and name it with {rank}"
                 )
-            self._partitions = [one for one in sorted(found.partitions) if each or one % size == rank]
-            asked = [self._kafka.TopicPartition(self._topic, one) for one in self._partitions]
-            committed = self._begin == "committed"
-            begins = self._answer(lambda: consumer.committed(asked, ANSWER_S)) if committed else asked
-            return {one.partition: self._reach(one) for one in begins}
+            self._partitions = [p for p in sorted(topic.partitions) if has_own_topic or p % size == rank]
+            partitions = [self._kafka.TopicPartition(self._topic, p) for p in self._partitions]
+            is_committed = self._begin == "committed"
+            begins = (
+                self._answer(lambda: consumer.committed(partitions, ANSWER_S)) if is_committed else partitions
+            )
+            return {p.partition: self._reach(p) for p in begins}
         except self._kafka.KafkaException as error:
             raise DataError(
                 f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
@@ -165,40 +167,38 @@ class KafkaSource(MessageSource):
 
     @override
     def start(self, positions: Mapping[int, int]) -> None:
-        self._consumer.assign(
-            [self._kafka.TopicPartition(self._topic, one, at) for one, at in positions.items()]
-        )
+        self._consumer.assign([self._kafka.TopicPartition(self._topic, p, at) for p, at in positions.items()])
 
     @override
     def read(self, most: int, wait_s: float) -> list[Records]:
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
-        found: dict[int, list[Message]] = {}
+        batches: dict[int, list[Message]] = {}
         trouble = ""
-        for one in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
-            if (error := one.error()) is None:
-                found.setdefault(cast("int", one.partition()), []).append(one)
+        for message in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
+            if (error := message.error()) is None:
+                batches.setdefault(cast("int", message.partition()), []).append(message)
             else:
                 trouble = self._judge(error)
         self.trouble = trouble
-        return [_records(partition, messages) for partition, messages in found.items()]
+        return [_records(partition, messages) for partition, messages in batches.items()]
 
     @override
     def grown(self) -> Mapping[int, tuple[float, int]]:
         """Requests the ends of partitions from the broker, independent of the consumer's position."""
-        found: dict[int, tuple[float, int]] = {}
-        for one in self._partitions:
+        counts: dict[int, tuple[float, int]] = {}
+        for partition in self._partitions:
             try:
                 offsets = self._consumer.get_watermark_offsets(
-                    self._kafka.TopicPartition(self._topic, one), timeout=GROWN_S
+                    self._kafka.TopicPartition(self._topic, partition), timeout=GROWN_S
                 )
             except self._kafka.KafkaException:
                 break
             if offsets is None:
                 break
-            found[one] = time.monotonic(), offsets[1]
-        return found
+            counts[partition] = time.monotonic(), offsets[1]
+        return counts
 
     @override
     def pause(self, paused: bool) -> None:
@@ -206,14 +206,14 @@ class KafkaSource(MessageSource):
             return
         self._paused = paused
         change = self._consumer.pause if paused else self._consumer.resume
-        change([self._kafka.TopicPartition(self._topic, one) for one in self._partitions])
+        change([self._kafka.TopicPartition(self._topic, p) for p in self._partitions])
 
     @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
         """Commits offsets, with the step; does not wait for the answer."""
-        done = f"step {step}"
+        metadata = f"step {step}"
         self._consumer.commit(
-            offsets=[self._kafka.TopicPartition(self._topic, one, at, done) for one, at in positions.items()],
+            offsets=[self._kafka.TopicPartition(self._topic, p, at, metadata) for p, at in positions.items()],
             asynchronous=True,
         )
 
@@ -253,8 +253,8 @@ class KafkaSource(MessageSource):
 def _records(partition: int, messages: list[Message]) -> Records:
     return Records(
         partition,
-        cast("list[int]", [one.offset() for one in messages]),
-        [one.value() or b"" for one in messages],
+        cast("list[int]", [m.offset() for m in messages]),
+        [m.value() or b"" for m in messages],
     )
 
 
@@ -277,8 +277,8 @@ def _client_settings(properties: Path | None) -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     """Returns the text of a client's error."""
-    told = error.args[0] if error.args else error
-    return told.str() if hasattr(told, "str") else str(told)
+    reason = error.args[0] if error.args else error
+    return reason.str() if hasattr(reason, "str") else str(reason)
 
 
 SILENT = logging.Logger("farflung.kafka", level=logging.CRITICAL)

@@ -235,7 +235,7 @@ class LiveStream(Stream):
         """Returns the next position of each partition and the ids of held samples, without the samples themselves."""
         with self._changed:
             following = {str(partition): position for partition, position in self._next.items()}
-            rates = {str(one): growth.rate for one, growth in self._growth.items() if growth.rate is not None}
+            rates = {str(p): growth.rate for p, growth in self._growth.items() if growth.rate is not None}
             return {
                 "buffer": self._buffer.state_dict(), "next": following, "rates": rates, "skipped": self._skipped
             }  # fmt: skip
@@ -287,44 +287,44 @@ class LiveStream(Stream):
             if self._again:
                 if self._thread is None:
                     self._begin(0)
-                there = self._changed.wait_for(
+                has_arrived = self._changed.wait_for(
                     lambda: self._error is not None or self._again.isdisjoint(wanted), self._deadline_s
                 )
                 if self._error is not None:
                     raise self._error
-                if not there:
+                if not has_arrived:
                     raise self._silence(self._deadline_s)
-            kept = [self._held[one] for one in wanted]
-        return self._messages.rows(kept)
+            messages = [self._held[sample_id] for sample_id in wanted]
+        return self._messages.rows(messages)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         return self._feed.data.prepare(rows, train=train)
 
     def _forget(self, ids: SampleIds) -> None:
-        for one in ids.tolist():
-            self._held.pop(one, None)
+        for sample_id in ids.tolist():
+            self._held.pop(sample_id, None)
 
     # --- where it begins ----------------------------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
         if not self._next:
             fresh: Json = {str(partition): reach.begin for partition, reach in self._reach.items()}
-            made = self._feed.decide("positions", step, lambda: fresh)
+            decision = self._feed.decide("positions", step, lambda: fresh)
             with deciding("positions", step):
-                value: Any = made.value
-                found = {int(partition): position for partition, position in value.items()}
-                is_whole = all(type(one) is int and one >= 0 for one in found.values())
-                if found.keys() != self._reach.keys() or not is_whole:
+                value: Any = decision.value
+                positions = {int(partition): position for partition, position in value.items()}
+                is_whole = all(type(p) is int and p >= 0 for p in positions.values())
+                if positions.keys() != self._reach.keys() or not is_whole:
                     raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._reach))}")
-                self._next = found
+                self._next = positions
         self._thread = Thread(target=self._follow, args=(self._starts(),), name="stream", daemon=True)
         self._thread.start()
 
     def _starts(self) -> dict[int, int]:
         """Returns the first position to read of each partition, so that held samples are read again."""
         starts = dict(self._next)
-        for one in self._again:
-            position, partition = divmod(one, STRIDE)
+        for sample_id in self._again:
+            position, partition = divmod(sample_id, STRIDE)
             starts[partition] = min(position, starts[partition])
         return starts
 
@@ -350,11 +350,11 @@ class LiveStream(Stream):
 
     def _read(self) -> None:
         with self._changed:
-            goes_on = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
+            has_room = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
             room = self._room()
         if self._closed:
             return
-        if goes_on:
+        if has_room:
             self._paused, self._read_at = False, time.monotonic()
             self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
@@ -400,10 +400,10 @@ class LiveStream(Stream):
         refused: dict[int, Exception] = {}
         partition, first_new, keep = records.partition, self._next[records.partition], self._messages.keep
         for position, value in zip(records.positions, records.values, strict=True):
-            one = position * STRIDE + partition
-            if position >= first_new or one in self._again:
+            sample_id = position * STRIDE + partition
+            if position >= first_new or sample_id in self._again:
                 try:
-                    samples[one] = keep(value)
+                    samples[sample_id] = keep(value)
                 except Exception as error:
                     refused[position] = error
         return samples, refused
@@ -419,30 +419,30 @@ class LiveStream(Stream):
                     f"partition {partition} ({error}): raise skip, or give a decoder for them"
                 )
         self._held.update(samples)
-        new = [one for one in samples if one not in self._again] if self._again else [*samples]
+        new = [i for i in samples if i not in self._again] if self._again else [*samples]
         self._again.difference_update(samples)
         self._buffer.put(torch.tensor(new, dtype=torch.int64))
         self._missing -= len(new)
-        for one in self._again:  # held samples must still exist, up to the position that has been read
-            position = one // STRIDE
-            if one % STRIDE == partition and position < following:
+        for i in self._again:  # held samples must still exist, up to the position that has been read
+            position = i // STRIDE
+            if i % STRIDE == partition and position < following:
                 raise DataError(
                     f"{self._source.name}: the sample at position {position} of partition {partition} was held when "
                     "the checkpoint was made, and is deleted there"
                 )
 
     def _tell_source(self) -> None:
-        now = time.monotonic()
+        time_s = time.monotonic()
         with self._changed:
-            step, early = self._used, now - self._told_at < TELL_S and not self._closed
-            if step is None or early or self._again:
+            step, is_early = self._used, time_s - self._told_at < TELL_S and not self._closed
+            if step is None or is_early or self._again:
                 return
-            self._used, self._told_at = None, now
+            self._used, self._told_at = None, time_s
             positions, held = dict(self._next), self._buffer.ids
             for partition in positions:
-                here = held[held % STRIDE == partition]
-                if len(here):
-                    positions[partition] = int(here[0]) // STRIDE
+                lane_ids = held[held % STRIDE == partition]
+                if len(lane_ids):
+                    positions[partition] = int(lane_ids[0]) // STRIDE
         self._source.used(positions, step)
 
     def _watch(self) -> None:

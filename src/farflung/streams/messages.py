@@ -68,10 +68,10 @@ class Messages:
             return value
         inputs, targets = self._decode(value)
         for name, tensor in (("inputs", inputs), ("targets", targets)):
-            found, wanted = TensorSpec.of(tensor), self._specs[name]
-            if found != wanted:
+            spec, expected = TensorSpec.of(tensor), self._specs[name]
+            if spec != expected:
                 raise ValueError(
-                    f"{name} of {_words(found)}, and a sample of the workload has {_words(wanted)}"
+                    f"{name} of {_words(spec)}, and a sample of the workload has {_words(expected)}"
                 )
         if self._remembers and not self._head:
             end = 8 + int.from_bytes(value[:8], "little")
@@ -85,8 +85,8 @@ class Messages:
         if set(map(type, kept)) == {bytes}:
             table = np.frombuffer(b"".join(kept), np.uint8).reshape(len(kept), self._nbytes)
             return Batch(self._cut(table, "inputs"), self._cut(table, "targets"))
-        samples = [self._decode(one) if isinstance(one, bytes) else one for one in kept]
-        return Batch(torch.stack([one for one, _ in samples]), torch.stack([one for _, one in samples]))
+        samples = [self._decode(x) if isinstance(x, bytes) else x for x in kept]
+        return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
 
     def _cut(self, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], name: str) -> Tensor:
         begin, spec = self._begins[name], self._specs[name]
@@ -100,10 +100,10 @@ def function_named(kind: str, given: str | F) -> F:
     Raises:
       ConfigError: The function does not exist.
     """
-    found = imported(kind, given) if isinstance(given, str) else given
-    if not callable(found):
+    imported_function = imported(kind, given) if isinstance(given, str) else given
+    if not callable(imported_function):
         raise ConfigError(f"{kind} {given!r}: not a function")
-    return found  # type: ignore[return-value]
+    return imported_function  # type: ignore[return-value]
 
 
 def _load(value: bytes) -> tuple[Tensor, Tensor]:

@@ -53,12 +53,12 @@ class RateLimited(Stream):
 
     @override
     def open(self, feed: Feed) -> Samples:
-        found = courses(self._rates, feed.size, derive(feed.seed, "rates"))
-        self._course = found[feed.rank]
+        rates = courses(self._rates, feed.size, derive(feed.seed, "rates"))
+        self._course = rates[feed.rank]
         self._buffer.open(feed, rate=self._course.constant)
-        for each in found:
-            if each.constant is not None:
-                self._buffer.check_rate(each.constant)
+        for course in rates:
+            if course.constant is not None:
+                self._buffer.check_rate(course.constant)
         if feed.shared:
             return _InTurn(feed.data, Passes(derive(feed.seed, "stream")), feed.rank, feed.size)
         return _InTurn(feed.data, Passes(derive(feed.seed, "stream", feed.rank)), 0, 1)
@@ -95,18 +95,18 @@ class RateLimited(Stream):
         if self._begin is None:
             self._begin = now
         self._elapsed = self._before + (now - self._begin)
-        due = int(self._course.sent(self._before, now - self._begin))
-        while self._arrival(due + 1) <= now:
-            due += 1
-        while due > self._sent and self._arrival(due) > now:
-            due -= 1
-        new, room = due - self._sent, self._buffer.room
-        self._stalled = room is not None and new > room
+        num_due = int(self._course.sent(self._before, now - self._begin))
+        while self._arrival(num_due + 1) <= now:
+            num_due += 1
+        while num_due > self._sent and self._arrival(num_due) > now:
+            num_due -= 1
+        num_new, room = num_due - self._sent, self._buffer.room
+        self._stalled = room is not None and num_new > room
         if room is not None:
-            new = min(new, room)
-        self._buffer.put(torch.arange(self._next, self._next + new))
-        self._next += new
-        self._sent += new
+            num_new = min(num_new, room)
+        self._buffer.put(torch.arange(self._next, self._next + num_new))
+        self._next += num_new
+        self._sent += num_new
 
     def _arrival(self, number: int) -> float:
         assert self._begin is not None
@@ -129,11 +129,11 @@ class _InTurn:
     def rows(self, ids: SampleIds) -> Batch:
         n = len(self._data)
         positions = self._first + self._stride * ids
-        found = torch.empty_like(positions)
+        indices = torch.empty_like(positions)
         for index in torch.unique(positions // n).tolist():
-            here = positions // n == index
-            found[here] = self._passes.order(index, n)[positions[here] % n]
-        return self._data.rows(found)
+            mask = positions // n == index
+            indices[mask] = self._passes.order(index, n)[positions[mask] % n]
+        return self._data.rows(indices)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         return self._data.prepare(rows, train=train)

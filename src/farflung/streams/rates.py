@@ -64,10 +64,10 @@ def drawn(name: str, count: int, seed: int) -> list[float]:
     noise = generator(seed, "rates", name)
     if law.law == "uniform":
         half = math.sqrt(3.0) * law.deviation
-        found = law.mean + half * (2.0 * torch.rand(count, generator=noise, dtype=torch.float64) - 1.0)
+        rates = law.mean + half * (2.0 * torch.rand(count, generator=noise, dtype=torch.float64) - 1.0)
     else:
-        found = law.mean + law.deviation * torch.randn(count, generator=noise, dtype=torch.float64)
-    return [max(FLOOR, float(round(rate))) for rate in found.tolist()]
+        rates = law.mean + law.deviation * torch.randn(count, generator=noise, dtype=torch.float64)
+    return [max(FLOOR, float(round(rate))) for rate in rates.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class RateCourse:
 
     def delay(self, number: int, since: float) -> float:
         """Returns the delay from ``since`` to the arrival of a sample, counted from 1 since then."""
-        left = float(number)
+        remaining = float(number)
         for begin, end, rate in self._spans(since):
             room = (end - begin) * rate
-            if left <= room:
-                return begin - since + left / rate
-            left -= room
+            if remaining <= room:
+                return begin - since + remaining / rate
+            remaining -= room
         raise AssertionError("the last rate has no end")
 
     def sent(self, since: float, seconds: float) -> float:
@@ -136,18 +136,18 @@ def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
             return [_course(number_pairs(path))] * size
     if isinstance(rate, str):
         if rate not in RATE_SETS:
-            known = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
-            raise ConfigError(f"stream rate({rate!r}): no such rates; there are {known}")
-        return [RateCourse((0.0,), (one,)) for one in drawn(rate, size, seed)]
+            names = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
+            raise ConfigError(f"stream rate({rate!r}): no such rates; there are {names}")
+        return [RateCourse((0.0,), (value,)) for value in drawn(rate, size, seed)]
     if _is_number(rate):
         return [_course(rate)] * size
     if not isinstance(rate, Sequence):
         return [_course(rate)]
-    if rate and all(_is_pair(one) for one in rate):
+    if rate and all(_is_pair(value) for value in rate):
         return [_course(rate)] * size
     if len(rate) != size:
         raise ConfigError(f"stream rate: {len(rate)} rates for {size} replicas: give one, or one for each")
-    return [_course(one) for one in rate]
+    return [_course(value) for value in rate]
 
 
 def _is_number(one: object) -> bool:
@@ -162,8 +162,8 @@ def _course(rate: object) -> RateCourse:
     pairs = [(0.0, rate)] if _is_number(rate) else rate
     if isinstance(pairs, Sequence) and pairs and all(map(_is_pair, pairs)):
         begins, rates = zip(*pairs, strict=True)
-        rising = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
-        if rising and all(0 < one < math.inf for one in rates):
+        is_valid = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
+        if is_valid and all(0 < value < math.inf for value in rates):
             return RateCourse(tuple(map(float, begins)), tuple(map(float, rates)))
     raise ConfigError(
         f"stream rate({rate}): must be a number of samples per second above 0, or pairs of a begin in seconds and a "
