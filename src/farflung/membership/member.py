@@ -52,8 +52,7 @@ class Driver(Protocol):
         ...
 
     def hand(self, view: View) -> None:
-        """Sends members of a view the results that they lack, even if this process has left; see
-        :meth:`View.list_handovers`."""
+        """Sends members of a view their missing results, also after a leave; see :meth:`View.list_handovers`."""
         ...
 
     def suspend(self, view: View) -> bool:
@@ -185,7 +184,7 @@ class Member:
 
         Args:
           can_vote: False if votes must wait, for example for connections under repair.
-          can_admit: True if the view may end only to admit a process; a driver may wait for the end of exchanges.
+          can_admit: True if the view may end just for an admission; a driver may wait for the end of exchanges.
         """
         view = None
         while (
@@ -228,8 +227,7 @@ class Member:
         return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
     def end(self) -> None:
-        """Stops this member because its process ends on its own, and certifies that (R9), so that no member waits for
-        it."""
+        """Stops this member because its process ends on its own, and certifies that (R9), so that nobody waits."""
         if not self.stopped:
             if self.view is not None and not self.frozen:
                 self._held = self._driver.freeze()

@@ -1,4 +1,4 @@
-"""Which members are silent or busy for too long while others wait for them."""
+"""Detection of members that are silent or busy for too long while others wait for them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["ANSWER", "Suspicion"]
 
 ANSWER = b"!"
-"""Says that its sender is there; its :class:`Counters` follow."""
+"""Sign of life of its sender; its :class:`Counters` follow."""
 _STUCK = 100
-"""For how many times the patience members are waited for that all have come to an exchange, without progress of any."""
+"""Multiple of the patience after which the run stops if all members answer and none makes progress."""
 
 
 class Counters(NamedTuple):
-    """How far a member is.
+    """Progress of a member.
 
     Args:
-      started: the number of exchanges that it has started.
-      events: the number of its steps and computations.
-      nbytes: bytes of messages to and from it.
+      num_started: Number of exchanges that it has started.
+      num_events: Number of its steps and computations.
+      nbytes: Bytes of messages to and from it.
     """
 
     started: int
@@ -42,17 +42,17 @@ class Counters(NamedTuple):
 
     @staticmethod
     def decode(text: bytes) -> Counters | None:
-        """Returns what a member has told of itself; ``None``: it is malformed."""
+        """Returns the decoded counters of a member, or ``None`` if they are malformed."""
         counts = text.split(b" ") if len(text) < 64 else []
         return Counters(*map(int, counts)) if len(counts) == 3 and all(map(bytes.isdigit, counts)) else None
 
 
 class Suspicion:
-    """Takes members for lost that are silent, or that answer and make no progress, while an exchange takes long.
+    """Monitor that marks members as lost if they are silent or make no progress during a long exchange.
 
     Args:
-      agreement: of this member.
-      log: the exchanges that are waited for.
+      agreement: Agreement of this member.
+      log: Exchanges that are waited for.
     """
 
     def __init__(self, agreement: Agreement, log: ExchangeLog) -> None:
@@ -60,17 +60,17 @@ class Suspicion:
         self._runtime, self._roster, self._member = agreement.runtime, agreement.roster, agreement.member
         self._connections, self._patience_s = agreement.connections, agreement.patience_s
         self._answers: dict[str, int] = {}
-        """How many exchanges each member had started when it answered last."""
+        """Number of exchanges that each member had started at its last answer."""
         self._progress: dict[str, Progress] = {}
-        """Of each member, this one too, as it has answered."""
+        """Progress of each member, including this one."""
 
     def answer(self, name: str) -> None:
-        """Tells a process that this one is there, and how far it is."""
+        """Sends a process a sign of life, with this member's progress."""
         text = ANSWER + self._counters().encode()
         self._runtime.comm.send(text_payload(text), int(name), TAG, -1)
 
     def hear(self, name: str, text: bytes) -> None:
-        """Notes the answer of a process."""
+        """Handles the answer of a process."""
         if (counters := Counters.decode(text[len(ANSWER) :])) is not None:
             self._answers[name] = counters.started
             self._note_progress(name, counters)
@@ -84,16 +84,16 @@ class Suspicion:
         progress.update(counters.started + counters.events, counters.nbytes, now, self._patience_s)
 
     def _idle_s(self, names: Collection[str]) -> float:
-        """Returns for how many seconds none of some members has made progress, as far as is known."""
+        """Returns the seconds since the last known progress of any of some members."""
         moved_s = (self._progress[name].last_s for name in names if name in self._progress)
         return self._runtime.now() - max(moved_s, default=-math.inf)
 
     async def attend(self) -> None:
-        """Asks members for a sign of life where an exchange takes long, and leaves out those that give none.
+        """Requests signs of life from members during long exchanges, and drops silent members.
 
-        The questions begin at half of the patience, one in each quarter. A member is silent where for all of the
-        patience nothing of it has arrived, not even a part of a message. One that is busy answers, since the thread
-        that carries exchanges does.
+        Requests begin at half of the patience, one in each quarter. A member is silent if nothing has arrived from it
+        for all of the patience, not even a part of a message. A busy member answers, since its communication thread
+        does.
         """
         while not self._agreement.is_over:
             waited = self._log.under_way()
@@ -109,7 +109,7 @@ class Suspicion:
             await self._judge(self._roster.view, oldest)
 
     async def _judge(self, view: View, oldest: Logged[object]) -> None:
-        """Asks members for a sign of life, and leaves out those that are silent or busy for too long."""
+        """Requests signs of life from members, and drops those that are silent or busy for too long."""
         asked = await self._connections.asked(self._patience_s / 4)
         if view is not self._roster.view or self._log.is_frozen or oldest.kept is not None:
             return
@@ -143,7 +143,7 @@ class Suspicion:
         self._connections.are_silent(why)
 
     async def probe(self) -> None:
-        """Leaves out the members of the newest view that give no sign of life for all of the patience."""
+        """Drops the members of the newest view that give no sign of life for all of the patience."""
         view = self._roster.view
         asked = await self._connections.asked(self._patience_s)
         if view is self._roster.view and not self._log.is_frozen and not self._agreement.is_over:
@@ -154,9 +154,10 @@ class Suspicion:
         self._connections.are_silent(name for name in names if silent_s(name) >= seconds)
 
     async def hear_all(self, view: View) -> None:
-        """Takes members for lost that do not answer while a view ends.
+        """Drops members that do not answer while a view is ending.
 
-        One that has given no sign of life for three quarters of the patience is lost at once: it was asked already.
+        A member without a sign of life for three quarters of the patience is dropped at once, because it was asked
+        already.
         """
         waits_s = self._runtime.now() - min((one.made_s for one in self._log.under_way()), default=math.inf)
         if waits_s >= 0.75 * self._patience_s:
@@ -166,10 +167,10 @@ class Suspicion:
             self._lose_silent(asked, self._patience_s / 2)
 
     async def lose_patience(self, view: View) -> None:
-        """Gives up an agreement where nothing has become known of the view for as long as patience lasts.
+        """Gives up an agreement if no news of the view arrives within the patience.
 
-        A member that may return waits for others to be back for as long as for one that is busy, unless all of their
-        processes have ended.
+        A member that may return waits as long for the others as for a busy member, unless all of their processes have
+        ended.
         """
         ballot, since_s = -1, self._runtime.now()
         while self._log.is_frozen and self._roster.view is view and not self._agreement.is_over:
