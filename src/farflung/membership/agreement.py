@@ -113,12 +113,12 @@ class Agreement:
     def launch(self, work: Coroutine[Pending[Any], None, None]) -> None:
         """Starts background work; an unexpected error in it stops the run."""
 
-        def ended(task: Pending[None]) -> None:
+        def report_failure(task: Pending[None]) -> None:
             if isinstance(error := task.error, Exception) and not isinstance(error, FarflungError):
                 logging.getLogger("farflung").error("the agreement on members failed", exc_info=error)
                 self.stop(f"the agreement on members failed: {type(error).__name__}: {error}")
 
-        self.runtime.launch(work).on_done(ended)
+        self.runtime.launch(work).on_done(report_failure)
 
     @property
     def joins(self) -> bool:
@@ -135,21 +135,21 @@ class Agreement:
             self._page.keep(self.codec.encode(report))
 
     def freeze(self) -> tuple[int, ...]:
-        whole, view = self.log.freeze(), self.roster.view
+        whole_exchanges, view = self.log.freeze(), self.roster.view
         if self._others_ended:
             self._end_with_others()
         if self.joins:
             return ()
         self.launch(self.suspicion.lose_patience(view))
         self.launch(self.suspicion.hear_all(view))
-        return whole
+        return whole_exchanges
 
     def install(self, view: View) -> None:
-        before = self.roster.view.members
+        previous_members = self.roster.view.members
         self.roster.enter(view)
         self.log.is_frozen, self.log.error = False, self.error
         self._comm.advance(view.number)
-        self.connections.await_back(set(before).difference(view.members))
+        self.connections.await_back(set(previous_members).difference(view.members))
         if self.joiner.install(view):
             if self._told is not None:
                 self._told(self.roster.members)
@@ -158,8 +158,8 @@ class Agreement:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
             return
         if view.number > self.roster.changes[-1].view:
-            self.log.change(before, view)
-        self.giver.close(int(name) for name in before if name not in view.members)
+            self.log.change(previous_members, view)
+        self.giver.close(int(name) for name in previous_members if name not in view.members)
         self.giver.tell_view()
         self.giver.plan()
         if self._told is not None:
@@ -258,8 +258,8 @@ class Agreement:
             self.is_over = True
             self.last.result.set(())
         elif not self.joiner.has_begun:
-            why = "the run has ended before this replica could begin"
-            self.stop(why, Left(why))
+            reason = "the run has ended before this replica could begin"
+            self.stop(reason, Left(reason))
         elif self.joins or self.log.is_frozen:
             self.stop("the run has ended before this replica could return")
 
@@ -320,16 +320,16 @@ class Agreement:
           is_between: True if no exchange is pending. A view delays admissions until then, for at most half of the
             patience, because pending exchanges must be repeated.
         """
-        self._settles, now = False, self.runtime.now()
+        self._settles, time_s = False, self.runtime.now()
         if self.is_over:
             return
         if not self.member.has_candidates:
             self._admits_s = math.inf
         elif self._admits_s == math.inf:
-            self._admits_s, self._entered = now + self.patience_s / 2, 0
+            self._admits_s, self._entered = time_s + self.patience_s / 2, 0
             self.connections.settle_at(self._admits_s)
-            self.launch(self._settle_idle(now + min(_IDLE_S, self.patience_s / 8)))
-        self.member.settle(ready=not self.connections.repair(), admits=between or now >= self._admits_s)
+            self.launch(self._settle_idle(time_s + min(_IDLE_S, self.patience_s / 8)))
+        self.member.settle(ready=not self.connections.repair(), admits=between or time_s >= self._admits_s)
         if self.connections.more_cuts():
             self.settle_soon()
 

@@ -81,25 +81,25 @@ class Connections:
 
     def ask(self, names: Iterable[str]) -> set[str]:
         """Requests a sign of life from those of some processes that are connected, and returns their names."""
-        asked = self._member.connected.intersection(names)
-        for name in sorted(asked):
+        connected = self._member.connected.intersection(names)
+        for name in sorted(connected):
             self._comm.send(text_payload(PROBE), int(name), TAG, -1)
-        return asked
+        return connected
 
     async def asked(self, seconds: float) -> set[str]:
         """Requests a sign of life from the members, and returns their names after so many seconds."""
         while True:
-            asked, asked_s = self.ask(self._view().members), self._runtime.now()
-            await self._runtime.sleep_until(asked_s + seconds)
-            if self._runtime.now() <= asked_s + 1.5 * seconds:
-                return asked
+            names, start_s = self.ask(self._view().members), self._runtime.now()
+            await self._runtime.sleep_until(start_s + seconds)
+            if self._runtime.now() <= start_s + 1.5 * seconds:
+                return names
             self.awake_s = self._runtime.now()  # this process stalled: arrived messages are not handled yet
 
     def silent_s(self, name: str) -> float:
         """Returns the seconds since the last sign of life of a member, without stalls of this process."""
-        now = self._runtime.now()
-        heard = max(self.heard.get(name, -math.inf), self.awake_s, now - self._comm.quiet_s(int(name)))
-        return now - heard
+        time_s = self._runtime.now()
+        last_s = max(self.heard.get(name, -math.inf), self.awake_s, time_s - self._comm.quiet_s(int(name)))
+        return time_s - last_s
 
     def are_silent(self, names: Iterable[str]) -> None:
         """Marks connected members as lost because of their silence."""
@@ -141,27 +141,27 @@ class Connections:
         if not self._returns or self._member.stopped:
             return
         for name in sorted({*names} - self._member.connected - self.malformed - {self._member.name}):
-            made = self._made.get(name)
-            if made is None or made.done:
-                self._made[name] = made = self._comm.reconnect(int(name))
-                made.on_done(partial(self._back_or_again, name))
+            link = self._made.get(name)
+            if link is None or link.done:
+                self._made[name] = link = self._comm.reconnect(int(name))
+                link.on_done(partial(self._back_or_again, name))
 
     def _back_or_again(self, name: str, made: Pending[None]) -> None:
         """Retries a connection that was lost before both ends had greeted."""
 
-        async def again() -> None:
+        async def retry() -> None:
             await self._runtime.sleep_until(self._runtime.now() + _AGAIN_S)
             if self._made.get(name) is made:
                 self.await_back([name])
 
         if isinstance(made.error, PeerLost) and made.error.detail != ENDED:
-            self._runtime.launch(again())
+            self._runtime.launch(retry())
 
     def may_be_back(self) -> bool:
         """Returns True if the process of another member of the view may be alive."""
-        errors = [made.error for name in self._view().members if (made := self._made.get(name)) is not None]
-        ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
-        return self._returns and ended < len({*self._view().members} - {self._member.name})
+        errors = [link.error for name in self._view().members if (link := self._made.get(name)) is not None]
+        num_ended = sum(isinstance(error, PeerLost) and error.detail == ENDED for error in errors)
+        return self._returns and num_ended < len({*self._view().members} - {self._member.name})
 
     # --- members ----------------------------------------------------------------------------------------------------
 
@@ -171,47 +171,49 @@ class Connections:
         Returns:
           True if votes must wait for a connection.
         """
-        now, cuts, stranded = self._runtime.now(), self._member.cuts(), self._member.stranded
+        time_s, cuts, is_stranded = self._runtime.now(), self._member.cuts(), self._member.stranded
         dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(REPAIR_S, self._patience_s / 2)
         for _ in cuts.difference(self._cuts):
             for seconds in (dial_s, repair_s):
-                self.settle_at(now + seconds)
-        self._cuts = {pair: self._cuts.get(pair, now) for pair in sorted(cuts, key=sorted)}
-        stays = self._dialled_in is self._view()
+                self.settle_at(time_s + seconds)
+        self._cuts = {pair: self._cuts.get(pair, time_s) for pair in sorted(cuts, key=sorted)}
+        is_same_view = self._dialled_in is self._view()
         self._dialled_in = self._view()
         self._dials = {
-            name: (relay, made)
-            for name, (relay, made) in self._dials.items()
-            if self._pair(name) in cuts or (stays and relay is not None)
+            name: (relay, link)
+            for name, (relay, link) in self._dials.items()
+            if self._pair(name) in cuts or (is_same_view and relay is not None)
         }
-        waits = False
+        must_wait = False
         for pair, since in self._cuts.items():
             relay = self._relay(pair)
             if self._member.name in pair:
                 (name,) = pair - {self._member.name}
                 if name in self.malformed:
                     continue
-                through, made = self._dials.get(name, (None, None))
-                ended = made is not None and through is None and made.error is not None
-                silent = name in self.silent  # it has been waited for
-                again = stranded and relay is None and self._returns if silent else now < since + dial_s
-                again &= relay is None or not self._flaps(name)
-                if (made is None or (silent and through is not None)) and again:
-                    through, made = None, self._reconnect(name, None)
-                dials = made is not None and through is None and not made.done and now < since + dial_s
-                dials &= not silent
+                via, link = self._dials.get(name, (None, None))
+                has_failed = link is not None and via is None and link.error is not None
+                is_silent = name in self.silent  # it has been waited for
+                can_dial = (
+                    is_stranded and relay is None and self._returns if is_silent else time_s < since + dial_s
+                )
+                can_dial &= relay is None or not self._flaps(name)
+                if (link is None or (is_silent and via is not None)) and can_dial:
+                    via, link = None, self._reconnect(name, None)
+                is_dialling = link is not None and via is None and not link.done and time_s < since + dial_s
+                is_dialling &= not is_silent
                 # The other end has yet to tell.
-                connected = made is not None and made.done and made.error is None
-                settled = ended or dials or connected
-                if relay not in (None, through) and now < since + repair_s and not settled:
+                is_connected = link is not None and link.done and link.error is None
+                is_settled = has_failed or is_dialling or is_connected
+                if relay not in (None, via) and time_s < since + repair_s and not is_settled:
                     self._reconnect(name, relay)
-                waits |= dials or (connected and now < since + repair_s)
-                if ended:
+                must_wait |= is_dialling or (is_connected and time_s < since + repair_s)
+                if has_failed:
                     continue
             elif relay == self._member.name:
                 self._comm.relay(*sorted(map(int, pair)))
-            waits |= relay is not None and now < since + repair_s
-        return waits
+            must_wait |= relay is not None and time_s < since + repair_s
+        return must_wait
 
     def settle_at(self, t: float) -> None:
         """Schedules the member's processing of events at a time."""
@@ -229,13 +231,13 @@ class Connections:
     def _reconnect(self, name: str, relay: str | None) -> Pending[None]:
         self.closed.add(name)
         self._member.lost(name)
-        made = self._comm.reconnect(int(name), None if relay is None else int(relay))
+        link = self._comm.reconnect(int(name), None if relay is None else int(relay))
         self._made.pop(name, None)
         if relay is None:
-            self._made[name] = made
-        self._dials[name] = relay, made
-        made.on_done(lambda _: self._settle())
-        return made
+            self._made[name] = link
+        self._dials[name] = relay, link
+        link.on_done(lambda _: self._settle())
+        return link
 
     def _flaps(self, name: str) -> bool:
         """Returns True if the connection to a member breaks repeatedly."""
@@ -244,7 +246,7 @@ class Connections:
 
     def _relay(self, pair: frozenset[str]) -> str | None:
         """Returns the most senior member that is connected to both members of a pair."""
-        cut = {name for other in self._cuts if other & pair for name in other}
+        cut = {name for broken in self._cuts if broken & pair for name in broken}
         return next((name for name in self._view().members if name not in pair and name not in cut), None)
 
     def _pair(self, name: str) -> frozenset[str]:

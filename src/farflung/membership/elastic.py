@@ -178,17 +178,17 @@ class Elastic:
         Returns:
           Completes when it has left, or at the end of the run; fails if it has stopped for another reason.
         """
-        left, agreement = Pending[None](), self.agreement
+        leave_result, agreement = Pending[None](), self.agreement
 
         async def ask() -> None:
-            agreement.leaves = left
+            agreement.leaves = leave_result
             if agreement.is_over:
-                left.set(None)
+                leave_result.set(None)
             agreement.member.leave()
             agreement.settle_soon()
 
         self._runtime.launch(ask())
-        return left
+        return leave_result
 
     def end(self) -> None:
         """Ends this member after an error of its process; called on the thread that carries exchanges."""

@@ -188,13 +188,13 @@ class ExchangeLog:
         logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
         logged.make = logged.rewind = None
         self._agreement.giver.add(logged)
-        while (later := self._logged.get(self._base + 1)) is not None and later.kept is not None:
+        while (successor := self._logged.get(self._base + 1)) is not None and successor.kept is not None:
             self._base += 1
         for dropped in logged.drops:
             self._logged.pop(dropped.number, None)
         logged.drops.clear()  # otherwise each exchange would retain all earlier ones
-        known = [number for number in self._complete if number <= self._base]
-        for number in sorted(known)[:-1]:
+        ended = [number for number in self._complete if number <= self._base]
+        for number in sorted(ended)[:-1]:
             del self._complete[number]
         logged.result.set(value)
 
@@ -203,8 +203,8 @@ class ExchangeLog:
     def freeze(self) -> tuple[int, ...]:
         """Stops all exchanges; see :meth:`farflung.membership.Driver.freeze`."""
         self.is_frozen = True
-        whole = [n for n, one in self._logged.items() if n > self._base and one.kept is not None]
-        return self._base, *sorted(whole)
+        numbers = [n for n, logged in self._logged.items() if n > self._base and logged.kept is not None]
+        return self._base, *sorted(numbers)
 
     def change(self, before: Collection[str], view: View) -> None:
         """Records the change of members by a view."""
@@ -215,7 +215,7 @@ class ExchangeLog:
         givers = {
             x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._agreement.member.name
         }
-        missing = [one for _, one in sorted(self._logged.items()) if one.kept is None]
+        missing = [x for _, x in sorted(self._logged.items()) if x.kept is None]
         for logged in reversed(missing):
             if logged.rewind is not None and logged.number not in givers:
                 logged.rewind()
@@ -244,11 +244,11 @@ class ExchangeLog:
 
     def under_way(self) -> list[Logged[Any]]:
         """Returns the started or requested exchanges that are not whole."""
-        return [one for one in self._logged.values() if one.kept is None and one.made_s < math.inf]
+        return [x for x in self._logged.values() if x.kept is None and x.made_s < math.inf]
 
     def up_to(self, number: int) -> list[Logged[Any]]:
         """Returns the exchanges whose results a member may lack, up to a number."""
-        return [one for one in self._logged.values() if one.number <= number]
+        return [x for x in self._logged.values() if x.number <= number]
 
     @property
     def least(self) -> int:
@@ -257,14 +257,14 @@ class ExchangeLog:
 
     def merged(self) -> set[Logged[Any]]:
         """Returns exchanges whose results are in the state before the next step."""
-        return {*self.taken, *(one for logged in list(self._logged.values()) for one in logged.drops)}
+        return {*self.taken, *(x for logged in list(self._logged.values()) for x in logged.drops)}
 
     def to_begin(self, started: int) -> dict[str, Any]:
         """Returns the start state of a joining replica, once all exchanges up to a number are whole."""
         return {
             "started": started,
-            "complete": [each for each in self._complete.items() if each[0] <= started],
-            "log": [one.number for one in self.up_to(started)],
+            "complete": [step_end for step_end in self._complete.items() if step_end[0] <= started],
+            "log": [logged.number for logged in self.up_to(started)],
         }
 
     def begin(

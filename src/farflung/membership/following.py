@@ -176,7 +176,7 @@ class Follower:
         self._step = step
         self._forget()
         while True:
-            begins = next((one.begins for one in self._sources.values() if one.begins is not None), None)
+            begins = next((s.begins for s in self._sources.values() if s.begins is not None), None)
             if begins is not None and step >= begins["step"]:
                 if not self._lacks(begins["started"], begins["log"]):
                     return begins
@@ -326,20 +326,20 @@ class Follower:
         for rank in self._sources.keys() - set(members):
             self.drop(rank)
         base, *later = newest
-        lost = [each for each in self._index if each > base and each not in later]
-        if any(each in self.followed for each in lost):
+        lost_numbers = [n for n in self._index if n > base and n not in later]
+        if any(n in self.followed for n in lost_numbers):
             self._restart("a result that this replica has followed is made again")
             self._want()
             return
-        for each in lost:
-            exchange, part, _ = self._index.pop(each)
+        for n in lost_numbers:
+            exchange, part, _ = self._index.pop(n)
             self._numbers.pop((exchange, part), None)
-            self._contents.pop(each, None)
-            self.results.pop(each, None)
+            self._contents.pop(n, None)
+            self.results.pop(n, None)
             for source in self._sources.values():
-                source.results.discard(each)
-                source.fetched = [number for number in source.fetched if number != each]
-                source.asked = {asked: told for asked, told in source.asked.items() if asked[0] != each}
+                source.results.discard(n)
+                source.fetched = [number for number in source.fetched if number != n]
+                source.asked = {asked: request for asked, request in source.asked.items() if asked[0] != n}
 
     def drop(self, rank: int) -> None:
         """Continues without a member."""
@@ -362,8 +362,8 @@ class Follower:
         """Cancels the requests to a member."""
         if (source := self._sources.get(rank)) is None:
             return
-        asked, source.asked = source.asked, {}
-        for (name, begin), (nbytes, _) in asked.items():
+        pending, source.asked = source.asked, {}
+        for (name, begin), (nbytes, _) in pending.items():
             content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
             if content is not None:
                 content.ranges.insert(0, (begin, begin + nbytes))
@@ -377,7 +377,7 @@ class Follower:
             self._want()
             return
         self._chosen = max(self._sources.values(), key=lambda source: source.step)
-        self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
+        self._parts = {d: content for d, content in self._parts.items() if d in self._chosen.parts}
         for digest, nbytes in self._chosen.parts.items():
             self._parts.setdefault(digest, _Content(nbytes))
 
@@ -387,16 +387,16 @@ class Follower:
         """Requests the next pieces from members, up to their windows."""
         if self._chosen is None:
             return
-        wanted: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
+        contents: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
         if self._is_complete():
-            wanted = sorted(self._contents.items())
-        wanted = [(name, content) for name, content in wanted if content.ranges]
+            contents = sorted(self._contents.items())
+        contents = [(name, content) for name, content in contents if content.ranges]
         for rank, source in sorted(self._sources.items()):
-            for name, content in wanted:
-                holds = name in source.parts if isinstance(name, str) else name in source.results
-                while holds and content.ranges and source.room_nbytes > 0:
-                    most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
-                    begin, nbytes = content.next_piece(most_nbytes)
+            for name, content in contents:
+                is_held = name in source.parts if isinstance(name, str) else name in source.results
+                while is_held and content.ranges and source.room_nbytes > 0:
+                    max_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
+                    begin, nbytes = content.next_piece(max_nbytes)
                     source.asked[name, begin] = nbytes, self._runtime.now()
                     text = json.dumps([self._view, source.fetched, name, begin, nbytes]).encode()
                     source.fetched.clear()
@@ -406,22 +406,22 @@ class Follower:
         """Stores a piece that a member has sent; raises errors as :meth:`handle_news`."""
         name, begin = json.loads(head)
         source = self._sources.get(rank)
-        nbytes, asked_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
+        nbytes, request_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
         content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
         if source is None or content is None or nbytes < 0:
             return
         if len(piece) != nbytes:
             raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
         queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
-        source.note_answer(nbytes, self._runtime.now() - asked_s, queue_s)
+        source.note_answer(nbytes, self._runtime.now() - request_s, queue_s)
         content.put(begin, piece)
         self.nbytes += nbytes
         if not content.missing_nbytes and isinstance(name, int):
             self.results[name] = unpack_tensors(content.data)
             del self._contents[name]
-            for other in self._sources.values():
-                if name in other.results:
-                    other.fetched.append(name)
+            for other_source in self._sources.values():
+                if name in other_source.results:
+                    other_source.fetched.append(name)
             self._fetched += 1
             self._give_results()
             self._look_at_backlog()

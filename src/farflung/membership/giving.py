@@ -124,8 +124,8 @@ class StateGiver:
             self.plan()
 
     def _want(self, rank: int, request: int) -> None:
-        offered = self._offers[rank].request if rank in self._offers else 0
-        if request > max(self._wanted.get(rank, (0, None))[0], offered):
+        offered_request = self._offers[rank].request if rank in self._offers else 0
+        if request > max(self._wanted.get(rank, (0, None))[0], offered_request):
             self._wanted[rank] = request, None
 
     def plan(self) -> None:
@@ -135,12 +135,12 @@ class StateGiver:
         if self._agreement.joins or first != self._comm.rank:
             return
         members = self._agreement.member.connected.intersection(roster.view.members)
-        for rank, (request, at) in self._wanted.items():
-            if at is None:
+        for rank, (request, planned_step) in self._wanted.items():
+            if planned_step is None:
                 self._wanted[rank] = request, step + _AHEAD
                 text = PLAN + b"%d %d %d" % (rank, request, step + _AHEAD)
-                for other in sorted(members):
-                    self._comm.send(text_payload(text), int(other), TAG, -1)
+                for member in sorted(members):
+                    self._comm.send(text_payload(text), int(member), TAG, -1)
 
     def begin_step(self, step: int) -> bool:
         """Starts a step, and informs the replicas that begin at it.
@@ -157,7 +157,7 @@ class StateGiver:
 
     def _due(self, step: int) -> list[int]:
         """Returns the replicas that need a snapshot before a step."""
-        return [rank for rank, (_, at) in tuple(self._wanted.items()) if at is not None and at <= step]
+        return [rank for rank, (_, due) in tuple(self._wanted.items()) if due is not None and due <= step]
 
     async def offer(
         self, step: int, parts: Sequence[Tensor], started: int, merged: Collection[Logged[Any]]
@@ -170,13 +170,13 @@ class StateGiver:
           started: Number of exchanges that had started.
           merged: Exchanges whose results are in the snapshot.
         """
-        needed = [one for one in self._log.up_to(started) if one not in merged]
+        needed = [x for x in self._log.up_to(started) if x not in merged]
         joiners = set(self._roster.joiners(step))
         ranks = {*self._due(step), *joiners.difference(self.ranks)}
         content = {blake2b(cast("Any", part.numpy()), digest_size=16).hexdigest(): part for part in parts}
         for rank in ranks:
             request, _ = self._wanted.pop(rank, (0, None))
-            self._offers[rank] = _Offer(request, step, content, {one.number for one in needed}, started)
+            self._offers[rank] = _Offer(request, step, content, {x.number for x in needed}, started)
             self.greet(rank)
         for logged in needed:
             if logged.kept is not None:
@@ -191,18 +191,18 @@ class StateGiver:
         """
         for logged in self._log.up_to(started):
             await logged.result
-        begins = {"step": step, "auto": [*self._comm.auto.items()], **self._log.to_begin(started)}
-        results = [one.to_result() for one in self._log.up_to(started)]
+        start_state = {"step": step, "auto": [*self._comm.auto.items()], **self._log.to_begin(started)}
+        results = [x.to_result() for x in self._log.up_to(started)]
         for rank in ranks:
             offer = self._offers.get(rank)
             if offer is None or rank not in self._roster.members or self._roster.begins.get(rank) != step:
                 continue
-            offer.begins = begins
+            offer.begins = start_state
             for result in results:
                 if not offer.lacks(result):  # all others were announced when they became whole
                     offer.results[result.number] = result
                     self._tell_result(rank, result, 0)
-            self._tell(rank, {"begins": begins})
+            self._tell(rank, {"begins": start_state})
 
     # --- messages to replicas ---------------------------------------------------------------------------------------
 
@@ -211,14 +211,14 @@ class StateGiver:
         if (offer := self._offers.get(rank)) is None:
             return
         view = self._roster.to_json()
-        told = {
+        offer_json = {
             "step": offer.step,
             "parts": [[digest, part.nbytes] for digest, part in offer.parts.items()],
             "needed": [*offer.needed],
             "started": offer.started,
             "view": view["number"],
         }
-        self._tell(rank, {"offer": told})
+        self._tell(rank, {"offer": offer_json})
         self._tell_view(rank, view)
         for result in offer.results.values():
             self._tell_result(rank, result, 0)
@@ -228,19 +228,19 @@ class StateGiver:
     def add(self, logged: Logged[Any]) -> None:
         """Retains the result of an exchange for replicas that follow, unless they have begun before it started."""
         members = self._roster.members
-        begun = [r for r in self._offers if logged.begun >= self._roster.begins.get(r, math.inf)]
-        self.close(set(begun).intersection(members))
+        begun_ranks = [r for r in self._offers if logged.begun >= self._roster.begins.get(r, math.inf)]
+        self.close(set(begun_ranks).intersection(members))
         if self._offers:
             self._keep(logged)
 
     def _keep(self, logged: Logged[Any]) -> None:
         """Retains a result; a replica that is too far behind must restart, unless the others wait for it."""
-        result, least, admitted = logged.to_result(), self._log.least, self._roster.members
+        result, first_retained, members = logged.to_result(), self._log.least, self._roster.members
         for rank, offer in list(self._offers.items()):
             if offer.lacks(result):
                 offer.results[result.number] = result
-                self._tell_result(rank, result, least)
-                if offer.is_stale and rank not in admitted:
+                self._tell_result(rank, result, first_retained)
+                if offer.is_stale and rank not in members:
                     self.close([rank])
 
     def _tell_result(self, rank: int, result: Result, least: int) -> None:

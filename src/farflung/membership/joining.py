@@ -65,11 +65,11 @@ class Joiner:
         return self.follower is None or bool(self._suspensions)
 
     def _new_follower(self) -> Follower:
-        def want() -> None:
+        def request() -> None:
             self._agreement.launch(self.ask())
 
         return Follower(
-            self._runtime, want, self._ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
+            self._runtime, request, self._ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
         )
 
     # --- for the replica --------------------------------------------------------------------------------------------
@@ -89,10 +89,10 @@ class Joiner:
         """Waits until a step can be followed; returns False if this member begins at it."""
         assert self.follower is not None
         self._log.step = step
-        begins = await self.follower.follows(step)
-        if begins is not None:
-            self._begin(begins)
-        return begins is None
+        start_state = await self.follower.follows(step)
+        if start_state is not None:
+            self._begin(start_state)
+        return start_state is None
 
     def _begin(self, begins: Mapping[str, Any]) -> None:
         """Begins to take part, with all whole exchanges."""
@@ -110,9 +110,9 @@ class Joiner:
                 self._log.taken.append(logged)
             followed.append(logged)
         self._log.begin(begins, follower.results, followed)
-        told_of = self._roster.changes[-1].view
+        known_view = self._roster.changes[-1].view
         for before, view in pairwise(self._unseen):
-            if view.number > told_of:
+            if view.number > known_view:
                 self._log.change(before.members, view)
 
     def _logged(self, exchange: int, part: int, *more: Any, number: int = 0) -> Logged[Any]:
@@ -131,7 +131,7 @@ class Joiner:
             logged.result.fail(error)
             return
         followed = self.follower.followed
-        self._log.taken = [one for one in self._log.taken if one.number in followed]
+        self._log.taken = [x for x in self._log.taken if x.number in followed]
         self.follower.follow(logged)
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ class Joiner:
             view, began_s = self._roster.view, self._runtime.now()
             self._connections.ask(view.holders[0])
             await self._runtime.sleep_until(began_s + self._agreement.patience_s)
-            heard = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
-            if view is not self._roster.view or any(t >= began_s for t in heard):
+            heard_s = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
+            if view is not self._roster.view or any(t >= began_s for t in heard_s):
                 rounds = 0
                 continue
             rounds += 1

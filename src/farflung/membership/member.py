@@ -244,10 +244,10 @@ class Member:
             self._driver.keep(will)
             alive = [x for x in self.view.members if x not in self._wills]
             reached = [x for x in alive if x in self.connected]
-            others = [x for x in alive if x not in (self.name, *reached)]
+            unreached = [x for x in alive if x not in (self.name, *reached)]
             reason = (
                 f"no agreement on view {self.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
-                f"may be alive: {', '.join(others) or 'none'}; "
+                f"may be alive: {', '.join(unreached) or 'none'}; "
                 f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
             )
         for name in sorted(self.connected):
@@ -284,12 +284,12 @@ class Member:
             return
         fact = Fact("link", self.name, name)
         if name not in self.view.members:
-            count, whole = self._know.get(fact, 1), name in self._guests
+            count, is_whole = self._know.get(fact, 1), name in self._guests
         elif name in self._certificates:
             return
         else:
-            count, whole = self._know.get(fact, 0), name not in self._down
-        if (count % 2 == 0) != whole:
+            count, is_whole = self._know.get(fact, 0), name not in self._down
+        if (count % 2 == 0) != is_whole:
             self._learn({fact: count + 1})
 
     def _wish(self, kind: Literal["leave", "redo"]) -> None:
@@ -330,7 +330,7 @@ class Member:
         """Returns the guests that are connected to all participants."""
         assert self.view is not None
         guests = {fact.other for fact in self._know if fact.kind == "link"}.difference(self.view.members)
-        links = {guest: [self._know.get(Fact("link", x, guest), 1) for x in part] for guest in guests}
+        links = {guest: [self._know.get(Fact("link", name, guest), 1) for name in part] for guest in guests}
         return sorted(guest for guest, counts in links.items() if not any(count % 2 for count in counts))
 
     def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
@@ -341,14 +341,14 @@ class Member:
     def _cast(self) -> None:
         """Casts a vote, once per ballot, if all participants have reported the same knowledge (R5)."""
         assert self.view is not None
-        part, dead, own = self._part(), tuple(sorted(self._wills)), self._report()
+        part, dead, own_report = self._part(), tuple(sorted(self._wills)), self._report()
         if self.name not in part or not self._is_quorum(part, dead):
             return
-        if self._vote is not None and self._vote.ballot >= own.ballot:
+        if self._vote is not None and self._vote.ballot >= own_report.ballot:
             return
-        reports = self._unanimous(part, own)
+        reports = self._unanimous(part, own_report)
         if reports is not None:
-            self._vote = Vote(own.ballot, dead, self._value(reports))
+            self._vote = Vote(own_report.ballot, dead, self._value(reports))
             self._tell(self.connected.intersection(self.view.members), self._vote)
             self._count(self.name, self._vote)
 
@@ -372,16 +372,16 @@ class Member:
 
     def _successor(self, reports: Mapping[str, Report]) -> View:
         assert self.view is not None
-        leaving = {x for x in reports if Fact("leave", x) in self._know}
-        members = (*(x for x in reports if x not in leaving), *self._admitted(reports))
+        leaving_names = {x for x in reports if Fact("leave", x) in self._know}
+        members = (*(x for x in reports if x not in leaving_names), *self._admitted(reports))
         held = {x: report.held for x, report in reports.items() if report.held}
         if not held:
             return View(self.view.number + 1, members, (), ())
-        base = min(whole[0] for whole in held.values())
-        whole = {x: {*range(base, held[x][0]), *held[x]} for x in held}
-        givers = sorted(held, key=lambda x: (x in leaving, -len(whole[x])))  # then by seniority
-        newest = tuple(sorted(set().union(*whole.values())))
-        holders = tuple(tuple(x for x in givers if exchange in whole[x]) for exchange in newest)
+        base = min(held_numbers[0] for held_numbers in held.values())
+        held_numbers = {x: {*range(base, held[x][0]), *held[x]} for x in held}
+        givers = sorted(held, key=lambda x: (x in leaving_names, -len(held_numbers[x])))  # then by seniority
+        newest = tuple(sorted(set().union(*held_numbers.values())))
+        holders = tuple(tuple(x for x in givers if exchange in held_numbers[x]) for exchange in newest)
         return View(self.view.number + 1, members, newest, holders)
 
     # --- decision (R6) ----------------------------------------------------------------------------------------------
@@ -397,32 +397,32 @@ class Member:
         """Enters a view with the facts that persist, or stops if it excludes this process."""
         if self.stopped:
             return
-        evicted = self.name not in view.members
-        if evicted and not self._leaving and self._driver.suspend(view):
+        is_evicted = self.name not in view.members
+        if is_evicted and not self._leaving and self._driver.suspend(view):
             self.view, self._past = None, view.number
             self._begin()
             return
-        gone = set(self.view.members if self.view else ()).difference(view.members)
+        gone_names = set(self.view.members if self.view else ()).difference(view.members)
         self.view = view
         self._begin()
-        for name in gone:  # no other process gets its name
+        for name in gone_names:  # no other process gets its name
             self._certificates.pop(name, None)
             self._down.discard(name)
-        self.left = evicted and self._leaving
-        if not evicted:
+        self.left = is_evicted and self._leaving
+        if not is_evicted:
             self._wills = {x: self._certificates[x] for x in view.members if x in self._certificates}
             for name in (*view.members, *self._guests):
                 self._observe(name)
             if self._leaving:
                 self._wish("leave")
         self._grown = True
-        if evicted or not view.newest:
+        if is_evicted or not view.newest:
             self._tell(self.connected, self._report())
         else:
             self._driver.install(view)
         if any(transfer.giver == self.name for transfer in view.transfers()):
             self._driver.hand(view)
-        if evicted:
+        if is_evicted:
             self._stop(f"{'left with' if self.left else 'evicted by'} view {view.number}")
         elif not view.newest:
             self._stop(f"no member of view {view.number} holds the model")

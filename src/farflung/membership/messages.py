@@ -218,15 +218,10 @@ def _report(flat: _Report, certificates: Mapping[str, Certificate]) -> Report:
     view, counts, wills, held, vote = flat
     _check_view(view)
     know: dict[Fact, int] = {}
-    for kind, member, other, count in counts:
-        if (
-            kind not in ("link", "leave", "redo")
-            or (kind == "link") != bool(other)
-            or not member
-            or count < 1
-        ):
+    for kind, member, peer, count in counts:
+        if kind not in ("link", "leave", "redo") or (kind == "link") != bool(peer) or not member or count < 1:
             raise Malformed("knowledge: not a fact with its count")
-        know[Fact(kind, member, other)] = count
+        know[Fact(kind, member, peer)] = count
     if len(know) < len(counts) or not _ascending(wills):
         raise Malformed("knowledge: a fact or a certificate is given twice")
     if not certificates.keys() >= set(wills) or not set(wills) <= set(view.members):

@@ -43,7 +43,7 @@ class Roster:
 
     def at(self, step: int) -> Change:
         """Returns the change that is in force at a step."""
-        return next((one for one in reversed(self.changes) if one.step <= step), self.changes[0])
+        return next((x for x in reversed(self.changes) if x.step <= step), self.changes[0])
 
     def joiners(self, step: int) -> list[int]:
         """Returns the ranks that begin at a step."""
@@ -95,25 +95,25 @@ class Roster:
           time_s: Current time in seconds.
         """
         lost, joined = (
-            tuple(int(name) for name in names if name not in others)
-            for names, others in ((before, view.members), (view.members, before))
+            tuple(int(name) for name in names if name not in other_names)
+            for names, other_names in ((before, view.members), (view.members, before))
         )
-        whole, newest = view.newest[0], set(view.newest)
-        while whole + 1 in newest:
-            whole += 1
-        done = max(step for number, step in complete if number <= whole)
+        last_whole, newest = view.newest[0], set(view.newest)
+        while last_whole + 1 in newest:
+            last_whole += 1
+        last_done = max(step for number, step in complete if number <= last_whole)
         ranks = tuple(map(int, view.members))
         # Later steps need exchanges of the new view, so no member has begun them yet.
-        begins = max((self.begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
-        again = range(done + 1, max(done + 1 + self._reach, begins))
+        first_step = max((self.begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
+        repeated = range(last_done + 1, max(last_done + 1 + self._reach, first_step))
         # Earlier lost members count if repeated steps were to be completed by a result of theirs.
-        known = self._lost_batches()
-        taken = {
-            (step, rank) for step in again for rank in self.at(step).ranks if rank not in (*ranks, *lost)
+        recorded = self._lost_batches()
+        batches = {
+            (step, rank) for step in repeated for rank in self.at(step).ranks if rank not in (*ranks, *lost)
         }
-        lost += tuple(sorted({rank for _, rank in taken.difference(known)}))
-        self.changes.append(Change(again.stop, ranks, lost, joined, again, now, view.number))
-        self.begins.update(dict.fromkeys(joined, again.stop))
+        lost += tuple(sorted({rank for _, rank in batches.difference(recorded)}))
+        self.changes.append(Change(repeated.stop, ranks, lost, joined, repeated, now, view.number))
+        self.begins.update(dict.fromkeys(joined, repeated.stop))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the view and the changes as JSON, for replicas that follow."""
@@ -121,14 +121,14 @@ class Roster:
             "number": self.view.number,
             "members": self.members,
             "newest": self.view.newest,
-            "changes": [[*one[:4], [one.again.start, one.again.stop], *one[5:]] for one in self.changes],
+            "changes": [[*x[:4], [x.again.start, x.again.stop], *x[5:]] for x in self.changes],
         }
 
     def take_changes(self, changes: Sequence[Any]) -> None:
         """Replaces the changes by those of :meth:`to_json`."""
         self.changes = [
-            Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*again), t, view)
-            for step, ranks, lost, joined, again, t, view in changes
+            Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*steps), t, view)
+            for step, ranks, lost, joined, steps, t, view in changes
         ]
         for change in self.changes:
             self.begins.update(dict.fromkeys(change.joined, change.step))

@@ -91,21 +91,21 @@ class Page:
         self._memory[at : at + _HEAD.size] = _HEAD.pack(self._count, len(text), zlib.crc32(text))
 
     def _latest(self) -> tuple[int, bytes]:
-        found = (0, b"")
+        latest = (0, b"")
         for at in (0, _SLOT):
             number, length, checksum = _HEAD.unpack_from(self._memory, at)
             text = self._memory[at + _HEAD.size : at + _HEAD.size + length]
             if number and len(text) == length and zlib.crc32(text) == checksum:
-                found = max(found, (number, text))
-        return found
+                latest = max(latest, (number, text))
+        return latest
 
     def read(self) -> tuple[str, Access, bytes] | None:
         """Returns name, access and latest report, which is empty before the first; ``None``: it was no member yet."""
         _, text = self._latest()
-        told, _, report = text.partition(b"\n")
-        if not told:
+        content, _, report = text.partition(b"\n")
+        if not content:
             return None
-        name, access = json.loads(told)
+        name, access = json.loads(content)
         return name, Access.from_json(access), report
 
 
@@ -115,10 +115,10 @@ def certify(page: Page, exit_code: int) -> list[threading.Thread]:
     Returns:
       Threads of the deliveries, which end within :data:`DELIVERY_S`.
     """
-    found = page.read()
-    if found is None:
+    content = page.read()
+    if content is None:
         return []
-    name, access, text = found
+    name, access, text = content
     codec, will = MessageCodec(access.key), None
     if text:
         message = codec.decode(text)

@@ -79,9 +79,9 @@ class Suspicion:
         return Counters(self._log.started, self._runtime.events, self._runtime.comm.moved_nbytes())
 
     def _note_progress(self, name: str, counters: Counters) -> None:
-        now = self._runtime.now()
-        progress = self._progress.setdefault(name, Progress(now))
-        progress.update(counters.started + counters.events, counters.nbytes, now, self._patience_s)
+        time_s = self._runtime.now()
+        progress = self._progress.setdefault(name, Progress(time_s))
+        progress.update(counters.started + counters.events, counters.nbytes, time_s, self._patience_s)
 
     def _idle_s(self, names: Collection[str]) -> float:
         """Returns the seconds since the last known progress of any of some members."""
@@ -96,12 +96,12 @@ class Suspicion:
         does.
         """
         while not self._agreement.is_over:
-            waited = self._log.under_way()
-            if self._log.is_frozen or not waited:
+            pending = self._log.under_way()
+            if self._log.is_frozen or not pending:
                 self._log.waits = Pending()
                 await self._log.waits
                 continue
-            oldest = min(waited, key=lambda one: one.number)
+            oldest = min(pending, key=lambda x: x.number)
             begins_s = oldest.made_s + self._patience_s / 2
             if self._runtime.now() < begins_s:
                 await self._runtime.sleep_until(begins_s)
@@ -110,44 +110,44 @@ class Suspicion:
 
     async def _judge(self, view: View, oldest: Logged[object]) -> None:
         """Requests signs of life from members, and drops those that are silent or busy for too long."""
-        asked = await self._connections.asked(self._patience_s / 4)
+        names = await self._connections.asked(self._patience_s / 4)
         if view is not self._roster.view or self._log.is_frozen or oldest.kept is not None:
             return
         waits_s = self._runtime.now() - max(oldest.made_s, self._connections.awake_s)
-        why = {
+        reasons = {
             name: f"nothing has arrived from it for {silent_s:.2f} s"
-            for name in asked
+            for name in names
             if (silent_s := min(self._connections.silent_s(name), waits_s)) >= self._patience_s
         }
         self._note_progress(self._member.name, self._counters())
-        least = min((self._answers.get(name, 0) for name in asked), default=oldest.number)
-        late = {name for name in asked if self._answers.get(name, 0) == least < oldest.number}
-        idle_s = min(waits_s, self._idle_s(late or {*asked, self._member.name}))
-        if not why and late and idle_s >= BUSY * self._patience_s:
+        min_started = min((self._answers.get(name, 0) for name in names), default=oldest.number)
+        late_names = {name for name in names if self._answers.get(name, 0) == min_started < oldest.number}
+        idle_s = min(waits_s, self._idle_s(late_names or {*names, self._member.name}))
+        if not reasons and late_names and idle_s >= BUSY * self._patience_s:
             reason = f"it answers, but has not come to that exchange, nor made progress for {idle_s:.2f} s"
-            why = dict.fromkeys(late, reason)
-        elif not late and idle_s >= _STUCK * self._patience_s:
+            reasons = dict.fromkeys(late_names, reason)
+        elif not late_names and idle_s >= _STUCK * self._patience_s:
             self._agreement.stop(
                 f"exchange {oldest.number} is not whole after {waits_s:.0f} s, and nothing has moved for "
                 f"{idle_s:.0f} s, but all members answer"
             )
-        for name in sorted(why):
+        for name in sorted(reasons):
             logging.getLogger("farflung").warning(
                 "rank %s counts as lost: %s (exchange %d, step %d, is %.2f s old)",
                 name,
-                why[name],
+                reasons[name],
                 oldest.number,
                 oldest.step,
                 waits_s,
             )
-        self._connections.are_silent(why)
+        self._connections.are_silent(reasons)
 
     async def probe(self) -> None:
         """Drops the members of the newest view that give no sign of life for all of the patience."""
         view = self._roster.view
-        asked = await self._connections.asked(self._patience_s)
+        names = await self._connections.asked(self._patience_s)
         if view is self._roster.view and not self._log.is_frozen and not self._agreement.is_over:
-            self._lose_silent(asked, self._patience_s)
+            self._lose_silent(names, self._patience_s)
 
     def _lose_silent(self, names: Collection[str], seconds: float) -> None:
         silent_s = self._connections.silent_s
@@ -159,12 +159,12 @@ class Suspicion:
         A member without a sign of life for three quarters of the patience is dropped at once, because it was asked
         already.
         """
-        waits_s = self._runtime.now() - min((one.made_s for one in self._log.under_way()), default=math.inf)
+        waits_s = self._runtime.now() - min((x.made_s for x in self._log.under_way()), default=math.inf)
         if waits_s >= 0.75 * self._patience_s:
             self._lose_silent(self._member.connected.intersection(view.members), 0.75 * self._patience_s)
-        asked = await self._connections.asked(self._patience_s / 2)
+        names = await self._connections.asked(self._patience_s / 2)
         if view is self._roster.view and not self._agreement.is_over:
-            self._lose_silent(asked, self._patience_s / 2)
+            self._lose_silent(names, self._patience_s / 2)
 
     async def lose_patience(self, view: View) -> None:
         """Gives up an agreement if no news of the view arrives within the patience.
@@ -174,10 +174,10 @@ class Suspicion:
         """
         ballot, since_s = -1, self._runtime.now()
         while self._log.is_frozen and self._roster.view is view and not self._agreement.is_over:
-            now = self._runtime.now()
+            time_s = self._runtime.now()
             if ballot != self._member.ballot:
-                ballot, since_s = self._member.ballot, now
-            elif not self._connections.may_be_back() or now >= since_s + BUSY * self._patience_s:
+                ballot, since_s = self._member.ballot, time_s
+            elif not self._connections.may_be_back() or time_s >= since_s + BUSY * self._patience_s:
                 self._member.give_up()
                 return
-            await self._runtime.sleep_until(now + self._patience_s)
+            await self._runtime.sleep_until(time_s + self._patience_s)

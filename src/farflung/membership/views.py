@@ -48,14 +48,14 @@ class View(NamedTuple):
 
         A member without the model receives the state of the first holder, then the exchanges that this holder lacks.
         """
-        found = []
+        handovers = []
         for exchange, holders in zip(self.newest, self.holders, strict=True):
             for member in self.members:
-                joins = member not in self.holders[0]
-                has = self.holders[0][0] if joins and exchange != self.newest[0] else member
-                if has not in holders:
-                    found.append(Transfer(holders[0], member, exchange))
-        return found
+                is_joining = member not in self.holders[0]
+                holder = self.holders[0][0] if is_joining and exchange != self.newest[0] else member
+                if holder not in holders:
+                    handovers.append(Transfer(holders[0], member, exchange))
+        return handovers
 
 
 def is_majority(names: Set[str], members: Iterable[str], dead: Collection[str]) -> bool:
@@ -67,14 +67,16 @@ def is_majority(names: Set[str], members: Iterable[str], dead: Collection[str]) 
 
 def reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
     """Returns the members, in their order, that are connected to one of them directly or through others."""
-    rest = list(members)
-    found, latest = {member}, {member}
+    names = list(members)
+    reached, latest = {member}, {member}
     while latest:
         latest = {
-            y for y in rest if y not in found and any((x, y) not in cut and (y, x) not in cut for x in latest)
+            y
+            for y in names
+            if y not in reached and any((x, y) not in cut and (y, x) not in cut for x in latest)
         }
-        found |= latest
-    return [x for x in rest if x in found]
+        reached |= latest
+    return [x for x in names if x in reached]
 
 
 def largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
@@ -90,32 +92,32 @@ def largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) 
     """
     ordered = list(members)
     broken = {x: {y for y in ordered if (x, y) in cut or (y, x) in cut} for x in ordered}
-    whole = {x for x in ordered if not broken[x]}
-    suspects = [x for x in ordered if x not in whole]
-    kept = whole.union(
+    unbroken = {x for x in ordered if not broken[x]}
+    suspects = [x for x in ordered if x not in unbroken]
+    selected = unbroken.union(
         _largest(suspects, broken) if len(suspects) <= EXACT_MEMBERS else _greedy(suspects, broken)
     )
-    return [x for x in ordered if x in kept]
+    return [x for x in ordered if x in selected]
 
 
 def _largest(members: list[str], broken: dict[str, set[str]]) -> list[str]:
     for place, member in enumerate(members):
-        rest = [*members[:place], *members[place + 1 :]]
-        if broken[member].intersection(rest):
-            including = [member, *_largest([x for x in rest if x not in broken[member]], broken)]
-            excluding = _largest(rest, broken)
+        remaining = [*members[:place], *members[place + 1 :]]
+        if broken[member].intersection(remaining):
+            including = [member, *_largest([x for x in remaining if x not in broken[member]], broken)]
+            excluding = _largest(remaining, broken)
             return max(including, excluding, key=len)  # the first of equals, which has the more senior member
     return members
 
 
 def _greedy(members: list[str], broken: dict[str, set[str]]) -> set[str]:
-    kept = set(members)
+    selected = set(members)
     for _ in members:
-        worst = max((x for x in reversed(members) if x in kept), key=lambda x: len(broken[x] & kept))
-        if not broken[worst] & kept:
+        worst = max((x for x in reversed(members) if x in selected), key=lambda x: len(broken[x] & selected))
+        if not broken[worst] & selected:
             break
-        kept.remove(worst)
+        selected.remove(worst)
     for member in members:
-        if not broken[member] & kept:
-            kept.add(member)
-    return kept
+        if not broken[member] & selected:
+            selected.add(member)
+    return selected
