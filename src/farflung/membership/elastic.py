@@ -41,7 +41,7 @@ class Elastic:
       patience_s: Seconds without a sign of life after which an awaited member is evicted, and maximum time of an
         agreement.
       can_return: True if this member asks to be admitted again after the others have continued without it
-        (:meth:`given`). Its exchanges fail with :class:`farflung.errors.Suspended` first.
+        (:meth:`receive_state`). Its exchanges fail with :class:`farflung.errors.Suspended` first.
       first_step: First step of the run.
       max_lead_steps: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
       members: Ranks of the first members; all by default. Any other rank asks to join.
@@ -115,7 +115,7 @@ class Elastic:
         """Starts a step, and informs the replicas that begin at it.
 
         Returns:
-          True if a snapshot of the state must be offered before it; see :meth:`offer`.
+          True if a snapshot of the state must be offered before it; see :meth:`publish_state`.
         """
         self._log.step = step
         return self.agreement.giver.begin_step(step)
@@ -131,7 +131,7 @@ class Elastic:
         await self._runtime.launch(self.agreement.giver.offer(step, parts, log.started, log.merged()))
 
     async def given(self) -> list[Tensor]:
-        """Waits for a snapshot of the state of the run, and returns its parts; call :meth:`follows` next.
+        """Waits for a snapshot of the state of the run, and returns its parts; call :meth:`should_follow` next.
 
         Raises:
           RunLost: The members that have the state are lost, or the run has ended.
@@ -145,8 +145,8 @@ class Elastic:
           False if this replica begins at it.
 
         Raises:
-          StateOutdated: The followed state is outdated: begin again with :meth:`given`.
-          RunLost: As :meth:`given`.
+          StateOutdated: The followed state is outdated: begin again with :meth:`receive_state`.
+          RunLost: As :meth:`receive_state`.
         """
         return await self._runtime.launch(self.agreement.joiner.follows(step))
 
@@ -162,7 +162,7 @@ class Elastic:
         rewind: Callable[[], None] | None = None,
         ends_step: bool = False,
     ) -> Started[T]:
-        """Starts an exchange; see :func:`farflung.comm.start`."""
+        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
         if self.joins:
             return self.agreement.joiner.follow(number, part, make, values)
         return self._log.start(number, part, make, values, rewind, ends_step)

@@ -119,7 +119,7 @@ class ExchangeLog:
         rewind: Callable[[], None] | None = None,
         ends_step: bool = False,
     ) -> Logged[T]:
-        """Starts an exchange; see :func:`farflung.comm.start`."""
+        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
         self.started += 1
         drops, self.taken = self.taken, []
         logged = Logged(

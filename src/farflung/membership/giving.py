@@ -146,7 +146,7 @@ class StateGiver:
         """Starts a step, and informs the replicas that begin at it.
 
         Returns:
-          True if a snapshot of the state must be offered before it; see :meth:`offer_snapshot`.
+          True if a snapshot of the state must be offered before it; see :meth:`publish_state`.
         """
         if self._roster.begins.get(self._comm.rank) == step:
             return False  # the others have informed all replicas that begin at it

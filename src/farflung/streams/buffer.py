@@ -111,7 +111,7 @@ class Buffer:
         """Prepares the buffer for the first sample.
 
         Args:
-          feed: Feed of the replica.
+          context: Context of the stream.
           rate: Constant rate :math:`S_i`; ``None`` if it changes or has to be measured.
           lanes: Number of sources, each with an order of its own.
           stride: Divisor of ids whose remainder is the lane; ids of a lane ascend.

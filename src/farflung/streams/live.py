@@ -242,7 +242,7 @@ class LiveStream(Stream):
 
     @override
     def seek(self, state: State) -> None:
-        """Restores a position; see :meth:`farflung.types.Stream.seek`.
+        """Restores a position; see :meth:`farflung.types.Stream.load_state_dict`.
 
         Raises:
           CheckpointError: The source no longer has the messages that follow it.
@@ -281,7 +281,7 @@ class LiveStream(Stream):
             self._source.close()
 
     def rows(self, ids: SampleIds) -> Batch:
-        """Returns samples, as :meth:`farflung.types.Samples.rows`; waits for those that have to be read again."""
+        """Returns samples, as :meth:`farflung.types.Samples.get_rows`; waits for those that have to be read again."""
         wanted = ids.tolist()
         with self._changed:
             if self._again:

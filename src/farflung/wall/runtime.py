@@ -72,7 +72,7 @@ class WallRuntime:
       members: Ranks of the first members, with this one. Others come later, see :meth:`admit`, and the loss of one
         ends only its own waits. ``None``: all ranks, and the loss of one ends the view.
       announce: Function that announces this joining replica to the members of a run, and returns all of them.
-      kept_nbytes: See :class:`farflung.comm.View`.
+      max_unreceived_nbytes: See :class:`farflung.comm.View`.
       transport: Factory of the transport, with rank, size and options as :class:`farflung.comm.tcp.TcpTransport`.
 
     Raises:
