@@ -91,7 +91,7 @@ class Agreement:
         self.leaves: Pending[None] | None = None
         """Completes when this member has left; ``None`` if it was not asked to."""
         self.interrupted = Pending[None]()
-        """Fails once this member takes part no more, or is suspended; each membership has a new one."""
+        """Fails once this member no longer takes part, or is suspended; each membership has a new one."""
         self._settles = self._others_ended = False
         self._admits_s, self._entered = math.inf, 0
         """Latest time at which a view admits others, and number of steps started since a candidate appeared."""

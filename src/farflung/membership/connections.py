@@ -36,7 +36,7 @@ class Connections:
 
     Args:
       runtime: Runtime of the member.
-      member: Member that is told of lost processes.
+      member: Member that is notified of lost processes.
       get_view: Function that returns the newest view.
       patience_s: Seconds without a sign of life after which a member counts as silent.
       can_return: True if connections to former members are restored.
@@ -87,7 +87,7 @@ class Connections:
         return connected
 
     async def asked(self, seconds: float) -> set[str]:
-        """Requests a sign of life from the members, and returns their names after so many seconds."""
+        """Requests a sign of life from the members, and returns their names after a number of seconds."""
         while True:
             names, start_s = self.ask(self._view().members), self._runtime.now()
             await self._runtime.sleep_until(start_s + seconds)
@@ -127,7 +127,7 @@ class Connections:
     def go(self, name: str) -> bool:
         """Records the end of a connection; returns False if it was closed here."""
         if name in self.closed:
-            return False  # it was given up here
+            return False  # closed by this member
         self.closed.add(name)
         self._dials.pop(name, None)
         self._breaks.setdefault(name, []).append(self._runtime.now())
@@ -193,7 +193,7 @@ class Connections:
                     continue
                 via, link = self._dials.get(name, (None, None))
                 has_failed = link is not None and via is None and link.error is not None
-                is_silent = name in self.silent  # it has been waited for
+                is_silent = name in self.silent  # its patience is over
                 can_dial = (
                     is_stranded and relay is None and self._returns if is_silent else time_s < since + dial_s
                 )
@@ -202,7 +202,7 @@ class Connections:
                     via, link = None, self._reconnect(name, None)
                 is_dialling = link is not None and via is None and not link.done and time_s < since + dial_s
                 is_dialling &= not is_silent
-                # The other end has yet to tell.
+                # The other end has not reported yet.
                 is_connected = link is not None and link.done and link.error is None
                 is_settled = has_failed or is_dialling or is_connected
                 if relay not in (None, via) and time_s < since + repair_s and not is_settled:

@@ -213,7 +213,7 @@ class Elastic:
                 self._runtime.comm.send(text_payload(DONE), int(name), TAG, -1)
 
         if len(self.members) > 1:
-            started = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))
-            agreement.last = None if self.joins else started
-            await started.result
+            exchange = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))
+            agreement.last = None if self.joins else exchange
+            await exchange.result
         await self._runtime.launch(end())

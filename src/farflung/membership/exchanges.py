@@ -148,9 +148,9 @@ class ExchangeLog:
             return
         assert logged.make is not None
         self._await(logged)
-        among = Among(self._comm, self._roster.contributors(logged.begun))
+        group = Among(self._comm, self._roster.contributors(logged.begun))
         try:
-            value = await logged.make(ViewChannel(among, logged.channel, lambda: self._roster.view is view))
+            value = await logged.make(ViewChannel(group, logged.channel, lambda: self._roster.view is view))
         except (PeerLost, PeerFailed) as error:
             if view is self._roster.view:
                 self._agreement.lose(str(error.rank))

@@ -88,7 +88,7 @@ class _Source:
         return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
 
     def note_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
-        """Adapts the window to the time of an answer, of which ``queue_s`` may be spent in queues."""
+        """Adapts the window to the time of an answer, which may include ``queue_s`` of queueing."""
         self.least_s = min(self.least_s, seconds)
         if seconds < self.least_s + queue_s:
             self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
@@ -230,12 +230,12 @@ class Follower:
 
     def _is_enough(self, source: _Source) -> bool:
         """Returns True if a member has all missing parts of the snapshot and all missing results."""
-        chosen = self._chosen
-        assert chosen is not None
+        snapshot = self._chosen
+        assert snapshot is not None
         if self._step is None:
-            return source.snapshot == chosen.snapshot
-        lacking = {*chosen.needed, *range(chosen.started + 1, source.started + 1)} - source.needed
-        return all(n > source.started or n < self._kept_from or n in self.results for n in lacking)
+            return source.snapshot == snapshot.snapshot
+        missing = {*snapshot.needed, *range(snapshot.started + 1, source.started + 1)} - source.needed
+        return all(n > source.started or n < self._kept_from or n in self.results for n in missing)
 
     def _is_complete(self) -> bool:
         return self._chosen is not None and not any(

@@ -63,7 +63,7 @@ class _Offer:
     begins: Mapping[str, Any] | None = None
     """Start state of the replica, once it is known."""
     view: int = 0
-    """Number of the last view that the replica was told of."""
+    """Number of the last view that was sent to the replica."""
 
     def lacks(self, result: Result) -> bool:
         """Returns True if the snapshot does not contain a result."""
@@ -116,9 +116,7 @@ class StateGiver:
             source in self._roster.view.members
             and self._roster.begins.get(int(source), math.inf) <= self._log.step
         ):
-            self._tell(
-                int(source), {"late": True}
-            )  # no snapshot can be made any more of a state before it begins
+            self._tell(int(source), {"late": True})  # too late for a snapshot of a state before it begins
         else:
             self._want(int(source), int(numbers[0]))
             self.plan()
@@ -170,15 +168,15 @@ class StateGiver:
           started: Number of exchanges that had started.
           merged: Exchanges whose results are in the snapshot.
         """
-        needed = [x for x in self._log.up_to(started) if x not in merged]
+        missing = [x for x in self._log.up_to(started) if x not in merged]
         joiners = set(self._roster.joiners(step))
         ranks = {*self._due(step), *joiners.difference(self.ranks)}
         content = {blake2b(cast("Any", part.numpy()), digest_size=16).hexdigest(): part for part in parts}
         for rank in ranks:
             request, _ = self._wanted.pop(rank, (0, None))
-            self._offers[rank] = _Offer(request, step, content, {x.number for x in needed}, started)
+            self._offers[rank] = _Offer(request, step, content, {x.number for x in missing}, started)
             self.greet(rank)
-        for logged in needed:
+        for logged in missing:
             if logged.kept is not None:
                 self._keep(logged)
         if begin_now := sorted(joiners.intersection(ranks)):
@@ -270,7 +268,7 @@ class StateGiver:
         """Serves requests for pieces: after all other messages, unless the others wait for the replica."""
         while True:
             rank, payload = await self._comm.recv_any(REQUESTS, deadline_s=math.inf)
-            with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
+            with suppress(ValueError, TypeError, KeyError):  # a malformed request gets no answer
                 view, fetched, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
                 self._answer(rank, view, fetched, name, begin, nbytes)
 

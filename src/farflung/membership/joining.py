@@ -57,7 +57,7 @@ class Joiner:
         self._suspensions: list[float] = []
         """Times of suspensions."""
         self._asks = self._seeks = False
-        """True if it asks for admission; and True if it looks for members that have the state."""
+        """Flags: it asks for admission, and it looks for members that have the state."""
 
     @property
     def has_begun(self) -> bool:
@@ -248,8 +248,8 @@ class Joiner:
             self._cannot_begin()
 
     def _cannot_begin(self) -> None:
-        lost = ", ".join(self._roster.view.holders[0])
-        self._stop(RunLost(f"rank {self._member.name} cannot begin: members {lost} are lost or silent"))
+        names = ", ".join(self._roster.view.holders[0])
+        self._stop(RunLost(f"rank {self._member.name} cannot begin: members {names} are lost or silent"))
 
     def cannot_reach(self, rank: int, error: RunLost) -> None:
         """Ends this member because it cannot reach one that has to admit it."""

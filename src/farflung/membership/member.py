@@ -187,18 +187,16 @@ class Member:
           can_admit: True if the view may end just for an admission; a driver may wait for the end of exchanges.
         """
         view = None
-        while (
-            self.view not in (None, view) and not self.stopped
-        ):  # again after each view that is installed here
+        while self.view not in (None, view) and not self.stopped:  # repeat after each installed view
             view = self.view
             if not self.frozen and (self._ends() or (admits and self.has_candidates)):
                 self._held = self._driver.freeze()
                 self._grown = True
             if self._grown:
                 self._due, self._grown = set(self.connected), False
-            if due := self._due & self.connected:
+            if targets := self._due & self.connected:
                 self._due = set()
-                self._tell(due, self._report())
+                self._tell(targets, self._report())
             if self.frozen and ready:
                 self._cast()
 
@@ -374,12 +372,14 @@ class Member:
         assert self.view is not None
         leaving_names = {x for x in reports if Fact("leave", x) in self._know}
         members = (*(x for x in reports if x not in leaving_names), *self._admitted(reports))
-        held = {x: report.held for x, report in reports.items() if report.held}
-        if not held:
+        held_exchanges = {x: report.held for x, report in reports.items() if report.held}
+        if not held_exchanges:
             return View(self.view.number + 1, members, (), ())
-        base = min(held_numbers[0] for held_numbers in held.values())
-        held_numbers = {x: {*range(base, held[x][0]), *held[x]} for x in held}
-        givers = sorted(held, key=lambda x: (x in leaving_names, -len(held_numbers[x])))  # then by seniority
+        base = min(numbers[0] for numbers in held_exchanges.values())
+        held_numbers = {x: {*range(base, held_exchanges[x][0]), *held_exchanges[x]} for x in held_exchanges}
+        givers = sorted(
+            held_exchanges, key=lambda x: (x in leaving_names, -len(held_numbers[x]))
+        )  # then by seniority
         newest = tuple(sorted(set().union(*held_numbers.values())))
         holders = tuple(tuple(x for x in givers if exchange in held_numbers[x]) for exchange in newest)
         return View(self.view.number + 1, members, newest, holders)
@@ -405,7 +405,7 @@ class Member:
         gone_names = set(self.view.members if self.view else ()).difference(view.members)
         self.view = view
         self._begin()
-        for name in gone_names:  # no other process gets its name
+        for name in gone_names:  # names are never reused
             self._certificates.pop(name, None)
             self._down.discard(name)
         self.left = is_evicted and self._leaving

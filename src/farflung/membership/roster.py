@@ -77,7 +77,7 @@ class Roster:
         first_last = sorted(self.changes, key=lambda change: (change.step, change.view), reverse=True)
         return {
             (before, rank): change
-            for change in first_last  # the first counts
+            for change in first_last  # the first change overwrites later ones
             for before in change.again
             for rank in change.lost
             if rank in self.at(before).ranks
@@ -103,7 +103,7 @@ class Roster:
             last_whole += 1
         last_done = max(step for number, step in complete if number <= last_whole)
         ranks = tuple(map(int, view.members))
-        # Later steps need exchanges of the new view, so no member has begun them yet.
+        # Later steps need exchanges of the new view: no member has begun them, and by then all its members have.
         first_step = max((self.begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
         repeated = range(last_done + 1, max(last_done + 1 + self._reach, first_step))
         # Earlier lost members count if repeated steps were to be completed by a result of theirs.

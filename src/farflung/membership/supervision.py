@@ -100,7 +100,7 @@ class Page:
         return latest
 
     def read(self) -> tuple[str, Access, bytes] | None:
-        """Returns name, access and latest report, which is empty before the first; ``None``: it was no member yet."""
+        """Returns name, access and latest report (empty before the first), or ``None`` before the process is a member."""
         _, text = self._latest()
         content, _, report = text.partition(b"\n")
         if not content:
@@ -136,8 +136,8 @@ def certify(page: Page, exit_code: int) -> list[threading.Thread]:
 
 
 def _deliver(access: Access, address: str, certificate: str) -> None:
-    until = time.monotonic() + DELIVERY_S
-    while (left_s := until - time.monotonic()) > 0:
+    deadline = time.monotonic() + DELIVERY_S
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
             access.ask(address, {"certificate": certificate}, left_s)
         except ConnectionRefusedError:  # that member has ended too

@@ -106,7 +106,7 @@ def _largest(members: list[str], broken: dict[str, set[str]]) -> list[str]:
         if broken[member].intersection(remaining):
             including = [member, *_largest([x for x in remaining if x not in broken[member]], broken)]
             excluding = _largest(remaining, broken)
-            return max(including, excluding, key=len)  # the first of equals, which has the more senior member
+            return max(including, excluding, key=len)  # of equals the first, with the more senior member
     return members
 
 

@@ -226,24 +226,24 @@ class Buffer:
 
     def _settle(self, step: int, rate: Callable[[], float]) -> int:
         """Determines the samples of a step if possible, and returns how many are missing."""
-        held = len(self.ids)
+        num_held = len(self.ids)
         per_second = self._fixed_rate or 0.0
         if self.measures:
-            if held < self._fewest:
-                return self._fewest - held
+            if num_held < self._fewest:
+                return self._fewest - num_held
             per_second = self._rate_at(step, rate)
         low, high = self._sizes(per_second)
         if self._chosen is None or self._chosen[0] != step:
-            if held < low:
-                return low - held
+            if num_held < low:
+                return low - num_held
             self._choose(step, low, high)
         assert self._chosen is not None
         counts = self._chosen[1]
         missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in counts)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
-            nbytes = held * self._sample_nbytes
-            telemetry: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
+            nbytes = num_held * self._sample_nbytes
+            telemetry: dict[str, Json] = {"held": num_held, "held_nbytes": nbytes, "dropped": self._dropped}
             self._in_use = Arrivals(self.ids, None, sum(count for _, count in counts), weight, telemetry)
         return missing
 
@@ -273,29 +273,29 @@ class Buffer:
         with deciding("arrivals", step):
             self._chosen = step, self._possible(decision.value, low, high)
         self._oldest.update({oldest % self._stride: oldest for oldest, _ in self._chosen[1]})
-        held = self.ids
-        unwanted = self._unwanted(held)
+        held_ids = self.ids
+        unwanted = self._unwanted(held_ids)
         if unwanted.any():
-            self._drop(held, unwanted)
-            self._remove(held[unwanted])
+            self._drop(held_ids, unwanted)
+            self._remove(held_ids[unwanted])
 
     def _choice(self, high: int) -> Json:
         """Returns the oldest kept id and the number of taken samples of each lane, in the order of arrival."""
-        kept_ids = held = self.ids
+        kept_ids = held_ids = self.ids
         if self._truncates:
-            kept_ids = held[-high:]
-        elif self._backlog is not None and len(held) > self._backlog:
+            kept_ids = held_ids[-high:]
+        elif self._backlog is not None and len(held_ids) > self._backlog:
             if self._full == "stop":
                 raise DataError(
-                    f"stream: {len(held)} samples wait to be used, and backlog={self._backlog}: raise it or most, or "
+                    f"stream: {len(held_ids)} samples wait to be used, and backlog={self._backlog}: raise it or most, or "
                     "choose full='pause', full='drop_oldest' or policy='truncation'"
                 )
             if self._full == "drop_oldest":
-                kept_ids = held[-self._backlog :]
+                kept_ids = held_ids[-self._backlog :]
         taken_ids = kept_ids[:high]
         choice: list[Json] = []
-        for lane in torch.unique(held % self._stride).tolist():
-            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(held, lane)[-1] + self._stride
+        for lane in torch.unique(held_ids % self._stride).tolist():
+            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(held_ids, lane)[-1] + self._stride
             oldest = int(lane_ids[0] if len(lane_ids) else end)
             choice.append({"oldest": oldest, "count": len(self._in_lane(taken_ids, lane))})
         return choice
@@ -330,11 +330,11 @@ class Buffer:
 
     def _shown(self) -> SampleIds:
         """Returns all held ids, beginning with those of the step, lane by lane."""
-        held = self.ids
+        held_ids = self.ids
         if self._lanes == 1 or self._chosen is None:
-            return held
+            return held_ids
         step_ids = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
-        return torch.cat([step_ids, held[~torch.isin(held, step_ids)]])
+        return torch.cat([step_ids, held_ids[~torch.isin(held_ids, step_ids)]])
 
     def _unwanted(self, ids: SampleIds) -> Tensor:
         """Returns a mask of the ids that precede the oldest kept id of their lane."""

@@ -38,15 +38,15 @@ class Growth:
         self._marks.append((now, count))
         while len(self._marks) > 2 and self._is_long_enough(*self._marks[1]):
             self._marks.popleft()
-        since, before = self._marks[0]
-        if now - since >= self._span_s:
-            self.rate = (count - before) / (now - since) if count > before else 1 / (now - self._grew_s)
+        start_s, base = self._marks[0]
+        if now - start_s >= self._span_s:
+            self.rate = (count - base) / (now - start_s) if count > base else 1 / (now - self._grew_s)
 
     def settle(self) -> None:
         """Computes a rate from the observations so far if there is none yet, however short they are."""
         if self.rate is None and self._marks:
-            (since, before), (time_s, count) = self._marks[0], self._marks[-1]
-            self.rate = max(1, count - before) / (time_s - since or self._span_s)
+            (start_s, base), (time_s, count) = self._marks[0], self._marks[-1]
+            self.rate = max(1, count - base) / (time_s - start_s or self._span_s)
 
     def _is_long_enough(self, since: float, before: int) -> bool:
         time_s, count = self._marks[-1]

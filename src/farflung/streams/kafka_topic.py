@@ -231,12 +231,12 @@ class KafkaSource(MessageSource):
     def _answer(self, ask: Callable[[], T]) -> T:
         """Repeats a request until the broker is ready, and returns its answer."""
         not_ready = {getattr(self._kafka.KafkaError, name) for name in NOT_READY}
-        until = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + ANSWER_S
         while True:
             try:
                 return ask()
             except self._kafka.KafkaException as error:
-                if error.args[0].code() not in not_ready or time.monotonic() > until:
+                if error.args[0].code() not in not_ready or time.monotonic() > deadline:
                     raise
             self._consumer.poll(AGAIN_S)
 

@@ -101,7 +101,7 @@ class MessageSource(ABC):
         """Returns up to ``max_messages`` new messages; waits up to ``wait_s`` seconds for the first.
 
         Raises:
-          Exception: The source cannot be read any more.
+          Exception: The source can no longer be read.
         """
 
     @abstractmethod
@@ -251,7 +251,7 @@ class LiveStream(Stream):
         self._skipped = int(state["skipped"])
         following = {int(partition): int(position) for partition, position in state["next"].items()}
         if not following:
-            return  # made before the first step
+            return  # saved before the first step
         self._next = {**{partition: reach.first for partition, reach in self._reach.items()}, **following}
         for partition, growth in self._growth.items():
             growth.rate = state["rates"].get(str(partition))
@@ -282,19 +282,19 @@ class LiveStream(Stream):
 
     def rows(self, ids: SampleIds) -> Batch:
         """Returns samples, as :meth:`farflung.types.Samples.get_rows`; waits for those that have to be read again."""
-        wanted = ids.tolist()
+        sample_ids = ids.tolist()
         with self._changed:
             if self._again:
                 if self._thread is None:
                     self._begin(0)
                 has_arrived = self._changed.wait_for(
-                    lambda: self._error is not None or self._again.isdisjoint(wanted), self._deadline_s
+                    lambda: self._error is not None or self._again.isdisjoint(sample_ids), self._deadline_s
                 )
                 if self._error is not None:
                     raise self._error
                 if not has_arrived:
                     raise self._silence(self._deadline_s)
-            messages = [self._held[sample_id] for sample_id in wanted]
+            messages = [self._held[sample_id] for sample_id in sample_ids]
         return self._messages.rows(messages)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
@@ -367,9 +367,9 @@ class LiveStream(Stream):
         return None if self._again else self._buffer.room
 
     def _has_room(self) -> bool:
-        """Returns True if there is much room, or any room while a step waits."""
-        room, much = self._room(), self._low if self._paused else min(self._low, CHUNK)
-        return room is None or room > much or (room > 0 and self._ready is not None)
+        """Returns True if much room is left, or any room while a step waits."""
+        room, threshold = self._room(), self._low if self._paused else min(self._low, CHUNK)
+        return room is None or room > threshold or (room > 0 and self._ready is not None)
 
     def _take(self, came: Sequence[Records]) -> None:
         decoded = [self._decoded(records) for records in came]
@@ -438,9 +438,9 @@ class LiveStream(Stream):
             if step is None or is_early or self._again:
                 return
             self._used, self._told_at = None, time_s
-            positions, held = dict(self._next), self._buffer.ids
+            positions, held_ids = dict(self._next), self._buffer.ids
             for partition in positions:
-                lane_ids = held[held % STRIDE == partition]
+                lane_ids = held_ids[held_ids % STRIDE == partition]
                 if len(lane_ids):
                     positions[partition] = int(lane_ids[0]) // STRIDE
         self._source.used(positions, step)

@@ -37,8 +37,8 @@ class RateLimited(Stream):
     """
 
     def __init__(self, rate: Rates, **buffer: Any) -> None:
-        alone = 1 if isinstance(rate, int | float | str) else len(rate)
-        courses(rate, alone, seed=0)
+        num_rates = 1 if isinstance(rate, int | float | str) else len(rate)
+        courses(rate, num_rates, seed=0)
         self._rates = rate
         self._buffer = Buffer(**buffer)
         self._next = 0

@@ -92,7 +92,7 @@ class RateCourse:
         return self.rates[bisect_right(self.begins, t) - 1]
 
     def delay(self, number: int, since: float) -> float:
-        """Returns the delay from ``since`` to the arrival of a sample, counted from 1 since then."""
+        """Returns the delay from ``start_s`` to the arrival of a sample, counted from 1 since then."""
         remaining = float(number)
         for begin, end, rate in self._spans(since):
             room = (end - begin) * rate
@@ -102,9 +102,9 @@ class RateCourse:
         raise AssertionError("the last rate has no end")
 
     def sent(self, since: float, seconds: float) -> float:
-        """Returns the number of samples sent in ``seconds`` from ``since``, with the fraction of the last one."""
-        until = since + seconds
-        return sum(max(0.0, min(end, until) - begin) * rate for begin, end, rate in self._spans(since))
+        """Returns the number of samples sent in ``seconds`` from ``start_s``, with the fraction of the last one."""
+        end_s = since + seconds
+        return sum(max(0.0, min(end, end_s) - begin) * rate for begin, end, rate in self._spans(since))
 
     def _spans(self, since: float) -> Iterator[tuple[float, float, float]]:
         """Yields begin, end and value of each rate from a time on."""

@@ -88,10 +88,10 @@ class CommunicationThread(threading.Thread):
             while not self._stopping:
                 self._turn()
         except BaseException as error:
-            lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
-            lost.__cause__ = error
-            self._end(lost)
-            self._view.end(lost)
+            failure = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._end(failure)
+            self._view.end(failure)
         finally:
             self._sleeping = False
             self._end(RunLost(_LEFT))

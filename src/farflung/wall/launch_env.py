@@ -154,7 +154,7 @@ class LaunchEnv:
           join_s: Maximum time in seconds until the others come.
 
         Raises:
-          ConfigError: The address is unknown, has no such host, or cannot be listened at.
+          ConfigError: The address is unknown or unusable, or its host does not exist.
           DeadlinePassed: The store of rank 0 was not reached.
         """
         if self.size == 1:
@@ -170,7 +170,7 @@ class LaunchEnv:
         def connect() -> dist.Store:
             socket.create_connection(
                 (address, int(port)), timeout=join_s
-            ).close()  # else torch prints its stack
+            ).close()  # otherwise torch prints its stack
             return dist.TCPStore(address, int(port), self.size, is_master=False, timeout=patience)
 
         return reached(connect, f"its store at {address}:{port}", join_s)

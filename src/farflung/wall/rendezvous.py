@@ -168,7 +168,7 @@ class Rendezvous:
             if self._answers and any(self._has_come_again(rank) for rank in self._others):
                 self._call_all()
             return not self._answers
-        except RuntimeError:  # the store has ended, and the others may come nevertheless
+        except RuntimeError:  # the store has ended; the others may still come
             return False
 
     def confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
@@ -199,7 +199,7 @@ class Rendezvous:
                 ]
                 if not unconfirmed:
                     return True
-        except RuntimeError:  # the store has ended: no member can come again
+        except RuntimeError:  # the store has ended: no member can restart
             return True
         lost_ranks = [
             rank for rank in self._others if not is_due(rank)
@@ -255,15 +255,15 @@ def ask_leader(store: dist.Store, name: str, rank: int, what: str, patience_s: f
     Raises:
       DeadlinePassed: Rank 0 has not come, or the store has ended.
     """
-    board, question, begin, why = _Board(store, name), secrets.token_hex(16), time.monotonic(), ""
+    board, question, begin, reason = _Board(store, name), secrets.token_hex(16), time.monotonic(), ""
     try:
         board.ask(rank, question)
         for _ in _look_until(begin + patience_s):
             if (advice := board.advice(rank, question)) is not None:
                 return advice
     except RuntimeError as error:  # the store has ended
-        why = f" ({type(error).__name__})"
-    raise DeadlinePassed(0, f"{what} in the store{why}", time.monotonic() - begin)
+        reason = f" ({type(error).__name__})"
+    raise DeadlinePassed(0, f"{what} in the store{reason}", time.monotonic() - begin)
 
 
 class _Board:

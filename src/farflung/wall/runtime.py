@@ -119,7 +119,7 @@ class WallRuntime:
         self._group: Any = None
         self.decisions = decisions or DecisionLog(keep=False)
         self.peers: dict[int, Peer] = {}
-        """Addresses of the replicas that have come, by rank."""
+        """Replicas that have come, by rank."""
         self._make_transport = partial(
             transport,
             rank,
@@ -364,7 +364,7 @@ class WallRuntime:
         self.peers[peer.rank] = peer
 
         def give_up() -> None:
-            if not greeted.done:  # else it may be connected again just now
+            if not greeted.done:  # otherwise it may be reconnecting
                 self.view.dismiss(peer.rank, DeadlinePassed(peer.rank, "its greeting", join_s))
 
         self._thread.at(self.now() + join_s, give_up)
@@ -387,7 +387,7 @@ class WallRuntime:
         try:
             return self._await_greetings(join_s, rendezvous.is_repeated) and rendezvous.confirm(is_due)
         except (PeerLost, PeerFailed):
-            # A rank that is the first to see that the meeting is repeated closes its connections.
+            # The first rank that sees a repeated meeting closes its connections.
             if rendezvous.is_repeated():
                 return False
             raise
@@ -427,10 +427,10 @@ class WallRuntime:
         def copy_to_host() -> None:
             try:
                 wait()
-            except RuntimeError as error:  # the device is out of order
-                lost = RunLost(f"a gradient could not be copied from its device: {error}")
-                self._thread.soon(lambda: self.view.end(lost))
-                self._thread.soon(lambda: staged.fail(lost))
+            except RuntimeError as error:  # the device has failed
+                failure = RunLost(f"a gradient could not be copied from its device: {error}")
+                self._thread.soon(lambda: self.view.end(failure))
+                self._thread.soon(lambda: staged.fail(failure))
             else:
                 self._thread.soon(lambda: staged.set(host))
 
@@ -445,8 +445,8 @@ class WallRuntime:
             try:
                 future.value()
             except Exception as error:  # the backend raises RuntimeErrors of many kinds
-                lost = RunLost(f"the native all-reduce failed: {error}")
-                self._thread.soon(lambda: summed.fail(lost))
+                failure = RunLost(f"the native all-reduce failed: {error}")
+                self._thread.soon(lambda: summed.fail(failure))
             else:
                 self._thread.soon(lambda: summed.set(tensor))
 
@@ -456,7 +456,7 @@ class WallRuntime:
 
 def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
     """Creates the backend's collectives, which listen at one address instead of that of the machine's name."""
-    gloo: Any = dist.ProcessGroupGloo  # whose methods torch has no annotations for
+    gloo: Any = dist.ProcessGroupGloo  # torch has no annotations for its methods
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline_s)

@@ -174,11 +174,11 @@ class _Visits:
         if not here and ranks[0] != own_rank and senior is not None and _place(senior):
             return {"ask": _place(senior)}
         time_s, taken_ranks = self._runtime.now(), self._used() | self._guests.keys()
-        taken_ranks |= {rank for rank, until in self._invited.items() if until > time_s}
+        taken_ranks |= {rank for rank, end_s in self._invited.items() if end_s > time_s}
         free = [rank for rank in range(self._takes.ranks) if rank not in taken_ranks]
         if not free:
             raise ConfigError(f"all {self._takes.ranks} ranks of the run are used")
-        # Members that are asked at the same time, because the most senior one is lost, give different ranks.
+        # Members asked at the same time, because the most senior one is lost, assign different ranks.
         rank = free[min(ranks.index(own_rank), len(free) - 1)]
         self._invited[rank] = time_s + INVITED_S
         addresses: list[Json] = [
@@ -242,11 +242,11 @@ class Guest:
         answer = self._ask({"join": False})
         if "ask" in answer:
             self._prefer([str(answer["ask"])])
-            answer = self._ask({"join": True})  # the senior may be the one that is lost
+            answer = self._ask({"join": True})  # the most senior member may be lost
         self.rank, self.config = answer["rank"], answer["config"]
         self._prefer(answer["addresses"])
         self.members: list[int] = []
-        """Ranks of the members that had greeted this replica at its creation."""
+        """Ranks of the members that had greeted this replica when :meth:`announce` returned."""
         self.guests: list[Peer] = []
         """Other joining replicas."""
         self._greetings: dict[int, Pending[None]] = {}
@@ -306,12 +306,12 @@ class Guest:
 
         Raises:
           ConfigError: The members cannot be connected to from this machine; says why.
-          ProtocolError: A member trains something else; says what.
+          ProtocolError: A member trains with other settings; names them.
           RunLost: The rank has been given to another replica, or the members are lost; a new rank may be requested.
         """
         try:
             answer = self._ask({"peer": runtime.view.transport.me.to_json()})
-        except ConfigError as error:  # one has answered before
+        except ConfigError as error:  # a member has answered before
             raise RunLost(f"no member is left of those that have answered: {error}") from None
         if "again" in answer:
             raise RunLost(answer["again"])
