@@ -73,12 +73,12 @@ class Agreement:
         """Callback that receives the rank of each process that connects after the start."""
         self.codec = MessageCodec(key)
         name, names = str(runtime.comm.rank), roster.view.members
-        joins = name not in names
+        is_joining = name not in names
         self.member = Member(
             name,
             self,
             self.codec.certify,
-            None if joins else roster.view,
+            None if is_joining else roster.view,
             quorum=1 if quorum == "1" else "majority",
         )
         self.member.connected.update(set(names) - {name})
@@ -100,7 +100,7 @@ class Agreement:
         )
         self.log = ExchangeLog(self, first_step)
         self.giver = StateGiver(self, self.log)
-        self.joiner = Joiner(self, self.log, joins)
+        self.joiner = Joiner(self, self.log, is_joining)
         self.suspicion = Suspicion(self, self.log)
         if runtime.comm.size > 1:
             self.launch(self._listen())

@@ -100,7 +100,7 @@ class Page:
         return latest
 
     def read(self) -> tuple[str, Access, bytes] | None:
-        """Returns name, access and latest report (empty before the first), or ``None`` before the process is a member."""
+        """Returns name, access and latest report, empty before the first; ``None`` before the process is a member."""
         _, text = self._latest()
         content, _, report = text.partition(b"\n")
         if not content:

@@ -281,21 +281,21 @@ class Buffer:
 
     def _choice(self, high: int) -> Json:
         """Returns the oldest kept id and the number of taken samples of each lane, in the order of arrival."""
-        kept_ids = held_ids = self.ids
+        kept_ids = ids = self.ids
         if self._truncates:
-            kept_ids = held_ids[-high:]
-        elif self._backlog is not None and len(held_ids) > self._backlog:
+            kept_ids = ids[-high:]
+        elif self._backlog is not None and len(ids) > self._backlog:
             if self._full == "stop":
                 raise DataError(
-                    f"stream: {len(held_ids)} samples wait to be used, and backlog={self._backlog}: raise it or most, or "
+                    f"stream: {len(ids)} samples wait to be used, and backlog={self._backlog}: raise it or most, or "
                     "choose full='pause', full='drop_oldest' or policy='truncation'"
                 )
             if self._full == "drop_oldest":
-                kept_ids = held_ids[-self._backlog :]
+                kept_ids = ids[-self._backlog :]
         taken_ids = kept_ids[:high]
         choice: list[Json] = []
-        for lane in torch.unique(held_ids % self._stride).tolist():
-            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(held_ids, lane)[-1] + self._stride
+        for lane in torch.unique(ids % self._stride).tolist():
+            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(ids, lane)[-1] + self._stride
             oldest = int(lane_ids[0] if len(lane_ids) else end)
             choice.append({"oldest": oldest, "count": len(self._in_lane(taken_ids, lane))})
         return choice

@@ -66,12 +66,12 @@ class RateLimited(Stream):
     @override
     def poll(self, now: float, step: int) -> Arrivals:
         self._arrive(now)
-        begins = not self._buffer.in_use
+        is_first_poll = not self._buffer.in_use
         missing, arrivals = self._buffer.poll(step, lambda: self._course.at(self._elapsed))
         if missing:
             unwanted = max(0, self._buffer.oldest() - self._next)
             return replace(arrivals, ready=self._arrival(self._sent + unwanted + missing))
-        if begins and self._stalled:
+        if is_first_poll and self._stalled:
             self._begin, self._before, self._sent = now, self._elapsed, 0
         return arrivals
 

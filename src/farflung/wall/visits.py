@@ -327,10 +327,10 @@ class Guest:
             self._greetings[peer.rank] = runtime.let_in(peer)
 
         def check_greeting(greeted: Pending[None]) -> None:
-            ended = all(x.error is not None for x in self._greetings.values())
+            has_failed = all(x.error is not None for x in self._greetings.values())
             if greeted.error is None:
                 first_greeting.set(None)
-            elif ended or isinstance(greeted.error, ProtocolError):
+            elif has_failed or isinstance(greeted.error, ProtocolError):
                 first_greeting.fail(greeted.error)
 
         for greeted in self._greetings.values():
