@@ -43,7 +43,7 @@ class Elastic:
       can_return: True if this member asks to be admitted again after the others have continued without it
         (:meth:`receive_state`). Its exchanges fail with :class:`farflung.errors.Suspended` first.
       first_step: First step of the run.
-      max_lead_steps: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
+      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
       members: Ranks of the first members; all by default. Any other rank asks to join.
       on_view: Callback that receives the members of each new view, by seniority.
     """

@@ -17,7 +17,7 @@ class Roster:
     Args:
       view: First view.
       change: Members that take samples at the first step.
-      max_lead_steps: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
+      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
     """
 
     def __init__(self, view: View, change: Change, reach: int) -> None:
