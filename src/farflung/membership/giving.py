@@ -165,7 +165,7 @@ class StateGiver:
         Args:
           step: Step before which the state was saved.
           parts: Parts of the snapshot.
-          started: Number of exchanges that had started.
+          num_started: Number of exchanges that had started.
           merged: Exchanges whose results are in the snapshot.
         """
         missing = [x for x in self._log.up_to(started) if x not in merged]
