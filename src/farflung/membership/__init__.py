@@ -1,7 +1,7 @@
-"""The protocol behind elastic training: members agree on the next view without a server.
+"""Protocol of elastic training, by which members agree on the next view without a server.
 
-:class:`Member` is a state machine without sockets and clocks: a driver passes it events and carries out its effects,
-alike on real machines and in virtual time. See ``docs/membership.md``.
+:class:`Member` is a state machine without sockets and clocks. A driver passes it events and carries out its effects,
+in the same way on real machines and in virtual time. See ``docs/membership.md``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A member's part in a run that outlives the loss of members: a driver of :class:`Member`, alike in both worlds."""
+"""Driver of :class:`Member` in a run that survives the loss of members, on the wall clock and in virtual time."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from farflung.types import Runtime
 __all__ = ["DONE", "Agreement"]
 
 DONE = b"done"
-"""Says that its sender has every result of the run."""
+"""Message of a sender that has every result of the run."""
 _IDLE_S = 1.0
-"""After so many seconds without an exchange under way a view admits others."""
+"""Seconds without a pending exchange after which a view admits others."""
 _ENTERED = 3
-"""After so many steps a view admits others even though some exchange is always under way."""
+"""Number of steps after which a view admits others although some exchange is always pending."""
 
 
 class Agreement:
-    """Passes events to a :class:`Member` and carries out its effects; see :class:`farflung.membership.Driver`.
+    """Driver that passes events to a :class:`Member` and carries out its effects.
 
-    It belongs to the thread that carries exchanges, and so do the parts that it brings together: the exchanges
-    (``log``), the state for others (``giver``), the own way into the run (``joiner``), and ``suspicion`` of the others.
+    It belongs to the thread that carries exchanges, and so do its parts: ``log`` of exchanges, ``giver`` of the state
+    to others, ``joiner`` for this member's own way into the run, and ``liveness`` of the others.
 
     Args:
-      runtime: the world; its view is not whole.
-      key: a secret of the run, which signs certificates.
-      roster: the members.
-      page: takes the reports that a supervisor reads after this process's end; ``None``: it has no supervisor.
-      least: the number of members with less of which the run ends.
+      runtime: Runtime of this member, whose view may lose members.
+      key: Secret of the run that signs certificates.
+      roster: Members of the run.
+      page: Memory for the reports that a supervisor reads after this process's end; ``None`` without a supervisor.
+      min_members: Number of members below which the run ends.
       quorum: ``"majority"`` or ``"1"``, see :class:`Elastic`.
-      patience_s: see :class:`Elastic`.
-      returns: whether this member asks to be admitted again where the others went on without it.
-      first_step: of the run.
-      told: is told of the members of each new view, by seniority.
+      patience_s: See :class:`Elastic`.
+      can_return: True if this member asks to be admitted again after the others have continued without it.
+      first_step: First step of the run.
+      on_view: Callback that receives the members of each new view, by seniority.
     """
 
     def __init__(
@@ -70,59 +70,59 @@ class Agreement:
         self._comm, self._page, self._least, self._told = runtime.comm, page, least, told
         self._returns = returns and quorum != "1"
         self.met: Callable[[int], None] | None = None
-        """Is told of the rank of each process that is connected after the start."""
+        """Callback that receives the rank of each process that connects after the start."""
         self.codec = MessageCodec(key)
         name, names = str(runtime.comm.rank), roster.view.members
-        joins = name not in names
+        is_joining = name not in names
         self.member = Member(
             name,
             self,
             self.codec.certify,
-            None if joins else roster.view,
+            None if is_joining else roster.view,
             quorum=1 if quorum == "1" else "majority",
         )
         self.member.connected.update(set(names) - {name})
         self.is_over = False
-        """Whether this member takes part no more."""
+        """True if this member no longer takes part."""
         self.error: FarflungError | None = None
-        """Why it takes part no more, unless it has all results of the run."""
+        """Reason why it no longer takes part, unless it has all results of the run."""
         self.last: Started[Any] | None = None
-        """The last exchange of the run, which is whole once any member ends."""
+        """Last exchange of the run, which is whole once any member ends."""
         self.leaves: Pending[None] | None = None
-        """When this member has left; ``None``: it was not asked to."""
+        """Completes when this member has left; ``None`` if it was not asked to."""
         self.interrupted = Pending[None]()
-        """Fails once this member takes part no more, or is suspended; another then stands for the next membership."""
+        """Fails once this member no longer takes part, or is suspended; each membership has a new one."""
         self._settles = self._others_ended = False
         self._admits_s, self._entered = math.inf, 0
-        """When a view admits others at the latest, and how many steps have started since it may."""
+        """Latest time at which a view admits others, and number of steps started since a candidate appeared."""
         self.connections = Connections(
             runtime, self.member, lambda: roster.view, patience_s, self._returns, self.settle_soon
         )
         self.log = ExchangeLog(self, first_step)
         self.giver = StateGiver(self, self.log)
-        self.joiner = Joiner(self, self.log, joins)
+        self.joiner = Joiner(self, self.log, is_joining)
         self.suspicion = Suspicion(self, self.log)
         if runtime.comm.size > 1:
             self.launch(self._listen())
-            self.launch(self._welcome())  # first: all that has come before may be gone since
+            self.launch(self._welcome())  # before departures: an earlier arrival may have left since
             self.launch(self._watch())
             self.launch(self.suspicion.attend())
             self.launch(self.giver.serve())
             self.joiner.listen()
 
     def launch(self, work: Coroutine[Pending[Any], None, None]) -> None:
-        """Starts work that nothing waits for; the run stops by name where it fails."""
+        """Starts background work; an unexpected error in it stops the run."""
 
-        def ended(task: Pending[None]) -> None:
+        def report_failure(task: Pending[None]) -> None:
             if isinstance(error := task.error, Exception) and not isinstance(error, FarflungError):
                 logging.getLogger("farflung").error("the agreement on members failed", exc_info=error)
                 self.stop(f"the agreement on members failed: {type(error).__name__}: {error}")
 
-        self.runtime.launch(work).on_done(ended)
+        self.runtime.launch(work).on_done(report_failure)
 
     @property
     def joins(self) -> bool:
-        """Whether this member has yet to be given the state of the run."""
+        """Returns True if this member has not received the state of the run yet."""
         return self.joiner.follower is not None
 
     # --- effects ----------------------------------------------------------------------------------------------------
@@ -135,21 +135,21 @@ class Agreement:
             self._page.keep(self.codec.encode(report))
 
     def freeze(self) -> tuple[int, ...]:
-        whole, view = self.log.freeze(), self.roster.view
+        whole_exchanges, view = self.log.freeze(), self.roster.view
         if self._others_ended:
             self._end_with_others()
         if self.joins:
             return ()
         self.launch(self.suspicion.lose_patience(view))
         self.launch(self.suspicion.hear_all(view))
-        return whole
+        return whole_exchanges
 
     def install(self, view: View) -> None:
-        before = self.roster.view.members
+        previous_members = self.roster.view.members
         self.roster.enter(view)
         self.log.is_frozen, self.log.error = False, self.error
         self._comm.advance(view.number)
-        self.connections.await_back(set(before).difference(view.members))
+        self.connections.await_back(set(previous_members).difference(view.members))
         if self.joiner.install(view):
             if self._told is not None:
                 self._told(self.roster.members)
@@ -158,8 +158,8 @@ class Agreement:
             self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
             return
         if view.number > self.roster.changes[-1].view:
-            self.log.change(before, view)
-        self.giver.close(int(name) for name in before if name not in view.members)
+            self.log.change(previous_members, view)
+        self.giver.close(int(name) for name in previous_members if name not in view.members)
         self.giver.tell_view()
         self.giver.plan()
         if self._told is not None:
@@ -191,7 +191,7 @@ class Agreement:
         return True
 
     def stop(self, reason: str, error: FarflungError | None = None) -> None:
-        """Ends this member's part in the run, with an error."""
+        """Ends this member's part in the run with an error."""
         self.is_over = True
         self.error = error or (Left(reason) if self.member.left else RunLost(reason))
         if self.leaves is not None:
@@ -240,26 +240,26 @@ class Agreement:
         self.settle_soon()
 
     def certified(self, text: bytes) -> None:
-        """Hears the supervisor's certificate of another process."""
+        """Handles the supervisor's certificate of another process."""
         self.member.hear("", self.codec.decode(text))
         self.settle_soon()
 
     def lose(self, name: str, *, is_malformed: bool = False) -> None:
-        """Takes a process for lost; one that has sent what is malformed is heard no more."""
+        """Marks a process as lost; later messages are ignored if it has sent a malformed one."""
         if is_malformed:
             self.connections.malformed.add(name)
         self.member.lost(name)
         self.settle_soon()
 
     def _end_with_others(self) -> None:
-        """Ends where another member has every result of the run."""
+        """Ends because another member has every result of the run."""
         self._others_ended = True
         if self.last is not None:
             self.is_over = True
             self.last.result.set(())
         elif not self.joiner.has_begun:
-            why = "the run has ended before this replica could begin"
-            self.stop(why, Left(why))
+            reason = "the run has ended before this replica could begin"
+            self.stop(reason, Left(reason))
         elif self.joins or self.log.is_frozen:
             self.stop("the run has ended before this replica could return")
 
@@ -292,7 +292,7 @@ class Agreement:
             self.settle_soon()
 
     async def _keep_offer(self, name: str) -> None:
-        """Connects again to a replica that follows, and keeps what it is offered while it may be back."""
+        """Reconnects to a replica that follows, and keeps its offer while it may return."""
         self.connections.await_back([name])
         await self.runtime.sleep_until(self.runtime.now() + BUSY * self.patience_s)
         if name not in self.member.connected:
@@ -301,39 +301,39 @@ class Agreement:
     # --- when the member acts ---------------------------------------------------------------------------------------
 
     def settle_soon(self) -> None:
-        """Lets the member act once all that has arrived is heard."""
+        """Schedules the processing of events after all arrived messages have been handled."""
         if not self._settles:
             self._settles = True
             self.launch(self._settle())
 
     async def before_exchange(self, ends_step: bool) -> None:
-        """Lets a view admit others before an exchange, where none is under way or some always is."""
+        """Lets a view admit others before an exchange, if no exchange is pending or some always is."""
         if self._admits_s < math.inf and not self.log.is_frozen:
             self._entered += ends_step
             if not self.log.under_way() or self._entered > _ENTERED:
                 await self._settle(between=True)
 
     async def _settle(self, *, between: bool = False) -> None:
-        """Lets the member act now.
+        """Processes events now.
 
         Args:
-          between: whether no exchange is under way. A view waits for this to admit others, for half of the patience at
-            most, since what is under way is made again.
+          is_between: True if no exchange is pending. A view delays admissions until then, for at most half of the
+            patience, because pending exchanges must be repeated.
         """
-        self._settles, now = False, self.runtime.now()
+        self._settles, time_s = False, self.runtime.now()
         if self.is_over:
             return
         if not self.member.has_candidates:
             self._admits_s = math.inf
         elif self._admits_s == math.inf:
-            self._admits_s, self._entered = now + self.patience_s / 2, 0
+            self._admits_s, self._entered = time_s + self.patience_s / 2, 0
             self.connections.settle_at(self._admits_s)
-            self.launch(self._settle_idle(now + min(_IDLE_S, self.patience_s / 8)))
-        self.member.settle(ready=not self.connections.repair(), admits=between or now >= self._admits_s)
+            self.launch(self._settle_idle(time_s + min(_IDLE_S, self.patience_s / 8)))
+        self.member.settle(ready=not self.connections.repair(), admits=between or time_s >= self._admits_s)
         if self.connections.more_cuts():
             self.settle_soon()
 
     async def _settle_idle(self, seconds: float) -> None:
-        """Lets the member act at a time, as between exchanges where none is under way here."""
+        """Processes events at a time, as between exchanges if none is pending."""
         await self.runtime.sleep_until(seconds)
         await self._settle(between=not self.log.under_way())

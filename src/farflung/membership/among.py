@@ -1,4 +1,4 @@
-"""Exchanges among some of the ranks of a run."""
+"""Subgroups of the ranks of a run, and the channels of their exchanges."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Among", "ViewChannel"]
 
 
 class ViewChannel(ExchangeChannel):
-    """A channel within a view, whose bytes are counted by rank in the first view.
+    """Channel of an exchange within a view, whose bytes are counted by rank in the first view.
 
-    An attempt whose message has arrived just before a newer view resumes after that view is installed: it may neither
-    send there nor take the messages of the attempt that follows it.
+    An attempt whose message has arrived just before a newer view resumes after that view is installed. It must neither
+    send nor receive then, because the messages belong to the next attempt.
 
     Args:
-      within: the members that take part.
-      counts: the channel of the exchange, of all ranks, whose bytes are counted.
-      current: whether the view is the newest yet.
+      group: Members that take part.
+      full_channel: Channel of the exchange among all ranks, which counts the bytes.
+      is_current: Function that returns True while the view is the newest.
     """
 
     def __init__(self, within: Among, counts: ExchangeChannel, current: Callable[[], bool]) -> None:
@@ -62,11 +62,11 @@ class ViewChannel(ExchangeChannel):
 
 
 class Among:
-    """Some of the ranks of a group; see :class:`farflung.types.Group`.
+    """Group of some of the ranks of a larger group; see :class:`farflung.types.Group`.
 
     Args:
-      comm: all ranks.
-      ranks: some of them, by their rank here.
+      comm: Larger group.
+      ranks: Ranks of the subgroup, as numbered in the larger group.
     """
 
     lane: Any

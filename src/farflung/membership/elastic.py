@@ -1,4 +1,4 @@
-"""Exchanges that outlive the loss of members, as the replica that waits for their results sees them."""
+"""Exchanges that survive the loss of members, as seen by the replica that waits for their results."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ T = TypeVar("T")
 
 
 class Elastic:
-    """Makes exchanges again, or adopts their results, where members are lost.
+    """Runner of exchanges that are repeated, or whose results are adopted, after the loss of members.
 
-    Exchanges are started in one order on all members, which numbers them. Where a member is lost, the others agree on
-    the next view and on the exchanges that any of them holds whole; those that lack one of these adopt its result, and
-    all others are made again among the members of the view. Replicas wait meanwhile, and learn of the change alone.
+    All members start exchanges in one order, which numbers them. After a loss, the others agree on the next view and
+    on the exchanges that any of them holds whole. Members that lack one of these adopt its result, and all other
+    exchanges are repeated among the members of the view. Replicas wait meanwhile, and only notice the change of
+    members.
 
-    It belongs to the replica's thread; what it stands for, to the thread that carries exchanges.
+    This object belongs to the replica's thread, its parts to the thread that carries exchanges.
 
     Args:
-      runtime: the world; its view is not whole.
-      key: a secret of the run, which signs certificates.
-      page: takes the reports that a supervisor reads after this process's end; ``None``: it has no supervisor.
-      least: the number of members with less of which the run ends.
-      quorum: ``"majority"``, or ``"1"``: members without a majority go on too, each part with a model of its own.
-      patience_s: seconds without a sign of life after which a member that is waited for is left out, and for which to
-        wait for an agreement.
-      returns: whether this member asks to be admitted again where the others went on without it (:meth:`given`). Its
-        exchanges fail with :class:`farflung.errors.Suspended` first.
-      first_step: of the run.
-      reach: the most steps that a member begins after the last one whose exchanges are all there.
-      members: the ranks that are there at the start; all when not given. One that is not among them asks to join.
-      told: is told of the members of each new view, by seniority.
+      runtime: Runtime of this member, whose view may lose members.
+      key: Secret of the run that signs certificates.
+      page: Memory for the reports that a supervisor reads after this process's end; ``None`` without a supervisor.
+      min_members: Number of members below which the run ends.
+      quorum: ``"majority"``; or ``"1"``: parts without a majority continue too, each with a model of its own.
+      patience_s: Seconds without a sign of life after which an awaited member is evicted, and maximum time of an
+        agreement.
+      can_return: True if this member asks to be admitted again after the others have continued without it
+        (:meth:`receive_state`). Its exchanges fail with :class:`farflung.errors.Suspended` first.
+      first_step: First step of the run.
+      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
+      members: Ranks of the first members; all by default. Any other rank asks to join.
+      on_view: Callback that receives the members of each new view, by seniority.
     """
 
     def __init__(
@@ -74,23 +75,23 @@ class Elastic:
         self.at, self.counted, self.give_back = self.roster.at, self.roster.counted, self.roster.give_back
         """See :class:`farflung.membership.roster.Roster`."""
         self.probe = self.agreement.suspicion.probe
-        """See :class:`farflung.membership.suspicion.Suspicion`."""
+        """See :class:`farflung.membership.liveness.LivenessMonitor`."""
 
     # --- members ----------------------------------------------------------------------------------------------------
 
     @property
     def changes(self) -> list[Change]:
-        """The members that take samples, by the step from which on they do."""
+        """Changes of the members that take samples, by their first step."""
         return self.roster.changes
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members of the newest view, by seniority."""
+        """Members of the newest view, by seniority."""
         return self.roster.members
 
     @property
     def view_number(self) -> int:
-        """The number of the newest view."""
+        """Number of the newest view."""
         return self.roster.view.number
 
     @property
@@ -102,50 +103,50 @@ class Elastic:
 
     @property
     def joins(self) -> bool:
-        """Whether this member has yet to be given the state of the run."""
+        """Returns True if this member has not received the state of the run yet."""
         return self.agreement.joins
 
     @property
     def given_nbytes(self) -> int:
-        """Bytes of the state, and of results, that this member was given before it began."""
+        """Bytes of the state and of results that this member received before it began."""
         return self.agreement.joiner.given_nbytes
 
     def begin_step(self, step: int) -> bool:
-        """Notes that a step begins, and tells replicas that begin at it so.
+        """Starts a step, and informs the replicas that begin at it.
 
         Returns:
-          Whether a snapshot of the state is to be offered before it; see :meth:`offer`.
+          True if a snapshot of the state must be offered before it; see :meth:`publish_state`.
         """
         self._log.step = step
         return self.agreement.giver.begin_step(step)
 
     async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
-        """Offers a snapshot of the state before a step to replicas that join.
+        """Offers a snapshot of the state before a step to joining replicas.
 
         Args:
-          step: that is about to begin.
-          parts: of the snapshot.
+          step: Step that is about to begin.
+          parts: Parts of the snapshot.
         """
         log = self._log
         await self._runtime.launch(self.agreement.giver.offer(step, parts, log.started, log.merged()))
 
     async def given(self) -> list[Tensor]:
-        """Waits for a snapshot of the state of the run, and returns its parts; :meth:`follows` is next.
+        """Waits for a snapshot of the state of the run, and returns its parts; call :meth:`should_follow` next.
 
         Raises:
-          RunLost: the members that have the state are lost, or the run has ended.
+          RunLost: The members that have the state are lost, or the run has ended.
         """
         return await self._runtime.launch(self.agreement.joiner.receive_state())
 
     async def follows(self, step: int) -> bool:
-        """Waits until a step of the run can be followed, by the results of its exchanges.
+        """Waits until a step of the run can be followed by the results of its exchanges.
 
         Returns:
-          False: this replica begins at it.
+          False if this replica begins at it.
 
         Raises:
-          StateOutdated: what was followed is of no use any more: begin anew with :meth:`given`.
-          RunLost: as :meth:`given`.
+          StateOutdated: The followed state is outdated: begin again with :meth:`receive_state`.
+          RunLost: As :meth:`receive_state`.
         """
         return await self._runtime.launch(self.agreement.joiner.follows(step))
 
@@ -161,7 +162,7 @@ class Elastic:
         rewind: Callable[[], None] | None = None,
         ends_step: bool = False,
     ) -> Started[T]:
-        """Starts an exchange; see :func:`farflung.comm.start`."""
+        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
         if self.joins:
             return self.agreement.joiner.follow(number, part, make, values)
         return self._log.start(number, part, make, values, rewind, ends_step)
@@ -169,33 +170,33 @@ class Elastic:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> Pending[None]:
-        """Leaves the run: the others go on without this member, which hands over what it alone holds.
+        """Leaves the run: the others continue without this member, which hands over the results that it alone holds.
 
-        Exchanges fail with :class:`farflung.errors.Left` from then on. Batches of it that are in no update yet are
-        taken by the others.
+        Its exchanges then fail with :class:`farflung.errors.Left`. The others take over its batches that are in no
+        update yet.
 
         Returns:
-          Completed when it has left, or at the end of the run; fails where it has stopped for another reason.
+          Completes when it has left, or at the end of the run; fails if it has stopped for another reason.
         """
-        left, agreement = Pending[None](), self.agreement
+        leave_result, agreement = Pending[None](), self.agreement
 
         async def ask() -> None:
-            agreement.leaves = left
+            agreement.leaves = leave_result
             if agreement.is_over:
-                left.set(None)
+                leave_result.set(None)
             agreement.member.leave()
             agreement.settle_soon()
 
         self._runtime.launch(ask())
-        return left
+        return leave_result
 
     def end(self) -> None:
-        """Ends this member, whose process ends on an error; on the thread that carries exchanges."""
+        """Ends this member after an error of its process; called on the thread that carries exchanges."""
         if not self.agreement.is_over:
             self.agreement.member.end()
 
     async def finish(self, steps: int) -> None:
-        """Waits until all members have every result, after so many steps; no member is waited for any more."""
+        """Waits until all members have every result of a number of steps; afterwards no member waits for another."""
 
         async def meet(channel: ExchangeChannel) -> tuple[Tensor, ...]:
             return await channel.collective("direct")(
@@ -212,7 +213,7 @@ class Elastic:
                 self._runtime.comm.send(text_payload(DONE), int(name), TAG, -1)
 
         if len(self.members) > 1:
-            started = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))
-            agreement.last = None if self.joins else started
-            await started.result
+            exchange = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))
+            agreement.last = None if self.joins else exchange
+            await exchange.result
         await self._runtime.launch(end())

@@ -1,4 +1,4 @@
-"""The exchanges of an elastic run at one member: made again, or adopted from others, where members are lost."""
+"""Exchanges of an elastic run at one member, which are repeated or adopted from others after the loss of members."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class Result(NamedTuple):
-    """The result of an exchange, for those that follow.
+    """Result of an exchange, for replicas that follow.
 
     Args:
-      number: of the exchange in the run.
-      exchange: its number by purpose and step.
-      part: which part it moves.
-      begun: the last step that had begun when it started.
-      content: see :func:`farflung.trees.pack_tensors`.
+      number: Number of the exchange in the run.
+      exchange: Number by purpose and step.
+      part: Part that the exchange moves.
+      begun_step: Last step that had begun when it started.
+      content: Packed tensors; see :func:`farflung.trees.pack_tensors`.
     """
 
     number: int
@@ -47,25 +47,25 @@ class Result(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Logged(Started[T], Generic[T]):
-    """An exchange that may be made again; ``number`` counts the exchanges of the run, alike on all members."""
+    """Exchange that may be repeated; ``number`` counts the exchanges of the run, equally on all members."""
 
     log: ExchangeLog
     number: int
     exchange: int
     part: int
     make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None = None
-    """``None`` once it is whole, so that what was contributed is freed at once."""
+    """Coroutine of the exchange; ``None`` once it is whole, so that its contribution is freed at once."""
     values: Values[T] = field(default_factory=lambda: cast("Values[T]", Values(tuple, tuple)))
     rewind: Callable[[], None] | None = None
     ends_step: bool = False
     begun: int = 0
-    """The last step that had begun when it started."""
+    """Last step that had begun when it started."""
     made_s: float = math.inf
-    """When it was made or asked for, the last time; infinite: not yet."""
+    """Time of the latest attempt or adoption; infinite if there was none."""
     drops: list[Logged[Any]] = field(default_factory=list)
     """Exchanges whose results all members have, once this one is whole."""
     kept: tuple[Tensor, ...] | None = None
-    """The result, for members that lack it; ``None``: the exchange is not whole here."""
+    """Result for members that lack it; ``None`` while the exchange is not whole on this member."""
 
     @property
     def step(self) -> int:
@@ -83,32 +83,32 @@ class Logged(Started[T], Generic[T]):
 
 
 class ExchangeLog:
-    """The exchanges of a run that are under way, and the results that another member may lack.
+    """Log of the pending exchanges of a run, and of the results that another member may lack.
 
     Args:
-      agreement: of this member.
-      first_step: of the run.
+      agreement: Agreement of this member.
+      first_step: First step of the run.
     """
 
     def __init__(self, agreement: Agreement, first_step: int) -> None:
         self._agreement, self._roster, self._comm = agreement, agreement.roster, agreement.runtime.comm
         self.step = first_step
-        """The last step that has begun here."""
+        """Last step that has begun on this member."""
         self.taken: list[Logged[Any]] = []
-        """Exchanges whose results were taken since the last one started."""
+        """Exchanges whose results have been collected since the last start."""
         self.started = 0
-        """The number of exchanges that have started here."""
+        """Number of exchanges that have started on this member."""
         self.is_frozen = False
-        """Whether no exchange becomes whole, because the view ends."""
+        """True if no exchange becomes whole because the view is ending."""
         self.error: BaseException | None = None
-        """Why exchanges fail."""
+        """Error that all exchanges fail with."""
         self.waits: Pending[None] = Pending()
-        """Done once an exchange is waited for."""
+        """Completes once an exchange is waited for."""
         self._logged: dict[int, Logged[Any]] = {}
         self._base = 0
-        """The number up to which all exchanges are whole."""
+        """Number up to which all exchanges are whole."""
         self._complete = {0: first_step - 1}
-        """The steps that end with an exchange, by its number."""
+        """Steps that end with an exchange, by its number."""
 
     def start(
         self,
@@ -119,7 +119,7 @@ class ExchangeLog:
         rewind: Callable[[], None] | None = None,
         ends_step: bool = False,
     ) -> Logged[T]:
-        """Starts an exchange; see :func:`farflung.comm.start`."""
+        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
         self.started += 1
         drops, self.taken = self.taken, []
         logged = Logged(
@@ -138,19 +138,19 @@ class ExchangeLog:
             self._complete[logged.number] = logged.step
         view = self._roster.view
         await self._agreement.before_exchange(logged.ends_step)
-        await self._make(logged, view)  # in a view that this has installed it is made already
+        await self._make(logged, view)  # does nothing if a newer view has started it already
 
     def _is_current(self, view: View) -> bool:
         return view is self._roster.view and not self.is_frozen
 
     async def _make(self, logged: Logged[Any], view: View) -> None:
-        if not self._is_current(view):  # it is made in the next view
+        if not self._is_current(view):  # the next view starts it
             return
         assert logged.make is not None
         self._await(logged)
-        among = Among(self._comm, self._roster.contributors(logged.begun))
+        group = Among(self._comm, self._roster.contributors(logged.begun))
         try:
-            value = await logged.make(ViewChannel(among, logged.channel, lambda: self._roster.view is view))
+            value = await logged.make(ViewChannel(group, logged.channel, lambda: self._roster.view is view))
         except (PeerLost, PeerFailed) as error:
             if view is self._roster.view:
                 self._agreement.lose(str(error.rank))
@@ -172,7 +172,7 @@ class ExchangeLog:
             )
         except (PeerLost, PeerFailed, WaitEnded):
             if view is self._roster.view and str(giver) not in view.members:
-                self._agreement.member.redo()  # one that has left was lost before it had handed over
+                self._agreement.member.redo()  # a leaving member was lost before its handover
                 self._agreement.settle_soon()
             return
         if self._is_current(view):
@@ -184,17 +184,17 @@ class ExchangeLog:
         self.waits.set(None)
 
     def _hold(self, logged: Logged[Any], value: Any) -> None:
-        """Holds an exchange whole."""
+        """Stores the result of an exchange, which is whole now."""
         logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
         logged.make = logged.rewind = None
         self._agreement.giver.add(logged)
-        while (later := self._logged.get(self._base + 1)) is not None and later.kept is not None:
+        while (successor := self._logged.get(self._base + 1)) is not None and successor.kept is not None:
             self._base += 1
         for dropped in logged.drops:
             self._logged.pop(dropped.number, None)
-        logged.drops.clear()  # else each exchange would keep all before it
-        known = [number for number in self._complete if number <= self._base]
-        for number in sorted(known)[:-1]:
+        logged.drops.clear()  # otherwise each exchange would retain all earlier ones
+        ended = [number for number in self._complete if number <= self._base]
+        for number in sorted(ended)[:-1]:
             del self._complete[number]
         logged.result.set(value)
 
@@ -203,19 +203,19 @@ class ExchangeLog:
     def freeze(self) -> tuple[int, ...]:
         """Stops all exchanges; see :meth:`farflung.membership.Driver.freeze`."""
         self.is_frozen = True
-        whole = [n for n, one in self._logged.items() if n > self._base and one.kept is not None]
-        return self._base, *sorted(whole)
+        numbers = [n for n, logged in self._logged.items() if n > self._base and logged.kept is not None]
+        return self._base, *sorted(numbers)
 
     def change(self, before: Collection[str], view: View) -> None:
-        """Notes the change of members by a view."""
+        """Records the change of members by a view."""
         self._roster.change([*before], view, self._complete.items(), self._agreement.runtime.now())
 
     def install(self, view: View) -> None:
-        """Adopts what others hold whole in a view, and makes all other exchanges again."""
+        """Adopts the whole exchanges of others in a view, and repeats all other exchanges."""
         givers = {
             x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._agreement.member.name
         }
-        missing = [one for _, one in sorted(self._logged.items()) if one.kept is None]
+        missing = [x for _, x in sorted(self._logged.items()) if x.kept is None]
         for logged in reversed(missing):
             if logged.rewind is not None and logged.number not in givers:
                 logged.rewind()
@@ -225,46 +225,46 @@ class ExchangeLog:
             self._agreement.launch(work)
 
     def hand(self, receiver: str, number: int) -> None:
-        """Gives a member the result of an exchange."""
+        """Sends a member the result of an exchange."""
         content = self._logged[number].to_result().content
         self._comm.send(Payload((content,)), int(receiver), Tag(Purpose.ADOPTION.at(number)))
 
     def fail(self, error: BaseException) -> None:
-        """Fails all exchanges, those that start later too."""
+        """Fails all exchanges, including those that start later."""
         self.error = error
         for logged in self._logged.values():
             logged.result.fail(error)
 
     def clear(self) -> None:
-        """Forgets all exchanges of a member that is suspended."""
+        """Removes all exchanges of a suspended member."""
         self._logged.clear()
         self.taken.clear()
 
     # --- what others ask --------------------------------------------------------------------------------------------
 
     def under_way(self) -> list[Logged[Any]]:
-        """Returns the exchanges that have been made, or asked for, and are not whole."""
-        return [one for one in self._logged.values() if one.kept is None and one.made_s < math.inf]
+        """Returns the started or requested exchanges that are not whole."""
+        return [x for x in self._logged.values() if x.kept is None and x.made_s < math.inf]
 
     def up_to(self, number: int) -> list[Logged[Any]]:
         """Returns the exchanges whose results a member may lack, up to a number."""
-        return [one for one in self._logged.values() if one.number <= number]
+        return [x for x in self._logged.values() if x.number <= number]
 
     @property
     def least(self) -> int:
-        """The number below which all members have the results of exchanges."""
+        """Number below which all members have the results of exchanges."""
         return min(self._logged, default=self.started + 1)
 
     def merged(self) -> set[Logged[Any]]:
         """Returns exchanges whose results are in the state before the next step."""
-        return {*self.taken, *(one for logged in list(self._logged.values()) for one in logged.drops)}
+        return {*self.taken, *(x for logged in list(self._logged.values()) for x in logged.drops)}
 
     def to_begin(self, started: int) -> dict[str, Any]:
-        """Returns what a replica that joins begins with, once all exchanges up to a number are whole."""
+        """Returns the start state of a joining replica, once all exchanges up to a number are whole."""
         return {
             "started": started,
-            "complete": [each for each in self._complete.items() if each[0] <= started],
-            "log": [one.number for one in self.up_to(started)],
+            "complete": [step_end for step_end in self._complete.items() if step_end[0] <= started],
+            "log": [logged.number for logged in self.up_to(started)],
         }
 
     def begin(
@@ -273,12 +273,12 @@ class ExchangeLog:
         results: Mapping[int, tuple[Tensor, ...]],
         followed: Iterable[Logged[Any]],
     ) -> None:
-        """Takes part from now on, with all that is whole; see :meth:`to_begin`.
+        """Begins to take part, with all whole exchanges; see :meth:`build_start_state`.
 
         Args:
-          begins: what a member has told.
-          results: by number.
-          followed: exchanges that have these results.
+          start_state: Start state from a member.
+          results: Results by number.
+          followed_exchanges: Exchanges that have these results.
         """
         self.started = self._base = begins["started"]
         self._complete = dict(begins["complete"])

@@ -1,8 +1,8 @@
-"""How a replica that joins follows a run that goes on, by the results of its exchanges.
+"""Catch-up of a joining replica, which follows a running run by the results of its exchanges.
 
-Members make a snapshot at one step, and keep what becomes whole afterwards. The replica that joins asks all of them
-for pieces of both, so it goes on with others where one is lost, and needs no byte twice. It follows the run by these
-results, and asks to be admitted once it has caught up.
+Members make a snapshot at one step and keep later results. The joining replica requests pieces of both from all of
+them, so the loss of one costs no repeated byte. It follows the run by these results, and asks to be admitted once it
+has caught up.
 """
 
 from __future__ import annotations
@@ -27,68 +27,68 @@ __all__ = ["Follower"]
 
 _PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 14, 1 << 20
 _QUEUE_S, _WAITED_FOR_S = 0.1, 1.0
-"""For how long answers may wait in queues: where others use the link, less is asked for, so that these come first (as
-LEDBAT does, RFC 6817); and once the others wait for the replica."""
+"""Maximum queueing time of answers. It is short while others use the link, so that their messages come first (as in
+LEDBAT, RFC 6817), and longer once they wait for the replica."""
 
 
 class _Content:
-    """Bytes that are fetched.
+    """Bytes that are being fetched.
 
     Args:
-      nbytes: how many.
+      nbytes: Number of bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8)
         self.missing_nbytes = nbytes
         self.ranges = [(0, nbytes)] if nbytes else []
-        """Begin and end of what has not been asked for."""
+        """Begin and end of each range that has not been requested."""
 
     def next_piece(self, most_nbytes: int) -> tuple[int, int]:
-        """Returns begin and size of what is asked for next."""
+        """Returns begin and size of the next range to request."""
         begin, end = self.ranges.pop(0)
         if end - begin > most_nbytes:
             self.ranges.insert(0, (begin + most_nbytes, end))
         return begin, min(most_nbytes, end - begin)
 
     def put(self, begin: int, piece: Tensor) -> None:
-        """Takes in a piece."""
+        """Stores a piece."""
         self.data[begin : begin + len(piece)] = piece
         self.missing_nbytes -= len(piece)
 
 
 @dataclass(eq=False)
 class _Source:
-    """A member that is asked for pieces; what it offers as a member tells it."""
+    """Offer of a member, and the state of requests to it."""
 
     step: int
     parts: Mapping[str, int]
     needed: frozenset[int]
     started: int
     results: set[int] = field(default_factory=set)
-    """The numbers of the results that it holds."""
+    """Numbers of the results that it holds."""
     fetched: list[int] = field(default_factory=list)
-    """Those of them that are here, until it is told so."""
+    """Numbers of fetched results that the member does not know of yet."""
     begins: Mapping[str, Any] | None = None
     asked: dict[tuple[Name, int], tuple[int, float]] = field(default_factory=dict)
-    """Size and time of each request without an answer, by name and begin."""
+    """Size and time of each unanswered request, by name and begin."""
     window_nbytes: int = 2 * _PIECE_NBYTES
-    """How many bytes may be asked for at a time."""
+    """Maximum number of requested bytes."""
     least_s: float = math.inf
-    """The shortest time that an answer took."""
+    """Shortest time of an answer."""
 
     @property
     def snapshot(self) -> tuple[int, tuple[str, ...]]:
-        """What it offers; equal for members that offer the same."""
+        """Key of the offered snapshot, equal for members with equal offers."""
         return self.step, tuple(self.parts)
 
     @property
     def room_nbytes(self) -> int:
-        """How many more bytes may be asked for."""
+        """Number of bytes that may still be requested."""
         return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
 
     def note_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
-        """Adapts the window to how long an answer took, of which so many seconds may be in queues."""
+        """Adapts the window to the time of an answer, which may include ``queue_s`` of queueing."""
         self.least_s = min(self.least_s, seconds)
         if seconds < self.least_s + queue_s:
             self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
@@ -97,16 +97,16 @@ class _Source:
 
 
 class Follower:
-    """The end of a replica that joins: fetches a snapshot, then the results since, until it begins.
+    """Client of a joining replica that fetches a snapshot, then later results, until the replica begins.
 
     It belongs to the thread that carries exchanges.
 
     Args:
-      runtime: the world.
-      want: asks members for a snapshot.
-      ask: asks members to be admitted.
-      give_up: ends this replica, which cannot begin: the others have begun the step that it was to begin at.
-      take_changes: is given the changes of members, as JSON, whenever a member tells them.
+      runtime: Runtime of the replica.
+      request_snapshot: Callback that requests a snapshot from members.
+      request_admission: Callback that asks members for admission.
+      give_up: Callback that ends this replica because the others have already begun its first step.
+      replace_changes: Callback that receives the changes of members, as JSON, from a member.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class Follower:
         self._runtime, self._comm = runtime, runtime.comm
         self._want, self._ask, self._give_up, self._take_changes = want, ask, give_up, take_changes
         self._parts: dict[str, _Content] = {}
-        """Those of snapshots, by digest."""
+        """Parts of snapshots, by digest."""
         self._view = 0
         self.is_waited_for = False
-        """Whether the others wait for this replica, which is a member."""
+        """True if the replica is a member and the others wait for it."""
         self.is_too_far_behind = False
-        """Whether results come faster than this replica can fetch them, so that it is given the state once admitted."""
+        """True if results arrive too fast for this replica, so that it receives the state after its admission."""
         self.nbytes = 0
-        """Of snapshots and results that have come."""
+        """Received bytes of snapshots and results."""
         self.request = 1
-        """The number of the request for a snapshot."""
+        """Number of the request for a snapshot."""
         self._ended: BaseException | None = None
         self._again: StateOutdated | None = None
-        """Why what the replica follows is of no use any more, until it is given another snapshot."""
+        """Reason why the followed state is outdated, until another snapshot is received."""
         self._event = Pending[None]()
         self._reset()
 
@@ -140,22 +140,22 @@ class Follower:
         self._sources: dict[int, _Source] = {}
         self._chosen: _Source | None = None
         self._contents: dict[int, _Content] = {}
-        """Results that are fetched, by number."""
+        """Results that are being fetched, by number."""
         self._index: dict[int, tuple[int, int, int]] = {}
         """Exchange, part and last begun step of results that members hold, by number."""
         self._numbers: dict[tuple[int, int], int] = {}
         self.results: dict[int, tuple[Tensor, ...]] = {}
-        """Those that are here, by number."""
+        """Fetched results, by number."""
         self.followed: dict[int, Any] = {}
-        """The exchanges that were given their results, by number."""
+        """Exchanges that have received their results, by number."""
         self._waiting: dict[tuple[int, int], Any] = {}
-        """Those that wait for theirs, by exchange and part."""
+        """Exchanges that wait for their results, by exchange and part."""
         self._step: int | None = None
-        """The step that the replica follows; ``None``: it has not taken the snapshot."""
+        """Step that the replica follows; ``None`` until it has taken the snapshot."""
         self._kept_from = 0
-        """The members may lack results from this number on; all have those below it."""
+        """Smallest number of a result that a member may lack."""
         self._round, self._fetched = 0, 0
-        """How many results were lacking when the last round began, and how many were fetched since."""
+        """Number of missing results at the begin of the last round, and number of results fetched since."""
         self._asks = False
 
     # --- for the replica --------------------------------------------------------------------------------------------
@@ -170,13 +170,13 @@ class Follower:
         return [self._parts[digest].data for digest in self._chosen.parts]
 
     async def follows(self, step: int) -> Mapping[str, Any] | None:
-        """Waits until a step can be followed (``None``), or for what is told of the step where this replica begins."""
+        """Waits until a step can be followed, or returns the start state if this replica begins at it."""
         if (error := self._useless()) is not None:
             raise error
         self._step = step
         self._forget()
         while True:
-            begins = next((one.begins for one in self._sources.values() if one.begins is not None), None)
+            begins = next((s.begins for s in self._sources.values() if s.begins is not None), None)
             if begins is not None and step >= begins["step"]:
                 if not self._lacks(begins["started"], begins["log"]):
                     return begins
@@ -187,7 +187,7 @@ class Follower:
             await self._next_event()
 
     def follow(self, logged: Any) -> None:
-        """Gives an exchange its result once that is here."""
+        """Gives an exchange its result once it has arrived."""
         if (error := self._useless()) is not None:
             logged.result.fail(error)
             return
@@ -195,19 +195,19 @@ class Follower:
         self._give_results()
 
     def exchange_of(self, number: int) -> tuple[int, int]:
-        """Returns exchange and part of a result that is here."""
+        """Returns exchange and part of a fetched result."""
         exchange, part, _ = self._index[number]
         return exchange, part
 
     def _useless(self) -> BaseException | None:
-        """Returns why a replica that follows cannot go on, if it cannot."""
+        """Returns the error that prevents the replica from following, or ``None``."""
         error = self._ended or self._again
         if error is None and self._step is None:
             return Suspended("this replica was suspended while it followed the run")
         return error
 
     def end(self, error: BaseException) -> None:
-        """Ends all waits."""
+        """Ends all waits with an error."""
         self._ended = error
         self._fail(error)
 
@@ -229,13 +229,13 @@ class Follower:
         self._wake()
 
     def _is_enough(self, source: _Source) -> bool:
-        """Returns True if a member has all of the snapshot and of the results that are not here."""
-        chosen = self._chosen
-        assert chosen is not None
+        """Returns True if a member has all missing parts of the snapshot and all missing results."""
+        snapshot = self._chosen
+        assert snapshot is not None
         if self._step is None:
-            return source.snapshot == chosen.snapshot
-        lacking = {*chosen.needed, *range(chosen.started + 1, source.started + 1)} - source.needed
-        return all(n > source.started or n < self._kept_from or n in self.results for n in lacking)
+            return source.snapshot == snapshot.snapshot
+        missing = {*snapshot.needed, *range(snapshot.started + 1, source.started + 1)} - source.needed
+        return all(n > source.started or n < self._kept_from or n in self.results for n in missing)
 
     def _is_complete(self) -> bool:
         return self._chosen is not None and not any(
@@ -243,13 +243,13 @@ class Follower:
         )
 
     def _lacks(self, last: int, log: Iterable[int]) -> bool:
-        """Returns True if a result is not here of those that the snapshot lacks, or of some others."""
+        """Returns True if a result is missing that the snapshot lacks, up to ``last``, or that the log lists."""
         assert self._chosen is not None
         numbers = {*self._chosen.needed, *range(self._chosen.started + 1, last + 1), *log}
         return any(number >= self._kept_from and number not in self.results for number in numbers)
 
     def _forget(self) -> None:
-        """Forgets results that all members have and this replica needs no more."""
+        """Drops results that all members have and this replica no longer needs."""
         assert self._step is not None
         for number, (_, _, begun) in list(self._index.items()):
             if number < self._kept_from and begun < self._step and number in self.results:
@@ -262,7 +262,7 @@ class Follower:
             self._ask()
 
     def _restart(self, why: str) -> None:
-        """Begins anew; parts of a snapshot that are here are not fetched again."""
+        """Restarts with another snapshot; fetched parts of the snapshot are kept."""
         waiting = self._waiting
         self._reset()
         self._waiting = waiting
@@ -273,7 +273,7 @@ class Follower:
     # --- what members tell ------------------------------------------------------------------------------------------
 
     def hear(self, rank: int, text: bytes) -> None:
-        """Takes what a member tells; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is malformed."""
+        """Handles news of a member; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is malformed."""
         news = json.loads(text)
         if (offer := news.get("offer")) is not None and offer["view"] >= self._view:
             self._release(rank)
@@ -318,7 +318,7 @@ class Follower:
     def _hear_view(
         self, number: int, members: Sequence[int], newest: Sequence[int], changes: Sequence[Any]
     ) -> None:
-        """Goes on in a view that members tell of: results that it does not hold are made again."""
+        """Enters a view announced by members: results that it does not contain are repeated."""
         if number <= self._view:
             return
         self._view = number
@@ -326,23 +326,23 @@ class Follower:
         for rank in self._sources.keys() - set(members):
             self.drop(rank)
         base, *later = newest
-        lost = [each for each in self._index if each > base and each not in later]
-        if any(each in self.followed for each in lost):
+        lost_numbers = [n for n in self._index if n > base and n not in later]
+        if any(n in self.followed for n in lost_numbers):
             self._restart("a result that this replica has followed is made again")
             self._want()
             return
-        for each in lost:
-            exchange, part, _ = self._index.pop(each)
+        for n in lost_numbers:
+            exchange, part, _ = self._index.pop(n)
             self._numbers.pop((exchange, part), None)
-            self._contents.pop(each, None)
-            self.results.pop(each, None)
+            self._contents.pop(n, None)
+            self.results.pop(n, None)
             for source in self._sources.values():
-                source.results.discard(each)
-                source.fetched = [number for number in source.fetched if number != each]
-                source.asked = {asked: told for asked, told in source.asked.items() if asked[0] != each}
+                source.results.discard(n)
+                source.fetched = [number for number in source.fetched if number != n]
+                source.asked = {asked: request for asked, request in source.asked.items() if asked[0] != n}
 
     def drop(self, rank: int) -> None:
-        """Goes on without a member."""
+        """Continues without a member."""
         self._release(rank)
         if self._sources.pop(rank, None) is None:
             return
@@ -354,22 +354,22 @@ class Follower:
         self._wake()
 
     def ask_again(self, rank: int) -> None:
-        """Asks anew for what a member was asked for, once it is connected again."""
+        """Repeats the unanswered requests to a member after its reconnection."""
         self._release(rank)
         self._request()
 
     def _release(self, rank: int) -> None:
-        """Takes back what a member was asked for."""
+        """Cancels the requests to a member."""
         if (source := self._sources.get(rank)) is None:
             return
-        asked, source.asked = source.asked, {}
-        for (name, begin), (nbytes, _) in asked.items():
+        pending, source.asked = source.asked, {}
+        for (name, begin), (nbytes, _) in pending.items():
             content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
             if content is not None:
                 content.ranges.insert(0, (begin, begin + nbytes))
 
     def _choose(self) -> None:
-        """Chooses a snapshot that is offered; where the replica follows another one, it begins anew."""
+        """Chooses one of the offered snapshots; restarts if the current one is no longer offered."""
         if self._chosen is not None and any(map(self._is_enough, self._sources.values())):
             return
         if self._step is not None:
@@ -377,51 +377,51 @@ class Follower:
             self._want()
             return
         self._chosen = max(self._sources.values(), key=lambda source: source.step)
-        self._parts = {d: one for d, one in self._parts.items() if d in self._chosen.parts}
+        self._parts = {d: content for d, content in self._parts.items() if d in self._chosen.parts}
         for digest, nbytes in self._chosen.parts.items():
             self._parts.setdefault(digest, _Content(nbytes))
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
     def _request(self) -> None:
-        """Asks members for the next pieces, as many as their windows have room for."""
+        """Requests the next pieces from members, up to their windows."""
         if self._chosen is None:
             return
-        wanted: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
+        contents: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
         if self._is_complete():
-            wanted = sorted(self._contents.items())
-        wanted = [(name, content) for name, content in wanted if content.ranges]
+            contents = sorted(self._contents.items())
+        contents = [(name, content) for name, content in contents if content.ranges]
         for rank, source in sorted(self._sources.items()):
-            for name, content in wanted:
-                holds = name in source.parts if isinstance(name, str) else name in source.results
-                while holds and content.ranges and source.room_nbytes > 0:
-                    most_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
-                    begin, nbytes = content.next_piece(most_nbytes)
+            for name, content in contents:
+                is_held = name in source.parts if isinstance(name, str) else name in source.results
+                while is_held and content.ranges and source.room_nbytes > 0:
+                    max_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
+                    begin, nbytes = content.next_piece(max_nbytes)
                     source.asked[name, begin] = nbytes, self._runtime.now()
                     text = json.dumps([self._view, source.fetched, name, begin, nbytes]).encode()
                     source.fetched.clear()
                     self._comm.send(text_payload(text), rank, REQUESTS, -1)
 
     def take(self, rank: int, head: bytes, piece: Tensor) -> None:
-        """Takes a piece that a member has sent; errors as in :meth:`hear`."""
+        """Stores a piece that a member has sent; raises errors as :meth:`handle_news`."""
         name, begin = json.loads(head)
         source = self._sources.get(rank)
-        nbytes, asked_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
+        nbytes, request_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
         content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
         if source is None or content is None or nbytes < 0:
             return
         if len(piece) != nbytes:
             raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
         queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
-        source.note_answer(nbytes, self._runtime.now() - asked_s, queue_s)
+        source.note_answer(nbytes, self._runtime.now() - request_s, queue_s)
         content.put(begin, piece)
         self.nbytes += nbytes
         if not content.missing_nbytes and isinstance(name, int):
             self.results[name] = unpack_tensors(content.data)
             del self._contents[name]
-            for other in self._sources.values():
-                if name in other.results:
-                    other.fetched.append(name)
+            for other_source in self._sources.values():
+                if name in other_source.results:
+                    other_source.fetched.append(name)
             self._fetched += 1
             self._give_results()
             self._look_at_backlog()
@@ -429,7 +429,7 @@ class Follower:
         self._wake()
 
     def _give_results(self) -> None:
-        """Gives exchanges their results that are here."""
+        """Gives waiting exchanges the results that have arrived."""
         for key, logged in list(self._waiting.items()):
             number = self._numbers.get(key)
             if number in self.results:
@@ -441,7 +441,7 @@ class Follower:
                 )
 
     def _look_at_backlog(self) -> None:
-        """Asks to be admitted where what is lacking gets no less: the others then wait for the rest."""
+        """Asks for admission if the backlog no longer shrinks, so that the others wait for the remaining results."""
         if self._step is None or self._fetched < self._round:
             return
         backlog = sum(begun >= self._step for _, _, begun in self._index.values())

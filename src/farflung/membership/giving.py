@@ -1,7 +1,7 @@
-"""The end of a member that gives the state of a run to replicas that join: a snapshot, and the results since.
+"""Transfer of a run's state from members to joining replicas: a snapshot, and the results since.
 
-Members make the snapshot at one step, and keep what becomes whole afterwards, for each replica that follows the run by
-these results; see :mod:`farflung.membership.following`.
+Members make the snapshot at one step, and keep later results for each replica that follows the run by these results;
+see :mod:`farflung.membership.following`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ __all__ = ["NEWS", "PIECES", "PLAN", "REQUESTS", "WANT", "Name", "StateGiver"]
 
 NEWS, PIECES, REQUESTS = (Tag(Purpose.STATE.at(number)) for number in range(3))
 WANT = b"want "
-"""Asks for the state of the run; the number of the request follows."""
+"""Request for the state of the run; the number of the request follows."""
 PLAN = b"plan "
-"""Says before which step members make a snapshot for a replica: its rank, its request and the step follow."""
+"""Plan of a snapshot for a replica; its rank, its request and the step of the snapshot follow."""
 _AHEAD = 1
-"""How many steps after the one under way a snapshot is made, so that all members can make it of the same state."""
+"""Number of steps from the current one to the snapshot, so that all members can make it of the same state."""
 _BACKLOG_NBYTES = 1 << 23
-"""The size of results that are always kept for a replica that follows."""
+"""Bytes of results that are always kept for a replica that follows."""
 
 Name: TypeAlias = "str | int"
-"""Of what is fetched: the digest of a part of the snapshot, or the number of an exchange."""
+"""Name of fetched content: digest of a part of the snapshot, or number of an exchange."""
 
 
 @dataclass(eq=False)
 class _Offer:
-    """What one replica that joins may ask for.
+    """Snapshot and results that one joining replica may request.
 
     Args:
-      request: the number of its request for a snapshot.
-      step: the snapshot is of the state before it.
-      parts: the snapshot, as bytes, by digest.
-      needed: the numbers of exchanges whose results the snapshot still lacks, of those that had started.
-      started: how many had.
+      request: Number of its request for a snapshot.
+      step: Step before which the state was saved.
+      parts: Bytes of the snapshot, by digest.
+      missing_numbers: Numbers of started exchanges whose results the snapshot lacks.
+      num_started: Number of exchanges that had started.
     """
 
     request: int
@@ -61,28 +61,28 @@ class _Offer:
     results: dict[int, Result] = field(default_factory=dict)
     """Results that the replica has not fetched, by number."""
     begins: Mapping[str, Any] | None = None
-    """Where it begins, once that is known."""
+    """Start state of the replica, once it is known."""
     view: int = 0
-    """The number of the last view that the replica was told of."""
+    """Number of the last view that was sent to the replica."""
 
     def lacks(self, result: Result) -> bool:
-        """Returns True if the snapshot is without a result."""
+        """Returns True if the snapshot does not contain a result."""
         return result.number > self.started or result.number in self.needed
 
     @property
     def is_stale(self) -> bool:
-        """Whether a new snapshot is shorter than the results that are left."""
+        """Returns True if a new snapshot would be shorter than the remaining results."""
         snapshot_nbytes = sum(part.nbytes for part in self.parts.values())
         left_nbytes = sum(result.content.nbytes for result in self.results.values())
         return left_nbytes > max(snapshot_nbytes, _BACKLOG_NBYTES)
 
 
 class StateGiver:
-    """Offers the state of the run to replicas that join, and answers their requests.
+    """Server of the run's state for joining replicas.
 
     Args:
-      agreement: of this member.
-      log: its exchanges.
+      agreement: Agreement of this member.
+      log: Exchanges of this member.
     """
 
     def __init__(self, agreement: Agreement, log: ExchangeLog) -> None:
@@ -90,21 +90,20 @@ class StateGiver:
         self._comm = agreement.runtime.comm
         self._offers: dict[int, _Offer] = {}
         self._wanted: dict[int, tuple[int, int | None]] = {}
-        """The number of each replica's request for a snapshot, and the step before which it is to be made; ``None``:
-        no member has named one."""
+        """Number of each replica's request for a snapshot, and its planned step; ``None`` while unplanned."""
 
     @property
     def ranks(self) -> list[int]:
-        """The replicas that follow."""
+        """Ranks of the replicas that follow."""
         return list(self._offers)
 
     # --- snapshots --------------------------------------------------------------------------------------------------
 
     def hear(self, source: str, text: bytes) -> None:
-        """Takes a request for a snapshot, or a plan of one.
+        """Handles a request for a snapshot, or a plan of one.
 
         Raises:
-          Malformed: it is neither.
+          MalformedMessage: The text is neither.
         """
         numbers = text[len(WANT) :].split(b" ")
         if not all(map(bytes.isdigit, numbers)) or len(numbers) != (1 if text.startswith(WANT) else 3):
@@ -117,109 +116,107 @@ class StateGiver:
             source in self._roster.view.members
             and self._roster.begins.get(int(source), math.inf) <= self._log.step
         ):
-            self._tell(
-                int(source), {"late": True}
-            )  # no snapshot can be made any more of a state before it begins
+            self._tell(int(source), {"late": True})  # too late for a snapshot of a state before it begins
         else:
             self._want(int(source), int(numbers[0]))
             self.plan()
 
     def _want(self, rank: int, request: int) -> None:
-        offered = self._offers[rank].request if rank in self._offers else 0
-        if request > max(self._wanted.get(rank, (0, None))[0], offered):
+        offered_request = self._offers[rank].request if rank in self._offers else 0
+        if request > max(self._wanted.get(rank, (0, None))[0], offered_request):
             self._wanted[rank] = request, None
 
     def plan(self) -> None:
-        """Names the step before which members make a snapshot for replicas that want one; one member alone does."""
+        """Plans the snapshots for replicas that request one; only one member does this."""
         roster, step = self._roster, self._log.step
         first = next((rank for rank in roster.members if roster.begins.get(rank, -1) <= step), None)
         if self._agreement.joins or first != self._comm.rank:
             return
         members = self._agreement.member.connected.intersection(roster.view.members)
-        for rank, (request, at) in self._wanted.items():
-            if at is None:
+        for rank, (request, planned_step) in self._wanted.items():
+            if planned_step is None:
                 self._wanted[rank] = request, step + _AHEAD
                 text = PLAN + b"%d %d %d" % (rank, request, step + _AHEAD)
-                for other in sorted(members):
-                    self._comm.send(text_payload(text), int(other), TAG, -1)
+                for member in sorted(members):
+                    self._comm.send(text_payload(text), int(member), TAG, -1)
 
     def begin_step(self, step: int) -> bool:
-        """Notes that a step begins, and tells replicas that begin at it so.
+        """Starts a step, and informs the replicas that begin at it.
 
         Returns:
-          Whether a snapshot of the state is to be offered before it; see :meth:`offer`.
+          True if a snapshot of the state must be offered before it; see :meth:`publish_state`.
         """
         if self._roster.begins.get(self._comm.rank) == step:
-            return False  # the others have told all that begin at it
+            return False  # the others have informed all replicas that begin at it
         joiners = set(self._roster.joiners(step))
         if followers := joiners.intersection(self.ranks):
             self._agreement.launch(self._let_begin(sorted(followers), step, self._log.started))
         return bool(self._due(step) or joiners.difference(self.ranks))
 
     def _due(self, step: int) -> list[int]:
-        """Returns the replicas for which a snapshot is to be made before a step."""
-        return [rank for rank, (_, at) in tuple(self._wanted.items()) if at is not None and at <= step]
+        """Returns the replicas that need a snapshot before a step."""
+        return [rank for rank, (_, due) in tuple(self._wanted.items()) if due is not None and due <= step]
 
     async def offer(
         self, step: int, parts: Sequence[Tensor], started: int, merged: Collection[Logged[Any]]
     ) -> None:
-        """Offers a snapshot to replicas that join.
+        """Offers a snapshot to joining replicas.
 
         Args:
-          step: the snapshot is of the state before it.
-          parts: of the snapshot.
-          started: the number of exchanges that had started.
-          merged: exchanges whose results are in the snapshot.
+          step: Step before which the state was saved.
+          parts: Parts of the snapshot.
+          num_started: Number of exchanges that had started.
+          merged: Exchanges whose results are in the snapshot.
         """
-        needed = [one for one in self._log.up_to(started) if one not in merged]
+        missing = [x for x in self._log.up_to(started) if x not in merged]
         joiners = set(self._roster.joiners(step))
         ranks = {*self._due(step), *joiners.difference(self.ranks)}
         content = {blake2b(cast("Any", part.numpy()), digest_size=16).hexdigest(): part for part in parts}
         for rank in ranks:
             request, _ = self._wanted.pop(rank, (0, None))
-            self._offers[rank] = _Offer(request, step, content, {one.number for one in needed}, started)
+            self._offers[rank] = _Offer(request, step, content, {x.number for x in missing}, started)
             self.greet(rank)
-        for logged in needed:
+        for logged in missing:
             if logged.kept is not None:
                 self._keep(logged)
         if begin_now := sorted(joiners.intersection(ranks)):
             await self._let_begin(begin_now, step, started)
 
     async def _let_begin(self, ranks: Sequence[int], step: int, started: int) -> None:
-        """Tells replicas what they begin with, once all exchanges are whole that started before.
+        """Sends replicas their start state, once all earlier exchanges are whole.
 
-        These are the results that a member may lack, so that they can hand these over as any other member can.
+        It includes all results that a member may lack, so that the replicas can hand these over as well.
         """
         for logged in self._log.up_to(started):
             await logged.result
-        begins = {"step": step, "auto": [*self._comm.auto.items()], **self._log.to_begin(started)}
-        results = [one.to_result() for one in self._log.up_to(started)]
+        start_state = {"step": step, "auto": [*self._comm.auto.items()], **self._log.to_begin(started)}
+        results = [x.to_result() for x in self._log.up_to(started)]
         for rank in ranks:
             offer = self._offers.get(rank)
             if offer is None or rank not in self._roster.members or self._roster.begins.get(rank) != step:
                 continue
-            offer.begins = begins
+            offer.begins = start_state
             for result in results:
-                if not offer.lacks(result):  # it was told of all others when they became whole
+                if not offer.lacks(result):  # all others were announced when they became whole
                     offer.results[result.number] = result
                     self._tell_result(rank, result, 0)
-            self._tell(rank, {"begins": begins})
+            self._tell(rank, {"begins": start_state})
 
-    # --- what replicas are told -------------------------------------------------------------------------------------
+    # --- messages to replicas ---------------------------------------------------------------------------------------
 
     def greet(self, rank: int) -> None:
-        """Tells a replica all that it is offered; again where it is connected again."""
+        """Sends a replica its offer, also after a reconnection."""
         if (offer := self._offers.get(rank)) is None:
             return
         view = self._roster.to_json()
-        told = {
+        offer_json = {
             "step": offer.step,
             "parts": [[digest, part.nbytes] for digest, part in offer.parts.items()],
             "needed": [*offer.needed],
             "started": offer.started,
             "view": view["number"],
         }
-        self._tell(rank, {"offer": told})
+        self._tell(rank, {"offer": offer_json})
         self._tell_view(rank, view)
         for result in offer.results.values():
             self._tell_result(rank, result, 0)
@@ -227,35 +224,35 @@ class StateGiver:
             self._tell(rank, {"begins": offer.begins})
 
     def add(self, logged: Logged[Any]) -> None:
-        """Keeps the result of an exchange for the replicas that follow; others have begun before it started."""
+        """Retains the result of an exchange for replicas that follow, unless they have begun before it started."""
         members = self._roster.members
-        begun = [r for r in self._offers if logged.begun >= self._roster.begins.get(r, math.inf)]
-        self.close(set(begun).intersection(members))
+        begun_ranks = [r for r in self._offers if logged.begun >= self._roster.begins.get(r, math.inf)]
+        self.close(set(begun_ranks).intersection(members))
         if self._offers:
             self._keep(logged)
 
     def _keep(self, logged: Logged[Any]) -> None:
-        """Keeps a result; a replica that is too far behind begins anew, unless the others wait for it."""
-        result, least, admitted = logged.to_result(), self._log.least, self._roster.members
+        """Retains a result; a replica that is too far behind must restart, unless the others wait for it."""
+        result, first_retained, members = logged.to_result(), self._log.least, self._roster.members
         for rank, offer in list(self._offers.items()):
             if offer.lacks(result):
                 offer.results[result.number] = result
-                self._tell_result(rank, result, least)
-                if offer.is_stale and rank not in admitted:
+                self._tell_result(rank, result, first_retained)
+                if offer.is_stale and rank not in members:
                     self.close([rank])
 
     def _tell_result(self, rank: int, result: Result, least: int) -> None:
         self._tell(rank, {"result": [*result[:4], result.content.nbytes, least]})
 
     def close(self, ranks: Iterable[int]) -> None:
-        """Keeps nothing for some replicas any more, and tells those so that had an offer."""
+        """Closes the offers to some replicas, and informs these."""
         for rank in ranks:
             self._wanted.pop(rank, None)
             if self._offers.pop(rank, None) is not None:
                 self._tell(rank, {"closed": True})
 
     def tell_view(self) -> None:
-        """Tells the replicas that follow of the newest view."""
+        """Sends the newest view to the replicas that follow."""
         view = self._roster.to_json()
         for rank in self._offers:
             self._tell_view(rank, view)
@@ -268,19 +265,19 @@ class StateGiver:
         self._comm.send(text_payload(json.dumps(news).encode()), rank, NEWS, -1)
 
     async def serve(self) -> None:
-        """Answers requests for pieces: behind all other messages, unless the others wait for the replica."""
+        """Serves requests for pieces: after all other messages, unless the others wait for the replica."""
         while True:
             rank, payload = await self._comm.recv_any(REQUESTS, deadline_s=math.inf)
-            with suppress(ValueError, TypeError, KeyError):  # malformed: it has no answer
+            with suppress(ValueError, TypeError, KeyError):  # a malformed request gets no answer
                 view, fetched, name, begin, nbytes = json.loads(bytes(next(payload.tensors()).numpy()))
                 self._answer(rank, view, fetched, name, begin, nbytes)
 
     def _answer(
         self, rank: int, view: int, fetched: Iterable[int], name: Name, begin: int, nbytes: int
     ) -> None:
-        """Sends a piece of a part of the snapshot or of a result, and drops results that have been fetched.
+        """Sends a piece of the snapshot or of a result, and drops results that have been fetched.
 
-        Results may have been made again in a newer view than the replica knew of when it named them.
+        A newer view may have repeated results that the replica named for an older one.
         """
         if (offer := self._offers.get(rank)) is None:
             return

@@ -1,4 +1,4 @@
-"""How a member comes into a run: it is given the state, follows and is admitted; again after it was suspended."""
+"""Admission of a member to a run: it receives the state, follows and is admitted; again after a suspension."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["ADMIT", "Joiner"]
 T = TypeVar("T")
 
 ADMIT = b"again"
-"""Asks to be admitted, or admitted again."""
+"""Request for admission, also after a suspension."""
 _BACK_OFF_S = 60.0
-"""The most seconds that a member which was suspended again and again waits before it asks to be admitted."""
+"""Maximum seconds that a repeatedly suspended member waits before it asks for admission."""
 
 
 class Joiner:
-    """The part of a member that joins, or was suspended, until it takes part with the state of the run.
+    """Part of a joining or suspended member, until it takes part with the state of the run.
 
     Args:
-      agreement: of this member.
-      log: its exchanges.
-      joins: whether it joins the run, rather than being there from the start.
+      agreement: Agreement of this member.
+      log: Exchanges of this member.
+      is_joining: True if it joins the run later, False if it is a member from the start.
     """
 
     def __init__(self, agreement: Agreement, log: ExchangeLog, joins: bool) -> None:
@@ -47,29 +47,29 @@ class Joiner:
         self._runtime, self._comm = agreement.runtime, agreement.runtime.comm
         self._member, self._connections = agreement.member, agreement.connections
         self.follower = self._new_follower() if joins else None
-        """Fetches the state of the run; ``None`` once this member takes part."""
+        """Client that fetches the state of the run; ``None`` once this member takes part."""
         self.given_nbytes = 0
-        """Bytes of the state, and of results, that this member was given before it began."""
+        """Bytes of the state and of results that this member received before it began."""
         self.suspended: Suspended | None = None
-        """Why exchanges fail, until this member is admitted again."""
+        """Error that exchanges fail with until this member is admitted again."""
         self._unseen: list[View] = []
-        """Views that were installed before the state was there."""
+        """Views that were installed before the state had arrived."""
         self._suspensions: list[float] = []
-        """When this member was suspended."""
+        """Times of suspensions."""
         self._asks = self._seeks = False
-        """Whether it asks to be admitted, and whether it looks for members that have the state."""
+        """Flags: it asks for admission, and it looks for members that have the state."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether this member has, or had, the state of the run."""
+        """Returns True if this member has, or had, the state of the run."""
         return self.follower is None or bool(self._suspensions)
 
     def _new_follower(self) -> Follower:
-        def want() -> None:
+        def request() -> None:
             self._agreement.launch(self.ask())
 
         return Follower(
-            self._runtime, want, self._ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
+            self._runtime, request, self._ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
         )
 
     # --- for the replica --------------------------------------------------------------------------------------------
@@ -86,16 +86,16 @@ class Joiner:
         return await self.follower.snapshot()
 
     async def follows(self, step: int) -> bool:
-        """Waits until a step can be followed; returns False where this member begins at it."""
+        """Waits until a step can be followed; returns False if this member begins at it."""
         assert self.follower is not None
         self._log.step = step
-        begins = await self.follower.follows(step)
-        if begins is not None:
-            self._begin(begins)
-        return begins is None
+        start_state = await self.follower.follows(step)
+        if start_state is not None:
+            self._begin(start_state)
+        return start_state is None
 
     def _begin(self, begins: Mapping[str, Any]) -> None:
-        """Takes part from now on, with all that is whole."""
+        """Begins to take part, with all whole exchanges."""
         follower, self.follower, self._seeks = self.follower, None, False
         assert follower is not None
         self.given_nbytes = follower.nbytes
@@ -103,16 +103,16 @@ class Joiner:
         followed = []
         for number in begins["log"]:
             if number not in follower.results:
-                continue  # all members have it
+                continue  # all members have the result
             logged = follower.followed.get(number)
-            if logged is None:  # this replica had no use for it
+            if logged is None:  # this replica did not need it
                 logged = self._logged(*follower.exchange_of(number), number=number)
                 self._log.taken.append(logged)
             followed.append(logged)
         self._log.begin(begins, follower.results, followed)
-        told_of = self._roster.changes[-1].view
+        known_view = self._roster.changes[-1].view
         for before, view in pairwise(self._unseen):
-            if view.number > told_of:
+            if view.number > known_view:
                 self._log.change(before.members, view)
 
     def _logged(self, exchange: int, part: int, *more: Any, number: int = 0) -> Logged[Any]:
@@ -120,7 +120,7 @@ class Joiner:
         return Logged(channel, Pending(), self._log, number, exchange, part, *more)
 
     def follow(self, number: int, part: int, make: Callable[..., Any], values: Values[T]) -> Logged[T]:
-        """Starts an exchange that takes the result which members have had."""
+        """Starts an exchange that takes its result from the members."""
         logged = self._logged(number, part, make, values)
         self._agreement.launch(self._follow(logged))
         return logged
@@ -131,13 +131,13 @@ class Joiner:
             logged.result.fail(error)
             return
         followed = self.follower.followed
-        self._log.taken = [one for one in self._log.taken if one.number in followed]
+        self._log.taken = [x for x in self._log.taken if x.number in followed]
         self.follower.follow(logged)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Hears from now on what members tell and send."""
+        """Starts to handle news and pieces from members."""
         self._agreement.launch(self._take(NEWS, Follower.hear))
         self._agreement.launch(self._take(PIECES, Follower.take))
 
@@ -152,25 +152,25 @@ class Joiner:
                     self._agreement.lose(str(source), is_malformed=True)
 
     def hear_of(self, view: View) -> None:
-        """Hears of a view that has not admitted this member: its members are those to be reached from now on."""
+        """Records a view that has not admitted this member, so that it contacts the members of that view."""
         is_news = view.number > self._roster.view.number and view.holders
         if self.follower is not None and is_news and self._member.name not in view.members:
             self._roster.enter(view)
 
     def come(self, name: str) -> None:
-        """Notes that a process is connected again."""
+        """Records that a process is connected again."""
         if self.follower is not None:
             self.follower.ask_again(int(name))
 
     def go(self, name: str) -> None:
-        """Notes that a process is not connected any more."""
+        """Records that a process is no longer connected."""
         if self.follower is not None:
             self.follower.drop(int(name))
             self._connections.await_back([name])
             self._agreement.launch(self._miss())
 
     def install(self, view: View) -> bool:
-        """Notes a view that has this member; returns whether it lacks the state yet."""
+        """Records a view that contains this member; returns True if it is deferred because the state is missing."""
         self.suspended, self._asks = None, False
         if self.follower is None:
             return False
@@ -179,29 +179,29 @@ class Joiner:
         return True
 
     def suspend(self, error: Suspended) -> None:
-        """Begins anew, with a snapshot."""
+        """Restarts with another snapshot."""
         self._unseen = []
         self.end(error)
         self.follower, self._asks = self._new_follower(), False
         self._suspensions.append(self._runtime.now())
 
     def end(self, error: BaseException) -> None:
-        """Ends all waits."""
+        """Ends all waits with an error."""
         if self.follower is not None:
             self.follower.end(error)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def _ask_to_be_admitted(self) -> None:
-        """Asks all members to be admitted, from now on."""
+        """Starts to ask all members for admission."""
         if self._member.name not in self._roster.view.members:
             self._asks = True
             self._agreement.launch(self.ask())
 
     async def ask(self, *names: str) -> None:
-        """Asks others for the state, and to admit this member where it has caught up, or cannot.
+        """Asks others for the state, and for admission if this member has caught up or cannot.
 
-        A member that was suspended before asks later.
+        A member that was suspended before waits first.
         """
         if (count := len(self._suspensions)) > 1:
             wait_s = min(2.0 ** (count - 2), _BACK_OFF_S)
@@ -214,17 +214,17 @@ class Joiner:
                 self._comm.send(text_payload(text), int(name), TAG, -1)
 
     async def _seek(self) -> None:
-        """Ends a member that joins where those that have the state are silent, or had ended before it came.
+        """Ends a joining member if the members that have the state are silent, or had ended before it came.
 
-        One that was suspended waits for them to be back.
+        A suspended member waits for their return.
         """
         rounds = 0
         while self.follower is not None and self._agreement.error is None:
             view, began_s = self._roster.view, self._runtime.now()
             self._connections.ask(view.holders[0])
             await self._runtime.sleep_until(began_s + self._agreement.patience_s)
-            heard = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
-            if view is not self._roster.view or any(t >= began_s for t in heard):
+            heard_s = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
+            if view is not self._roster.view or any(t >= began_s for t in heard_s):
                 rounds = 0
                 continue
             rounds += 1
@@ -239,7 +239,7 @@ class Joiner:
         return not self._member.connected.intersection(self._roster.view.holders[0])
 
     async def _miss(self) -> None:
-        """Ends a member that joins where no member that has the state is connected, or is again in time."""
+        """Ends a joining member if no member that has the state is connected or reconnects in time."""
         if self._is_alone():
             await self._runtime.sleep_until(
                 self._runtime.now() + min(REPAIR_S, self._agreement.patience_s / 2)
@@ -248,11 +248,11 @@ class Joiner:
             self._cannot_begin()
 
     def _cannot_begin(self) -> None:
-        lost = ", ".join(self._roster.view.holders[0])
-        self._stop(RunLost(f"rank {self._member.name} cannot begin: members {lost} are lost or silent"))
+        names = ", ".join(self._roster.view.holders[0])
+        self._stop(RunLost(f"rank {self._member.name} cannot begin: members {names} are lost or silent"))
 
     def cannot_reach(self, rank: int, error: RunLost) -> None:
-        """Ends this member where it cannot reach one that has to admit it."""
+        """Ends this member because it cannot reach one that has to admit it."""
         members = self._roster.view.members
         if str(rank) in members and self._member.name not in members:
             self._stop(error)

@@ -1,8 +1,8 @@
-"""The agreement on the next view, as a state machine without sockets and clocks.
+"""Agreement on the next view, as a state machine without sockets and clocks.
 
-It is Paxos without a leader, one instance for each view. The ballot is the size of what a member knows, a
-:class:`Report` is a promise, a :class:`Vote` accepts. See ``docs/membership.md`` for the rules, which comments here
-number, and for why they are safe.
+It is Paxos without a leader, one instance per view. The ballot is the size of a member's knowledge, a :class:`Report`
+is a promise, and a :class:`Vote` accepts. ``docs/membership.md`` lists the rules, which comments here number, and
+proves them safe.
 """
 
 from __future__ import annotations
@@ -16,71 +16,71 @@ from farflung.membership.views import View, is_majority, largest_connected, reac
 __all__ = ["Certify", "Driver", "Member"]
 
 Certify: TypeAlias = Callable[[str, int, Report | None], Certificate]
-"""Signs a certificate of a name, an exit code and a will."""
+"""Function that signs a certificate of a name, an exit code and a will."""
 
 
 class Driver(Protocol):
-    """Carries out the effects of a member, in the order in which they are called."""
+    """Interface that carries out the effects of a member, in the order of the calls."""
 
     def send(self, name: str, message: Message) -> None:
-        """Sends a message to a connected process, behind all that was sent to it before."""
+        """Sends a message to a connected process, after all earlier messages to it."""
         ...
 
     def keep(self, report: Report) -> None:
-        """Stores a report where the supervisor can read it after the process has ended, before returning."""
+        """Stores a report, before it returns, where the supervisor can read it after the end of the process."""
         ...
 
     def freeze(self) -> tuple[int, ...]:
-        """Stops all exchanges, and returns which are whole.
+        """Stops all exchanges, and returns the whole ones.
 
-        From then on no exchange of the view becomes whole here, and no contribution is sent.
+        Afterwards no exchange of the view becomes whole on this member, and no contribution is sent.
 
         Returns:
-          The number up to which all exchanges are whole, then the numbers above it that are whole too, ascending;
-          empty while this process does not have the model.
+          The number up to which all exchanges are whole, then the later whole ones, ascending. Empty while this
+          process does not have the model.
         """
         ...
 
     def install(self, view: View) -> None:
-        """Goes on in a view.
+        """Enters a view.
 
-        Exchanges in ``view.newest`` are done; those that are lacking are adopted from their givers. All later ones
-        are made again, from the contributions that were sent before, under the new number. A process that does not
-        have the model yet forgets exchanges that it has adopted. Data of an older view is refused; data of a newer
-        one is kept until that view is installed.
+        Exchanges in ``view.whole_exchanges`` are done, and missing ones are adopted from their givers. All later
+        exchanges are repeated under the new number, from the contributions sent before. A process without the model
+        drops exchanges that it has adopted. Data of an older view is refused, and data of a newer one is kept until
+        that view is installed.
         """
         ...
 
     def hand(self, view: View) -> None:
-        """Gives members of a view what they lack; see :meth:`View.transfers`. This process may have left."""
+        """Sends members of a view their missing results, also after a leave; see :meth:`View.list_handovers`."""
         ...
 
     def suspend(self, view: View) -> bool:
-        """Handles a view without this process, which did not ask to leave.
+        """Suspends this process because of a view without it, which it did not ask for.
 
         Returns:
-          Whether the process forgets the model and asks to be admitted again, as one that joins does; else it stops.
+          True if the process drops the model and asks to be admitted again, as a joining one does; False if it stops.
         """
         ...
 
     def stop(self, reason: str) -> None:
-        """Ends the process's part in the run, once what it has to hand over is sent."""
+        """Ends this process's part in the run, after its handovers are sent."""
         ...
 
 
 class Member:
-    """One process's part in the agreement on views.
+    """State of one process in the agreement on views.
 
-    The driver calls a method for each event and, when it has passed on all that has arrived, :meth:`settle`, which
-    reports, votes and installs. Nothing is ever sent to a process that is not connected.
+    The driver calls a method for each event. After it has passed on all arrived events it calls
+    :meth:`process_events`, which reports, votes and installs. Messages are sent to connected processes only.
 
     Args:
-      name: of this process; no other process ever has it. A process that is admitted again keeps it.
-      driver: carries out effects.
-      certify: signs a certificate; see :meth:`MessageCodec.certify`.
-      view: the first view of a run; ``None``: this process asks to join one.
-      quorum: ``"majority"``: a view is installed by more than half of the members that are not certified dead, or
-        by half with the most senior; 1: by any member, so that halves without a connection both go on.
+      name: Unique name of this process, kept when the process is admitted again.
+      driver: Driver that carries out effects.
+      sign_certificate: Function that signs a certificate; see :meth:`MessageCodec.sign_certificate`.
+      view: First view of a run; ``None`` if this process asks to join one.
+      quorum: With ``"majority"``, more than half of the members not certified dead install a view, or half with the
+        most senior. With 1, any member does, so that halves without a connection both continue.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Member:
         self._certificates: dict[str, Certificate] = {}
         self._leaving = False
         self._past = 0
-        """The number of the view that this member was suspended by."""
+        """Number of the view that suspended this member."""
         self.left = False
-        """Whether it has left as it asked to: by a view without it, or before it had a view."""
+        """True if this member has left on its own request: by a view without it, or before it had a view."""
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets what belongs to the view before."""
+        """Resets the state that belongs to one view."""
         self._know: dict[Fact, int] = {}
         self._wills: dict[str, Certificate] = {}
         self._reports: dict[str, Report] = {}
@@ -112,38 +112,38 @@ class Member:
         self._held: tuple[int, ...] | None = None
         self._vote: Vote | None = None
         self._due = set[str]()
-        """Processes to which a report is due."""
+        """Names of processes that must receive a report."""
         self._grown = False
-        """Whether knowledge has grown, so that a report is due to all that are connected."""
+        """True if knowledge has grown, so that all connected processes must receive a report."""
 
     @property
     def frozen(self) -> bool:
-        """Whether exchanges are stopped, because the view ends."""
+        """Returns True if exchanges are stopped because the view is ending."""
         return self._held is not None
 
     # --- events (R1) ------------------------------------------------------------------------------------------------
 
     def lost(self, name: str) -> None:
-        """Notes that no connection or relay leads to a process, or that something sent to it may be lost."""
+        """Records that a process is unreachable, or that a message to it may be lost."""
         self.connected.discard(name)
         self._guests.discard(name)
         self._down.add(name)
         self._observe(name)
 
     def back(self, name: str) -> None:
-        """Notes a new connection to a process that has a view."""
+        """Records a new connection to a process that has a view."""
         self.connected.add(name)
         self._down.discard(name)
         self._due.add(name)
         self._observe(name)
 
     def guest(self, name: str) -> None:
-        """Notes a new connection to a process that has no view and asks to join; its settings have been checked."""
+        """Records a new connection to a process without a view that asks to join; its settings have been checked."""
         self._guests.add(name)
         self.back(name)
 
     def died(self, certificate: Certificate) -> None:
-        """Notes that a process has ended or takes part no more; its will counts as if it reported now."""
+        """Records that a process has ended or no longer takes part; its will counts as a report from now."""
         name, will = certificate.name, certificate.will
         if name == self.name or name in self._certificates:
             return
@@ -156,7 +156,7 @@ class Member:
             self._grown = True
 
     def leave(self) -> None:
-        """Asks to be left out of the next view; a process that has no view stops at once."""
+        """Requests to be left out of the next view; a process without a view stops at once."""
         if self.view is None:
             self.left = not self.stopped
             self.give_up()
@@ -165,12 +165,12 @@ class Member:
             self._wish("leave")
 
     def redo(self) -> None:
-        """Asks for a new view of the same members, for example where the giver of a state has left too early."""
+        """Requests a new view of the same members, for example after the early leave of a state's giver."""
         if self.view is not None and not self.frozen:
             self._wish("redo")
 
     def hear(self, source: str, message: Message) -> None:
-        """Takes a message that has arrived, in the order in which its source has sent them."""
+        """Handles an arrived message, in the order in which its source has sent them."""
         if isinstance(message, Report):
             self._hear_report(source, message)
         elif isinstance(message, Certificate):
@@ -180,61 +180,59 @@ class Member:
                 self._count(source, message)
 
     def settle(self, *, ready: bool = True, admits: bool = True) -> None:
-        """Reports what has changed, and votes where all that take part know the same.
+        """Reports changes, and votes if all participants have the same knowledge.
 
         Args:
-          ready: whether to vote now; a driver may wait for connections that are being made again.
-          admits: whether the view may end now for an admission alone; a driver may wait for the end of exchanges.
+          can_vote: False if votes must wait, for example for connections under repair.
+          can_admit: True if the view may end just for an admission; a driver may wait for the end of exchanges.
         """
         view = None
-        while (
-            self.view not in (None, view) and not self.stopped
-        ):  # again after each view that is installed here
+        while self.view not in (None, view) and not self.stopped:  # repeat after each installed view
             view = self.view
             if not self.frozen and (self._ends() or (admits and self.has_candidates)):
                 self._held = self._driver.freeze()
                 self._grown = True
             if self._grown:
                 self._due, self._grown = set(self.connected), False
-            if due := self._due & self.connected:
+            if targets := self._due & self.connected:
                 self._due = set()
-                self._tell(due, self._report())
+                self._tell(targets, self._report())
             if self.frozen and ready:
                 self._cast()
 
     @property
     def has_candidates(self) -> bool:
-        """Whether a process may be admitted: it is connected to all members that take part."""
+        """Returns True if a process connected to all participants waits for admission."""
         return self.view is not None and bool(self._admitted(self._part()))
 
     @property
     def ballot(self) -> int:
-        """How much this member knows of the view; it grows with each change that is noted or heard of."""
+        """Size of this member's knowledge of the view; it grows with each recorded or received change."""
         return self._report().ballot
 
     @property
     def stranded(self) -> bool:
-        """Whether the view ends, and those that this member reaches are too few to agree on the next."""
+        """Returns True if the view is ending and the reachable members are too few to agree on the next."""
         if self.view is None or not self.frozen:
             return False
         reached = {self.name, *self.connected.intersection(self.view.members)}
         return not self._is_quorum(reached, self._wills.keys())
 
     def cuts(self) -> set[frozenset[str]]:
-        """Returns the pairs of members, not certified dead, between which a connection is known to be broken."""
+        """Returns the pairs of members, not certified dead, with a broken connection."""
         alive = {x for x in self.view.members if x not in self._wills} if self.view is not None else set()
         pairs = (frozenset((fact.member, fact.other)) for fact, count in self._know.items() if count % 2)
         return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
     def end(self) -> None:
-        """Stops where this process ends for a reason of its own, and certifies that (R9): the others need not wait."""
+        """Stops this member because its process ends on its own, and certifies that (R9), so that nobody waits."""
         if not self.stopped:
             if self.view is not None and not self.frozen:
                 self._held = self._driver.freeze()
             self.give_up()
 
     def give_up(self) -> None:
-        """Stops without an agreement, and tells so (R9): for a driver whose patience is over while the view ends."""
+        """Stops without an agreement after the driver's patience has run out, and announces it (R9)."""
         if self.stopped or not (self.view is None or self.frozen):
             return
         will = None
@@ -244,10 +242,10 @@ class Member:
             self._driver.keep(will)
             alive = [x for x in self.view.members if x not in self._wills]
             reached = [x for x in alive if x in self.connected]
-            others = [x for x in alive if x not in (self.name, *reached)]
+            unreached = [x for x in alive if x not in (self.name, *reached)]
             reason = (
                 f"no agreement on view {self.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
-                f"may be alive: {', '.join(others) or 'none'}; "
+                f"may be alive: {', '.join(unreached) or 'none'}; "
                 f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
             )
         for name in sorted(self.connected):
@@ -279,17 +277,17 @@ class Member:
                 self._grown = True
 
     def _observe(self, name: str) -> None:
-        """Counts a change of the link to a process; a member's begins whole, a guest's cut."""
+        """Counts a change of the link to a process; links start whole for members, and cut for guests."""
         if self.view is None or name == self.name:
             return
         fact = Fact("link", self.name, name)
         if name not in self.view.members:
-            count, whole = self._know.get(fact, 1), name in self._guests
+            count, is_whole = self._know.get(fact, 1), name in self._guests
         elif name in self._certificates:
             return
         else:
-            count, whole = self._know.get(fact, 0), name not in self._down
-        if (count % 2 == 0) != whole:
+            count, is_whole = self._know.get(fact, 0), name not in self._down
+        if (count % 2 == 0) != is_whole:
             self._learn({fact: count + 1})
 
     def _wish(self, kind: Literal["leave", "redo"]) -> None:
@@ -301,7 +299,7 @@ class Member:
         return Report(self.view, dict(self._know), dict(self._wills), self._held, self._vote)
 
     def _tell(self, names: Collection[str], message: Report | Vote) -> None:
-        """Keeps the report, then sends a message (R8)."""
+        """Stores the report, then sends a message (R8)."""
         self._driver.keep(self._report())
         for name in sorted(names):
             self._driver.send(name, message)
@@ -309,7 +307,7 @@ class Member:
     # --- what follows from knowledge (R2 to R5) ---------------------------------------------------------------------
 
     def _ends(self) -> bool:
-        """Returns whether the view ends (R2): by a cut, even one that has healed, a death or a wish."""
+        """Returns True if the view ends (R2): by a cut, even one that has healed, a death or a wish."""
         assert self.view is not None
         members = set(self.view.members)
         return (
@@ -319,7 +317,7 @@ class Member:
         )
 
     def _part(self) -> list[str]:
-        """Returns the members that take part in the agreement (R3), by seniority."""
+        """Returns the participants of the agreement (R3), by seniority."""
         assert self.view is not None
         links = ((fact, count) for fact, count in self._know.items() if fact.kind == "link")
         cut = {(fact.member, fact.other) for fact, count in links if count % 2}
@@ -327,33 +325,33 @@ class Member:
         return largest_connected(reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut)
 
     def _admitted(self, part: Iterable[str]) -> list[str]:
-        """Returns the guests that are connected to all members that take part."""
+        """Returns the guests that are connected to all participants."""
         assert self.view is not None
         guests = {fact.other for fact in self._know if fact.kind == "link"}.difference(self.view.members)
-        links = {guest: [self._know.get(Fact("link", x, guest), 1) for x in part] for guest in guests}
+        links = {guest: [self._know.get(Fact("link", name, guest), 1) for name in part] for guest in guests}
         return sorted(guest for guest, counts in links.items() if not any(count % 2 for count in counts))
 
     def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
-        """Returns whether names decide (R4): members cut off or silent are counted, certified ones are not."""
+        """Returns True if names are a quorum (R4) of the members without those certified dead."""
         assert self.view is not None
         return self._quorum == 1 or is_majority(set(names), self.view.members, dead)
 
     def _cast(self) -> None:
-        """Vote, once at each ballot, where all that take part have reported the same knowledge (R5)."""
+        """Casts a vote, once per ballot, if all participants have reported the same knowledge (R5)."""
         assert self.view is not None
-        part, dead, own = self._part(), tuple(sorted(self._wills)), self._report()
+        part, dead, own_report = self._part(), tuple(sorted(self._wills)), self._report()
         if self.name not in part or not self._is_quorum(part, dead):
             return
-        if self._vote is not None and self._vote.ballot >= own.ballot:
+        if self._vote is not None and self._vote.ballot >= own_report.ballot:
             return
-        reports = self._unanimous(part, own)
+        reports = self._unanimous(part, own_report)
         if reports is not None:
-            self._vote = Vote(own.ballot, dead, self._value(reports))
+            self._vote = Vote(own_report.ballot, dead, self._value(reports))
             self._tell(self.connected.intersection(self.view.members), self._vote)
             self._count(self.name, self._vote)
 
     def _unanimous(self, part: Iterable[str], own: Report) -> dict[str, Report] | None:
-        """Returns the reports of all that take part, if they are frozen and know what this member knows."""
+        """Returns the reports of all participants if they are frozen and agree with this member's knowledge."""
         reports = {}
         for name in part:
             report = own if name == self.name else self._reports.get(name)
@@ -365,64 +363,66 @@ class Member:
         return reports
 
     def _value(self, reports: Mapping[str, Report]) -> View:
-        """Returns the value of the highest ballot that a report or will shows; otherwise the view that follows."""
+        """Returns the value of the highest ballot in a report or will; otherwise the successor view."""
         wills = [x.will for x in self._wills.values() if x.will is not None and x.will.view == self.view]
         earlier = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
         return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._successor(reports)
 
     def _successor(self, reports: Mapping[str, Report]) -> View:
         assert self.view is not None
-        leaving = {x for x in reports if Fact("leave", x) in self._know}
-        members = (*(x for x in reports if x not in leaving), *self._admitted(reports))
-        held = {x: report.held for x, report in reports.items() if report.held}
-        if not held:
+        leaving_names = {x for x in reports if Fact("leave", x) in self._know}
+        members = (*(x for x in reports if x not in leaving_names), *self._admitted(reports))
+        held_exchanges = {x: report.held for x, report in reports.items() if report.held}
+        if not held_exchanges:
             return View(self.view.number + 1, members, (), ())
-        base = min(whole[0] for whole in held.values())
-        whole = {x: {*range(base, held[x][0]), *held[x]} for x in held}
-        givers = sorted(held, key=lambda x: (x in leaving, -len(whole[x])))  # then by seniority
-        newest = tuple(sorted(set().union(*whole.values())))
-        holders = tuple(tuple(x for x in givers if exchange in whole[x]) for exchange in newest)
+        base = min(numbers[0] for numbers in held_exchanges.values())
+        held_numbers = {x: {*range(base, held_exchanges[x][0]), *held_exchanges[x]} for x in held_exchanges}
+        givers = sorted(
+            held_exchanges, key=lambda x: (x in leaving_names, -len(held_numbers[x]))
+        )  # then by seniority
+        newest = tuple(sorted(set().union(*held_numbers.values())))
+        holders = tuple(tuple(x for x in givers if exchange in held_numbers[x]) for exchange in newest)
         return View(self.view.number + 1, members, newest, holders)
 
     # --- decision (R6) ----------------------------------------------------------------------------------------------
 
     def _count(self, name: str, vote: Vote) -> None:
-        """Counts a vote, and installs its value if a quorum has cast it, at whatever ballot."""
+        """Counts a vote, and installs its value if a quorum has cast it, at any ballot."""
         names = self._accepted.setdefault(vote, set())
         names.add(name)
         if self._is_quorum(names, vote.dead):
             self._install(vote.value)
 
     def _install(self, view: View) -> None:
-        """Enters a view with the facts that last, or stops where it has no place for this process."""
+        """Enters a view with the facts that persist, or stops if it excludes this process."""
         if self.stopped:
             return
-        evicted = self.name not in view.members
-        if evicted and not self._leaving and self._driver.suspend(view):
+        is_evicted = self.name not in view.members
+        if is_evicted and not self._leaving and self._driver.suspend(view):
             self.view, self._past = None, view.number
             self._begin()
             return
-        gone = set(self.view.members if self.view else ()).difference(view.members)
+        gone_names = set(self.view.members if self.view else ()).difference(view.members)
         self.view = view
         self._begin()
-        for name in gone:  # no other process gets its name
+        for name in gone_names:  # names are never reused
             self._certificates.pop(name, None)
             self._down.discard(name)
-        self.left = evicted and self._leaving
-        if not evicted:
+        self.left = is_evicted and self._leaving
+        if not is_evicted:
             self._wills = {x: self._certificates[x] for x in view.members if x in self._certificates}
             for name in (*view.members, *self._guests):
                 self._observe(name)
             if self._leaving:
                 self._wish("leave")
         self._grown = True
-        if evicted or not view.newest:
+        if is_evicted or not view.newest:
             self._tell(self.connected, self._report())
         else:
             self._driver.install(view)
         if any(transfer.giver == self.name for transfer in view.transfers()):
             self._driver.hand(view)
-        if evicted:
+        if is_evicted:
             self._stop(f"{'left with' if self.left else 'evicted by'} view {view.number}")
         elif not view.newest:
             self._stop(f"no member of view {view.number} holds the model")

@@ -1,7 +1,7 @@
 """Messages of the agreement on views, and their encoding as JSON.
 
-Each field is checked before it is used; what is not of its message's form raises :class:`Malformed`. Certificates
-are signed with a key of the run, and one whose signature is wrong is malformed.
+Each field is checked before it is used, and a message of another form raises :class:`MalformedMessage`. Certificates
+are signed with a key of the run, and one with a wrong signature is malformed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _MAX_NBYTES, _MAX_LIST, _MAX_NAME = 1 << 22, 1 << 16, 64
 
 
 class Malformed(ValueError):
-    """A message that is not of its kind's form, or a certificate with a wrong signature."""
+    """Error of a message that lacks the form of its kind, or of a certificate with a wrong signature."""
 
 
 class Fact(NamedTuple):
-    """What knowledge counts: changes of a link, or wishes of a member.
+    """Subject of a count in a member's knowledge: changes of a link, or wishes of a member.
 
-    A link's count begins at 0 between members and is odd while it is cut. A guest's is 2 when it is first seen.
+    The count of a link between members begins at 0 and is odd while it is cut. A guest's is 2 when it is first seen.
 
     Args:
       kind: ``"link"``, ``"leave"``, or ``"redo"``: a wish for a new view of the same members.
-      member: the member that observes or wishes it, and that alone raises the count.
-      other: the other end of the link; empty for wishes.
+      member: Member that observes or wishes it; only this member raises the count.
+      peer: Other end of the link; empty for wishes.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Fact(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """Accepts a value at a ballot: the view after the one that is voted in.
+    """Vote that accepts a value at a ballot: the view after the current one.
 
     Args:
-      ballot: the size of the knowledge at which it was cast.
-      dead: members that were certified dead then.
-      value: the view voted for.
+      ballot: Size of the knowledge of the voter.
+      dead_members: Members that were certified dead at that time.
+      value: View voted for.
     """
 
     ballot: int
@@ -56,14 +56,14 @@ class Vote(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a member knows in its view; it promises to vote at no smaller ballot.
+    """Knowledge of a member in its view; it promises to vote at no smaller ballot.
 
     Args:
-      view: the member's view.
-      know: count of each fact.
-      wills: certificates of the view's members that are certified dead, by name.
-      held: whole exchanges, once exchanges are stopped; see :meth:`Driver.freeze`. ``None``: they are not.
-      vote: the member's latest vote in this view.
+      view: View of the member.
+      fact_counts: Count of each fact.
+      wills: Certificates of dead members of the view, by name.
+      held_exchanges: Whole exchanges, once exchanges are stopped; see :meth:`Driver.freeze`. ``None`` before.
+      vote: Latest vote of the member in this view.
     """
 
     view: View
@@ -74,18 +74,18 @@ class Report(NamedTuple):
 
     @property
     def ballot(self) -> int:
-        """The size of the knowledge: the sum of its counts, and the number of certificates."""
+        """Size of the knowledge: the sum of its counts, and the number of certificates."""
         return sum(self.know.values()) + len(self.wills)
 
 
 class Certificate(NamedTuple):
-    """Certifies that a process has ended, or takes part no more, with the last report that it may have sent.
+    """Certificate that a process has ended or no longer takes part, with the last report that it may have sent.
 
     Args:
-      name: of the process.
-      exit_code: 0 from a member that stops by itself; otherwise from its supervisor, after ``waitpid``.
-      will: its last report; ``None``: it never sent one.
-      signature: HMAC-SHA256 over name, exit code and will, hexadecimal; see :meth:`MessageCodec.certify`.
+      name: Name of the process.
+      exit_code: 0 from a member that stops on its own; otherwise from its supervisor, after ``waitpid``.
+      will: Last report; ``None`` if it never sent one.
+      signature: HMAC-SHA256 of name, exit code and will, hexadecimal; see :meth:`MessageCodec.sign_certificate`.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Certificate(NamedTuple):
 
 
 Message: TypeAlias = Report | Vote | Certificate
-"""What members send to each other; supervisors send certificates alone."""
+"""Message between members; supervisors send certificates only."""
 
 
 class _Count(NamedTuple):
@@ -106,7 +106,7 @@ class _Count(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """A report as it travels: its certificates travel beside it, each once."""
+    """Report as it is sent, with the names of its certificates; each certificate is sent once beside it."""
 
     view: View
     know: tuple[_Count, ...]
@@ -123,7 +123,7 @@ class _Certificate(NamedTuple):
 
 
 class _Envelope(NamedTuple):
-    """Any message as it travels; without report and vote it is the last of the certificates."""
+    """Message as it is sent; without report and vote it is the last of the certificates."""
 
     report: _Report | None
     vote: Vote | None
@@ -131,10 +131,10 @@ class _Envelope(NamedTuple):
 
 
 class MessageCodec:
-    """Encodes and decodes messages, and signs certificates.
+    """Codec of messages and signer of certificates.
 
     Args:
-      key: a secret of the run, and of no other.
+      key: Secret of this run only.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -143,13 +143,13 @@ class MessageCodec:
         self._key = key
 
     def certify(self, name: str, exit_code: int, will: Report | None) -> Certificate:
-        """Signs a certificate; a supervisor does so only after ``waitpid`` has returned for the process."""
+        """Signs a certificate; a supervisor must wait until ``waitpid`` has returned for the process."""
         signed = [name, exit_code, None if will is None else _flat(will)]
         digest = hmac.new(self._key, _text(signed), hashlib.sha256).hexdigest()
         return Certificate(name, exit_code, will, digest)
 
     def encode(self, message: Message) -> bytes:
-        """Returns a message as JSON; certificates come after those that their wills name."""
+        """Encodes a message as JSON; certificates follow those that their wills name."""
         certificates: dict[str, _Certificate] = {}
         if isinstance(message, Vote):
             envelope = _Envelope(None, message, ())
@@ -162,10 +162,10 @@ class MessageCodec:
         return _text(envelope)
 
     def decode(self, data: bytes) -> Message:
-        """Returns the message that bytes encode.
+        """Decodes a message.
 
         Raises:
-          Malformed: they encode none, or a certificate's signature is wrong.
+          MalformedMessage: The bytes encode no message, or a certificate's signature is wrong.
         """
         if len(data) > _MAX_NBYTES:
             raise Malformed(f"a message of {len(data):,} bytes; at most {_MAX_NBYTES:,} are allowed")
@@ -203,7 +203,7 @@ def _flat(report: Report) -> _Report:
 
 
 def _collect(wills: Mapping[str, Certificate], into: dict[str, _Certificate]) -> None:
-    """Adds certificates to those that travel, after the ones that their wills name."""
+    """Collects certificates in sending order: after those that their wills name."""
     for name, exit_code, will, signature in wills.values():
         if name not in into:
             if will is not None:
@@ -218,15 +218,10 @@ def _report(flat: _Report, certificates: Mapping[str, Certificate]) -> Report:
     view, counts, wills, held, vote = flat
     _check_view(view)
     know: dict[Fact, int] = {}
-    for kind, member, other, count in counts:
-        if (
-            kind not in ("link", "leave", "redo")
-            or (kind == "link") != bool(other)
-            or not member
-            or count < 1
-        ):
+    for kind, member, peer, count in counts:
+        if kind not in ("link", "leave", "redo") or (kind == "link") != bool(peer) or not member or count < 1:
             raise Malformed("knowledge: not a fact with its count")
-        know[Fact(kind, member, other)] = count
+        know[Fact(kind, member, peer)] = count
     if len(know) < len(counts) or not _ascending(wills):
         raise Malformed("knowledge: a fact or a certificate is given twice")
     if not certificates.keys() >= set(wills) or not set(wills) <= set(view.members):
@@ -258,7 +253,7 @@ def _ascending(values: Collection[Any]) -> bool:
 
 
 def _checked(value: Any, due: Any) -> Any:
-    """Returns parsed JSON as the type that is due, which consists of named tuples, tuples, int, str and None."""
+    """Returns parsed JSON as the expected type, which consists of named tuples, tuples, int, str and None."""
     if isinstance(due, types.UnionType):
         return None if value is None else _checked(value, typing.get_args(due)[0])
     if due is int:

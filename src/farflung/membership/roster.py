@@ -1,4 +1,4 @@
-"""Which members a run has: the newest view, and the members that take samples at each step."""
+"""Members of a run: the newest view, and the members that take samples at each step."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ __all__ = ["Roster"]
 
 
 class Roster:
-    """The members of a run, as one of them knows them.
+    """Members of a run, as known to one of them.
 
     Args:
-      view: the first view.
-      change: the members that take samples at the first step.
-      reach: the most steps that a member begins after the last one whose exchanges are all there.
+      view: First view.
+      change: Members that take samples at the first step.
+      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
     """
 
     def __init__(self, view: View, change: Change, reach: int) -> None:
         self.view = view
-        """The newest view that is installed, or that a member which joins has heard of."""
+        """Newest view that is installed, or known to a joining member."""
         self.known = set(view.members)
-        """All that have been members."""
+        """Names of all present and former members."""
         self.changes = [change]
-        """The members that take samples, by the step from which on they do."""
+        """Changes of the members that take samples, by their first step."""
         self.begins: dict[int, int] = {}
-        """The first step of each member that has joined."""
+        """First step of each member that has joined."""
         self._reach = reach
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the newest view, by seniority."""
+        """Ranks of the newest view, by seniority."""
         return tuple(map(int, self.view.members))
 
     def enter(self, view: View) -> None:
-        """Takes a view for the newest."""
+        """Sets the newest view."""
         self.view = view
         self.known.update(view.members)
 
     def at(self, step: int) -> Change:
         """Returns the change that is in force at a step."""
-        return next((one for one in reversed(self.changes) if one.step <= step), self.changes[0])
+        return next((x for x in reversed(self.changes) if x.step <= step), self.changes[0])
 
     def joiners(self, step: int) -> list[int]:
         """Returns the ranks that begin at a step."""
@@ -54,16 +54,16 @@ class Roster:
         return [rank for rank in self.members if self.begins.get(rank, 0) <= step]
 
     def counted(self, step: int) -> int:
-        """Returns the number of batches that a step adds to those that are taken, less those given back at it."""
+        """Returns the number of batches taken at a step, minus those returned at it."""
         return len(self.at(step).ranks) - len(self._given_back(step))
 
     def give_back(self, step: int, sampler: Sampler) -> None:
-        """Returns the samples of lost members to a sampler, where a change takes effect at a step."""
+        """Returns the samples of lost members to a sampler if a change takes effect at a step."""
         for before, place in self._given_back(step):
             sampler.give_back(before, place)
 
     def _given_back(self, step: int) -> list[tuple[int, int]]:
-        """Returns the batches that are given back at a step: the step that they were taken at, and the place in it."""
+        """Returns the batches returned at a step: the step at which each was taken, and its place in that step."""
         if all(change.step != step for change in self.changes):
             return []
         return [
@@ -73,11 +73,11 @@ class Roster:
         ]
 
     def _lost_batches(self) -> dict[tuple[int, int], Change]:
-        """Returns the change that gives back a batch, by the step that it was taken at and the rank."""
+        """Returns the change that returns each batch, by the step at which it was taken and the rank."""
         first_last = sorted(self.changes, key=lambda change: (change.step, change.view), reverse=True)
         return {
             (before, rank): change
-            for change in first_last  # the first counts
+            for change in first_last  # the first change overwrites later ones
             for before in change.again
             for rank in change.lost
             if rank in self.at(before).ranks
@@ -86,49 +86,49 @@ class Roster:
     def change(
         self, before: Sequence[str], view: View, complete: Iterable[tuple[int, int]], now: float
     ) -> None:
-        """Notes from which step on the members of a view take samples.
+        """Records the first step at which the members of a view take samples.
 
         Args:
-          before: the members of the view before.
-          view: the view.
-          complete: exchanges that end a step, each with the step.
-          now: the time, in seconds.
+          previous_members: Members of the previous view.
+          view: New view.
+          step_ends: Numbers of exchanges that end a step, each with the step.
+          time_s: Current time in seconds.
         """
         lost, joined = (
-            tuple(int(name) for name in names if name not in others)
-            for names, others in ((before, view.members), (view.members, before))
+            tuple(int(name) for name in names if name not in other_names)
+            for names, other_names in ((before, view.members), (view.members, before))
         )
-        whole, newest = view.newest[0], set(view.newest)
-        while whole + 1 in newest:
-            whole += 1
-        done = max(step for number, step in complete if number <= whole)
+        last_whole, newest = view.newest[0], set(view.newest)
+        while last_whole + 1 in newest:
+            last_whole += 1
+        last_done = max(step for number, step in complete if number <= last_whole)
         ranks = tuple(map(int, view.members))
-        # Further steps need exchanges of the new view, so no member has begun them; all members of it have by then.
-        begins = max((self.begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
-        again = range(done + 1, max(done + 1 + self._reach, begins))
-        # A member that was lost before counts where steps are made again that a result of it was to complete.
-        known = self._lost_batches()
-        taken = {
-            (step, rank) for step in again for rank in self.at(step).ranks if rank not in (*ranks, *lost)
+        # Later steps need exchanges of the new view: no member has begun them, and by then all its members have.
+        first_step = max((self.begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
+        repeated = range(last_done + 1, max(last_done + 1 + self._reach, first_step))
+        # Earlier lost members count if repeated steps were to be completed by a result of theirs.
+        recorded = self._lost_batches()
+        batches = {
+            (step, rank) for step in repeated for rank in self.at(step).ranks if rank not in (*ranks, *lost)
         }
-        lost += tuple(sorted({rank for _, rank in taken.difference(known)}))
-        self.changes.append(Change(again.stop, ranks, lost, joined, again, now, view.number))
-        self.begins.update(dict.fromkeys(joined, again.stop))
+        lost += tuple(sorted({rank for _, rank in batches.difference(recorded)}))
+        self.changes.append(Change(repeated.stop, ranks, lost, joined, repeated, now, view.number))
+        self.begins.update(dict.fromkeys(joined, repeated.stop))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what replicas that follow are told."""
+        """Returns the view and the changes as JSON, for replicas that follow."""
         return {
             "number": self.view.number,
             "members": self.members,
             "newest": self.view.newest,
-            "changes": [[*one[:4], [one.again.start, one.again.stop], *one[5:]] for one in self.changes],
+            "changes": [[*x[:4], [x.again.start, x.again.stop], *x[5:]] for x in self.changes],
         }
 
     def take_changes(self, changes: Sequence[Any]) -> None:
-        """Takes the changes of :meth:`to_json` in place of those that are known."""
+        """Replaces the changes by those of :meth:`to_json`."""
         self.changes = [
-            Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*again), t, view)
-            for step, ranks, lost, joined, again, t, view in changes
+            Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*steps), t, view)
+            for step, ranks, lost, joined, steps, t, view in changes
         ]
         for change in self.changes:
             self.begins.update(dict.fromkeys(change.joined, change.step))

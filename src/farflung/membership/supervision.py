@@ -1,7 +1,7 @@
-"""What a supervisor and the process that it has started share, and how it certifies the end of that process.
+"""Memory shared by a supervisor and its process, and the certificate of that process's end.
 
 The supervisor knows nothing of the run while its process lives. After the end it reads the key of the run, the
-addresses of the other members and the last report from memory that both share, and visits these members.
+addresses of the other members and the last report from this memory, and visits these members.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from farflung.membership.messages import Malformed, MessageCodec, Report
 __all__ = ["SUPERVISOR", "Page", "certify"]
 
 SUPERVISOR = "FARFLUNG_SUPERVISOR"
-"""Names to a process its supervisor's process id and the descriptor of their page, with a colon in between."""
+"""Variable with the supervisor's process id and the descriptor of the page, separated by a colon."""
 DELIVERY_S = 10.0
-"""For how long a supervisor tries to reach a member."""
+"""Maximum time in which a supervisor tries to reach a member."""
 _RETRY_S = 0.5
 _SLOT = 1 << 20
 _HEAD = struct.Struct("<QII")
-"""The number of a text from 1 on, its bytes, and their CRC-32."""
+"""Number of a text from 1 on, its bytes, and their CRC-32."""
 
 
 class Page:
-    """Memory that a process and its supervisor share, with the latest two texts that were written.
+    """Memory shared by a process and its supervisor, with the two latest texts.
 
-    A process that is killed while it writes leaves the text before whole; see rule R8 of the protocol.
+    If a process is killed during a write, the previous text stays intact; see rule R8 of the protocol.
 
     Args:
-      fd: of the memory, to inherit; -1: forks inherit it.
+      fd: Inheritable descriptor of the memory; -1 if forks inherit it.
     """
 
     def __init__(self, fd: int = -1) -> None:
@@ -48,7 +48,7 @@ class Page:
 
     @staticmethod
     def to_inherit() -> int:
-        """Makes memory for a page, and returns its descriptor."""
+        """Creates memory for a page, and returns its descriptor."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("farflung")
         else:
@@ -59,7 +59,7 @@ class Page:
 
     @staticmethod
     def inherited(environment: Mapping[str, str] = os.environ) -> Page | None:
-        """Returns the page of this process and its supervisor; ``None`` where it has none."""
+        """Returns the page of this process and its supervisor, or ``None``."""
         pid, _, fd = environment.get(SUPERVISOR, "").partition(":")
         if not pid:
             return None
@@ -71,12 +71,12 @@ class Page:
         return Page(int(fd))
 
     def tell(self, name: str, access: Access) -> None:
-        """Writes the name of the process and how its supervisor reaches the other members."""
+        """Writes the name of the process, and the access of its supervisor to the other members."""
         self._access = json.dumps([name, access.to_json()]).encode()
         self._write()
 
     def keep(self, report: bytes) -> None:
-        """Writes the latest report; raises ``ValueError`` where it is too long."""
+        """Writes the latest report; raises ``ValueError`` if it is too long."""
         self._report = report
         self._write()
 
@@ -91,34 +91,34 @@ class Page:
         self._memory[at : at + _HEAD.size] = _HEAD.pack(self._count, len(text), zlib.crc32(text))
 
     def _latest(self) -> tuple[int, bytes]:
-        found = (0, b"")
+        latest = (0, b"")
         for at in (0, _SLOT):
             number, length, checksum = _HEAD.unpack_from(self._memory, at)
             text = self._memory[at + _HEAD.size : at + _HEAD.size + length]
             if number and len(text) == length and zlib.crc32(text) == checksum:
-                found = max(found, (number, text))
-        return found
+                latest = max(latest, (number, text))
+        return latest
 
     def read(self) -> tuple[str, Access, bytes] | None:
-        """Returns name, access and latest report, which is empty before the first; ``None``: it was no member yet."""
+        """Returns name, access and latest report, empty before the first; ``None`` before the process is a member."""
         _, text = self._latest()
-        told, _, report = text.partition(b"\n")
-        if not told:
+        content, _, report = text.partition(b"\n")
+        if not content:
             return None
-        name, access = json.loads(told)
+        name, access = json.loads(content)
         return name, Access.from_json(access), report
 
 
 def certify(page: Page, exit_code: int) -> list[threading.Thread]:
-    """Certifies to all other members that a process has ended; after ``waitpid`` has returned for it.
+    """Announces the certified end of a process to all other members; ``waitpid`` must have returned for it.
 
     Returns:
-      The threads that do so, which end by :data:`DELIVERY_S`.
+      Threads of the deliveries, which end within :data:`DELIVERY_S`.
     """
-    found = page.read()
-    if found is None:
+    content = page.read()
+    if content is None:
         return []
-    name, access, text = found
+    name, access, text = content
     codec, will = MessageCodec(access.key), None
     if text:
         message = codec.decode(text)
@@ -136,8 +136,8 @@ def certify(page: Page, exit_code: int) -> list[threading.Thread]:
 
 
 def _deliver(access: Access, address: str, certificate: str) -> None:
-    until = time.monotonic() + DELIVERY_S
-    while (left_s := until - time.monotonic()) > 0:
+    deadline = time.monotonic() + DELIVERY_S
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
             access.ask(address, {"certificate": certificate}, left_s)
         except ConnectionRefusedError:  # that member has ended too

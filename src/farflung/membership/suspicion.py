@@ -1,4 +1,4 @@
-"""Which members are silent or busy for too long while others wait for them."""
+"""Detection of members that are silent or busy for too long while others wait for them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["ANSWER", "Suspicion"]
 
 ANSWER = b"!"
-"""Says that its sender is there; its :class:`Counters` follow."""
+"""Sign of life of its sender; its :class:`Counters` follow."""
 _STUCK = 100
-"""For how many times the patience members are waited for that all have come to an exchange, without progress of any."""
+"""Multiple of the patience after which the run stops if all members answer and none makes progress."""
 
 
 class Counters(NamedTuple):
-    """How far a member is.
+    """Progress of a member.
 
     Args:
-      started: the number of exchanges that it has started.
-      events: the number of its steps and computations.
-      nbytes: bytes of messages to and from it.
+      num_started: Number of exchanges that it has started.
+      num_events: Number of its steps and computations.
+      nbytes: Bytes of messages to and from it.
     """
 
     started: int
@@ -42,17 +42,17 @@ class Counters(NamedTuple):
 
     @staticmethod
     def decode(text: bytes) -> Counters | None:
-        """Returns what a member has told of itself; ``None``: it is malformed."""
+        """Returns the decoded counters of a member, or ``None`` if they are malformed."""
         counts = text.split(b" ") if len(text) < 64 else []
         return Counters(*map(int, counts)) if len(counts) == 3 and all(map(bytes.isdigit, counts)) else None
 
 
 class Suspicion:
-    """Takes members for lost that are silent, or that answer and make no progress, while an exchange takes long.
+    """Monitor that marks members as lost if they are silent or make no progress during a long exchange.
 
     Args:
-      agreement: of this member.
-      log: the exchanges that are waited for.
+      agreement: Agreement of this member.
+      log: Exchanges that are waited for.
     """
 
     def __init__(self, agreement: Agreement, log: ExchangeLog) -> None:
@@ -60,17 +60,17 @@ class Suspicion:
         self._runtime, self._roster, self._member = agreement.runtime, agreement.roster, agreement.member
         self._connections, self._patience_s = agreement.connections, agreement.patience_s
         self._answers: dict[str, int] = {}
-        """How many exchanges each member had started when it answered last."""
+        """Number of exchanges that each member had started at its last answer."""
         self._progress: dict[str, Progress] = {}
-        """Of each member, this one too, as it has answered."""
+        """Progress of each member, including this one."""
 
     def answer(self, name: str) -> None:
-        """Tells a process that this one is there, and how far it is."""
+        """Sends a process a sign of life, with this member's progress."""
         text = ANSWER + self._counters().encode()
         self._runtime.comm.send(text_payload(text), int(name), TAG, -1)
 
     def hear(self, name: str, text: bytes) -> None:
-        """Notes the answer of a process."""
+        """Handles the answer of a process."""
         if (counters := Counters.decode(text[len(ANSWER) :])) is not None:
             self._answers[name] = counters.started
             self._note_progress(name, counters)
@@ -79,29 +79,29 @@ class Suspicion:
         return Counters(self._log.started, self._runtime.events, self._runtime.comm.moved_nbytes())
 
     def _note_progress(self, name: str, counters: Counters) -> None:
-        now = self._runtime.now()
-        progress = self._progress.setdefault(name, Progress(now))
-        progress.update(counters.started + counters.events, counters.nbytes, now, self._patience_s)
+        time_s = self._runtime.now()
+        progress = self._progress.setdefault(name, Progress(time_s))
+        progress.update(counters.started + counters.events, counters.nbytes, time_s, self._patience_s)
 
     def _idle_s(self, names: Collection[str]) -> float:
-        """Returns for how many seconds none of some members has made progress, as far as is known."""
+        """Returns the seconds since the last known progress of any of some members."""
         moved_s = (self._progress[name].last_s for name in names if name in self._progress)
         return self._runtime.now() - max(moved_s, default=-math.inf)
 
     async def attend(self) -> None:
-        """Asks members for a sign of life where an exchange takes long, and leaves out those that give none.
+        """Requests signs of life from members during long exchanges, and drops silent members.
 
-        The questions begin at half of the patience, one in each quarter. A member is silent where for all of the
-        patience nothing of it has arrived, not even a part of a message. One that is busy answers, since the thread
-        that carries exchanges does.
+        Requests begin at half of the patience, one in each quarter. A member is silent if nothing has arrived from it
+        for all of the patience, not even a part of a message. A busy member answers, since its communication thread
+        does.
         """
         while not self._agreement.is_over:
-            waited = self._log.under_way()
-            if self._log.is_frozen or not waited:
+            pending = self._log.under_way()
+            if self._log.is_frozen or not pending:
                 self._log.waits = Pending()
                 await self._log.waits
                 continue
-            oldest = min(waited, key=lambda one: one.number)
+            oldest = min(pending, key=lambda x: x.number)
             begins_s = oldest.made_s + self._patience_s / 2
             if self._runtime.now() < begins_s:
                 await self._runtime.sleep_until(begins_s)
@@ -109,74 +109,75 @@ class Suspicion:
             await self._judge(self._roster.view, oldest)
 
     async def _judge(self, view: View, oldest: Logged[object]) -> None:
-        """Asks members for a sign of life, and leaves out those that are silent or busy for too long."""
-        asked = await self._connections.asked(self._patience_s / 4)
+        """Requests signs of life from members, and drops those that are silent or busy for too long."""
+        names = await self._connections.asked(self._patience_s / 4)
         if view is not self._roster.view or self._log.is_frozen or oldest.kept is not None:
             return
         waits_s = self._runtime.now() - max(oldest.made_s, self._connections.awake_s)
-        why = {
+        reasons = {
             name: f"nothing has arrived from it for {silent_s:.2f} s"
-            for name in asked
+            for name in names
             if (silent_s := min(self._connections.silent_s(name), waits_s)) >= self._patience_s
         }
         self._note_progress(self._member.name, self._counters())
-        least = min((self._answers.get(name, 0) for name in asked), default=oldest.number)
-        late = {name for name in asked if self._answers.get(name, 0) == least < oldest.number}
-        idle_s = min(waits_s, self._idle_s(late or {*asked, self._member.name}))
-        if not why and late and idle_s >= BUSY * self._patience_s:
+        min_started = min((self._answers.get(name, 0) for name in names), default=oldest.number)
+        late_names = {name for name in names if self._answers.get(name, 0) == min_started < oldest.number}
+        idle_s = min(waits_s, self._idle_s(late_names or {*names, self._member.name}))
+        if not reasons and late_names and idle_s >= BUSY * self._patience_s:
             reason = f"it answers, but has not come to that exchange, nor made progress for {idle_s:.2f} s"
-            why = dict.fromkeys(late, reason)
-        elif not late and idle_s >= _STUCK * self._patience_s:
+            reasons = dict.fromkeys(late_names, reason)
+        elif not late_names and idle_s >= _STUCK * self._patience_s:
             self._agreement.stop(
                 f"exchange {oldest.number} is not whole after {waits_s:.0f} s, and nothing has moved for "
                 f"{idle_s:.0f} s, but all members answer"
             )
-        for name in sorted(why):
+        for name in sorted(reasons):
             logging.getLogger("farflung").warning(
                 "rank %s counts as lost: %s (exchange %d, step %d, is %.2f s old)",
                 name,
-                why[name],
+                reasons[name],
                 oldest.number,
                 oldest.step,
                 waits_s,
             )
-        self._connections.are_silent(why)
+        self._connections.are_silent(reasons)
 
     async def probe(self) -> None:
-        """Leaves out the members of the newest view that give no sign of life for all of the patience."""
+        """Drops the members of the newest view that give no sign of life for all of the patience."""
         view = self._roster.view
-        asked = await self._connections.asked(self._patience_s)
+        names = await self._connections.asked(self._patience_s)
         if view is self._roster.view and not self._log.is_frozen and not self._agreement.is_over:
-            self._lose_silent(asked, self._patience_s)
+            self._lose_silent(names, self._patience_s)
 
     def _lose_silent(self, names: Collection[str], seconds: float) -> None:
         silent_s = self._connections.silent_s
         self._connections.are_silent(name for name in names if silent_s(name) >= seconds)
 
     async def hear_all(self, view: View) -> None:
-        """Takes members for lost that do not answer while a view ends.
+        """Drops members that do not answer while a view is ending.
 
-        One that has given no sign of life for three quarters of the patience is lost at once: it was asked already.
+        A member without a sign of life for three quarters of the patience is dropped at once, because it was asked
+        already.
         """
-        waits_s = self._runtime.now() - min((one.made_s for one in self._log.under_way()), default=math.inf)
+        waits_s = self._runtime.now() - min((x.made_s for x in self._log.under_way()), default=math.inf)
         if waits_s >= 0.75 * self._patience_s:
             self._lose_silent(self._member.connected.intersection(view.members), 0.75 * self._patience_s)
-        asked = await self._connections.asked(self._patience_s / 2)
+        names = await self._connections.asked(self._patience_s / 2)
         if view is self._roster.view and not self._agreement.is_over:
-            self._lose_silent(asked, self._patience_s / 2)
+            self._lose_silent(names, self._patience_s / 2)
 
     async def lose_patience(self, view: View) -> None:
-        """Gives up an agreement where nothing has become known of the view for as long as patience lasts.
+        """Gives up an agreement if no news of the view arrives within the patience.
 
-        A member that may return waits for others to be back for as long as for one that is busy, unless all of their
-        processes have ended.
+        A member that may return waits as long for the others as for a busy member, unless all of their processes have
+        ended.
         """
         ballot, since_s = -1, self._runtime.now()
         while self._log.is_frozen and self._roster.view is view and not self._agreement.is_over:
-            now = self._runtime.now()
+            time_s = self._runtime.now()
             if ballot != self._member.ballot:
-                ballot, since_s = self._member.ballot, now
-            elif not self._connections.may_be_back() or now >= since_s + BUSY * self._patience_s:
+                ballot, since_s = self._member.ballot, time_s
+            elif not self._connections.may_be_back() or time_s >= since_s + BUSY * self._patience_s:
                 self._member.give_up()
                 return
-            await self._runtime.sleep_until(now + self._patience_s)
+            await self._runtime.sleep_until(time_s + self._patience_s)

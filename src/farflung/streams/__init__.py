@@ -1,4 +1,4 @@
-"""Streams whose samples arrive: at a rate, from Apache Kafka, or from an iterator of the user's own."""
+"""Streams of arriving samples: at a given rate, from Apache Kafka, or from a user's iterator."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What has arrived and is not yet used, and how much of it a step takes: alike for all streams whose samples arrive."""
+"""Buffer between the arrival of samples and their use, shared by all streams of arriving samples."""
 
 from __future__ import annotations
 
@@ -23,44 +23,41 @@ Full = Literal["pause", "stop", "drop_oldest"]
 Weigh = Literal["by_batch", "by_rate"]
 
 LEAST, MOST = 8, 1024
-"""Samples of a step that is made of what some seconds bring: the bounds of Tyagi & Swany 2022."""
+"""Bounds on the samples of a step that is made of some seconds of the stream, from Tyagi & Swany 2022."""
 
 
 class Buffer:
-    r"""Samples between their arrival and their use.
+    r"""Buffer of samples between their arrival and their use.
 
-    A step waits until ``least`` samples are there and takes all there are, up to ``most``. So it always takes as many
-    as the run's batch where neither is given. With ``window_s`` it takes what so many seconds of the stream bring,
+    A step waits until ``least`` samples have arrived and takes all of them, up to ``most``. If neither is given, each
+    step takes the run's batch size. With ``window_s`` it takes the samples of that many seconds of the stream,
 
     .. math:: b_i = \min(\max(S_i w, b_{\min}), b_{\max}),
 
     rounded, where :math:`S_i` is the rate of replica i in samples per second, :math:`w` is ``window_s`` and the bounds
     are ``least`` and ``most``.
 
-    What depends on the clock is a decision of the replica: the rate where it changes or is measured, the samples that
-    are dropped, and the number taken between two bounds. A replay makes it again. Nothing is decided where a step takes
-    a fixed number of all that comes, in one order.
+    Values that depend on the clock are decisions of the replica, which a replay repeats: a changing or measured rate,
+    the dropped samples, and the number taken between two bounds. No decision is needed if each step takes a fixed
+    number of all samples in one order.
 
     Args:
-      policy: with ``persistence`` samples are kept until they are used, oldest first. With ``truncation`` a step takes
-        the newest of what has streamed in since the step before chose, and all else is dropped; so what is held is
-        never more than what just streamed in.
-      least: samples without which no step begins; the run's batch size when not given, 8 with ``window_s``.
-      most: no step takes more; ``least`` when not given, with ``window_s`` 1024, or the backlog if that is less.
-      backlog: with ``persistence``: how many samples may wait to be used; ``None``: any number.
-      full: what happens when more than that wait: with ``pause`` the source sends no more until a step has taken some,
-        with ``stop`` the run ends with an error, with ``drop_oldest`` the samples that have waited longest are lost
-        when a step chooses.
-      window_s: seconds of the stream that a step is made of; ``None``: by ``least`` and ``most`` alone.
-      weigh: what a step weighs in the mean over the replicas: ``by_batch``, its samples, or ``by_rate``, :math:`S_i w`,
-        what the window brings, of a second where none is given; either by the run's batch size, which changes no mean.
+      policy: ``persistence`` keeps samples until they are used, oldest first. With ``truncation`` a step takes the
+        newest of the samples that have arrived since the previous step chose, and drops all others.
+      least: Minimum number of samples of a step; the run's batch size by default, 8 with ``window_s``.
+      most: Maximum number of samples of a step; ``least`` by default, with ``window_s`` 1024 or the backlog if less.
+      backlog: Maximum number of waiting samples with ``persistence``; ``None``: unlimited.
+      full: Action when more samples wait: ``pause`` stops the source until a step has taken some, ``stop`` ends the
+        run with an error, ``drop_oldest`` drops the oldest samples when a step chooses.
+      window_s: Seconds of the stream in a step; ``None``: only ``least`` and ``most`` bound a step.
+      weigh: Weight of a step in the mean over the replicas, over the run's batch size: its number of samples with
+        ``by_batch``, or :math:`S_i w` with ``by_rate``, where :math:`w` is 1 without a window.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: A value is out of range.
 
     References: Tyagi & Swany 2022 (ScaDLES), sections III and IV: batches by rate, their bounds, persistence and
-    truncation. Which samples a truncated stream keeps when more have come than a step takes is our choice, and so is
-    ``drop_oldest``.
+    truncation. The choice of samples in a truncated stream that exceeds a step is our own, and so is ``drop_oldest``.
     """
 
     def __init__(
@@ -91,15 +88,15 @@ class Buffer:
         self._drops = self._truncates or full != "pause"
         self._window_s, self._by_rate = window_s, weigh == "by_rate"
         self.ids: SampleIds = torch.empty(0, dtype=torch.int64)
-        """All that is held, in the order of arrival; what has been shown stays as it is."""
+        """Ids of all held samples in the order of arrival; returned tensors are never modified."""
         self._dropped = 0
         self._oldest: dict[int, int] = {}
-        """By lane: no id before this one is held, not even if it is still to come."""
+        """Smallest id of each lane that may still be held or arrive."""
         self._rate: tuple[int, float] | None = None
         self._chosen: tuple[int, list[tuple[int, int]]] | None = None
-        """The step that chose last, and of each lane the oldest id kept and the number taken."""
+        """Step that chose last, with the oldest kept id and the number of taken samples of each lane."""
         self._in_use: Arrivals | None = None
-        """What the step under way is made of."""
+        """Samples of the current step."""
 
     def open(
         self,
@@ -111,18 +108,18 @@ class Buffer:
         ahead: int = 1 << 24,
         gone: Callable[[SampleIds], object] = lambda ids: None,
     ) -> None:
-        """Prepares for the first sample.
+        """Prepares the buffer for the first sample.
 
         Args:
-          feed: of the replica.
-          rate: :math:`S_i`, where it neither changes nor has to be measured.
-          lanes: how many sources there are, whose samples arrive in an order of their own but mix in any.
-          stride: the remainder of an id divided by this says its lane; ids of a lane ascend.
-          ahead: ids that a run which is replayed may have been ahead of this one.
-          gone: called with ids that are not held any more.
+          context: Context of the stream.
+          rate: Constant rate :math:`S_i`; ``None`` if it changes or has to be measured.
+          lanes: Number of sources, each with an order of its own.
+          stride: Divisor of ids whose remainder is the lane; ids of a lane ascend.
+          max_lead: Number of ids by which a replayed run may have been ahead of this one.
+          on_remove: Callback that receives the ids of samples that are no longer held.
 
         Raises:
-          ConfigError: bounds that contradict each other, or a rate below them.
+          ConfigError: The bounds contradict each other, or the rate is below them.
         """
         batch = feed.batch_size if self._window_s is None else LEAST
         self._fewest = batch if self._least is None else self._least
@@ -142,14 +139,14 @@ class Buffer:
         self._sample_nbytes = row.inputs.nbytes + row.targets.nbytes
         self._fixed_rate, self._gone = rate, gone
         self.measures = rate is None and (self._window_s is not None or self._by_rate)
-        """Whether the rate has to be measured."""
+        """True if the rate has to be measured."""
         self._lanes, self._stride, self._ahead = lanes, stride, ahead
 
     def check_rate(self, rate: float) -> None:
-        """Checks that a constant rate brings enough for a step.
+        """Checks that a constant rate supplies enough samples for a step.
 
         Raises:
-          ConfigError: it does not; says what to do.
+          ConfigError: The rate is too low; the message names a remedy.
         """
         if self._window_s is not None and rate * self._window_s < self._fewest:
             raise ConfigError(
@@ -159,18 +156,18 @@ class Buffer:
 
     @property
     def in_use(self) -> int:
-        """How many of them the step under way is made of; 0 between steps."""
+        """Number of held samples in the current step; 0 between steps."""
         return 0 if self._in_use is None else self._in_use.count or 0
 
     @property
     def room(self) -> int | None:
-        """How many more samples may arrive before the source has to pause; ``None``: any number."""
+        """Number of samples that may arrive before the source has to pause; ``None``: unlimited."""
         if self._backlog is None or self._full != "pause":
             return None
         return max(0, self._backlog - (len(self.ids) - self.in_use))
 
     def oldest(self, lane: int = 0) -> int:
-        """Returns the id of this lane before which none is wanted any more."""
+        """Returns the smallest id of a lane that the buffer still accepts."""
         return self._oldest.get(lane, 0)
 
     def put(self, ids: SampleIds) -> None:
@@ -183,17 +180,17 @@ class Buffer:
             self.ids = torch.cat([self.ids, ids])
 
     def poll(self, step: int, rate: Callable[[], float]) -> tuple[int, Arrivals]:
-        """Returns what ``step`` is made of, as far as that is known.
+        """Returns the samples of a step, as far as they are known.
 
         Args:
-          step: the step.
-          rate: :math:`S_i` now, where it is no fixed one.
+          step: Number of the step.
+          rate: Function that returns the current :math:`S_i`, if it is not constant.
 
         Returns:
-          How many samples are missing, and what is held; when none are missing, also what the step takes of it.
+          Number of missing samples, and the held samples; if none are missing, also the number that the step takes.
 
         Raises:
-          DataError: more samples wait than may.
+          DataError: More samples wait than allowed.
         """
         if self._in_use is None:
             missing = self._settle(step, rate)
@@ -203,23 +200,23 @@ class Buffer:
         return 0, Arrivals(self._shown(), None, self._in_use.count, self._in_use.weight, self._in_use.told)
 
     def commit(self, ids: SampleIds) -> None:
-        """Takes samples out; of a stream that is truncated, with them what the step has chosen and left."""
+        """Removes used samples; in a truncated stream also the samples that the step chose and left unused."""
         if self._truncates and self._in_use is not None:
-            left = self._shown()[: self.in_use]
-            self._drop(left, ~torch.isin(left, ids))
-            self._remove(left)
+            selected = self._shown()[: self.in_use]
+            self._drop(selected, ~torch.isin(selected, ids))
+            self._remove(selected)
         else:
             self._remove(ids)
         self._gone(ids)
         self._in_use = None
 
     def state_dict(self) -> State:
-        """Returns which samples are held, and how many have been dropped."""
+        """Returns the ids of held samples and the number of dropped ones."""
         oldest = {str(lane): first for lane, first in self._oldest.items()}
         return {"held": self.ids.clone(), "dropped": self._dropped, "oldest": oldest}
 
     def seek(self, state: State) -> None:
-        """Goes back to a position from :meth:`state_dict`."""
+        """Restores a position from :meth:`state_dict`."""
         self.ids = state["held"]
         self._dropped = int(state["dropped"])
         self._oldest = {int(lane): int(first) for lane, first in state["oldest"].items()}
@@ -228,99 +225,99 @@ class Buffer:
     # --- what a step takes --------------------------------------------------------------------------------------
 
     def _settle(self, step: int, rate: Callable[[], float]) -> int:
-        """Settles what the step is made of, as far as it can be; returns how many samples are missing for it."""
-        held = len(self.ids)
+        """Determines the samples of a step if possible, and returns how many are missing."""
+        num_held = len(self.ids)
         per_second = self._fixed_rate or 0.0
         if self.measures:
-            if held < self._fewest:
-                return self._fewest - held
+            if num_held < self._fewest:
+                return self._fewest - num_held
             per_second = self._rate_at(step, rate)
         low, high = self._sizes(per_second)
         if self._chosen is None or self._chosen[0] != step:
-            if held < low:
-                return low - held
+            if num_held < low:
+                return low - num_held
             self._choose(step, low, high)
         assert self._chosen is not None
-        takes = self._chosen[1]
-        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in takes)
+        counts = self._chosen[1]
+        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in counts)
         if not missing:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
-            nbytes = held * self._sample_nbytes
-            told: dict[str, Json] = {"held": held, "held_nbytes": nbytes, "dropped": self._dropped}
-            self._in_use = Arrivals(self.ids, None, sum(count for _, count in takes), weight, told)
+            nbytes = num_held * self._sample_nbytes
+            telemetry: dict[str, Json] = {"held": num_held, "held_nbytes": nbytes, "dropped": self._dropped}
+            self._in_use = Arrivals(self.ids, None, sum(count for _, count in counts), weight, telemetry)
         return missing
 
     def _rate_at(self, step: int, rate: Callable[[], float]) -> float:
         if self._rate is None or self._rate[0] != step:
-            made = self._decide("rate", step, rate)
+            decision = self._decide("rate", step, rate)
             with deciding("rate", step):
-                value: Any = made.value
+                value: Any = decision.value
                 if isinstance(value, bool) or not 0 <= value < float("inf"):
                     raise ValueError(f"{value!r} samples per second")
                 self._rate = step, float(value)
         return self._rate[1]
 
     def _sizes(self, rate: float) -> tuple[int, int]:
-        """Returns the fewest and the most samples that a step takes at a rate."""
+        """Returns the minimum and maximum number of samples of a step at a rate."""
         if self._window_s is None:
             return self._fewest, self._largest
         size = min(max(round(rate * self._window_s), self._fewest), self._largest)
         return size, size
 
     def _choose(self, step: int, low: int, high: int) -> None:
-        """Decides which samples are taken, and drops those that are not kept."""
+        """Chooses the samples of a step, and drops those that are not kept."""
         if low == high and self._lanes == 1 and not self._drops:
             self._chosen = step, [(int(self.ids[0]), low)]
             return
-        made = self._decide("arrivals", step, lambda: self._choice(high))
+        decision = self._decide("arrivals", step, lambda: self._choice(high))
         with deciding("arrivals", step):
-            self._chosen = step, self._possible(made.value, low, high)
+            self._chosen = step, self._possible(decision.value, low, high)
         self._oldest.update({oldest % self._stride: oldest for oldest, _ in self._chosen[1]})
-        held = self.ids
-        unwanted = self._unwanted(held)
+        held_ids = self.ids
+        unwanted = self._unwanted(held_ids)
         if unwanted.any():
-            self._drop(held, unwanted)
-            self._remove(held[unwanted])
+            self._drop(held_ids, unwanted)
+            self._remove(held_ids[unwanted])
 
     def _choice(self, high: int) -> Json:
-        """Returns the oldest id kept and the number taken of each lane; what arrived first is taken first."""
-        kept = held = self.ids
+        """Returns the oldest kept id and the number of taken samples of each lane, in the order of arrival."""
+        kept_ids = ids = self.ids
         if self._truncates:
-            kept = held[-high:]
-        elif self._backlog is not None and len(held) > self._backlog:
+            kept_ids = ids[-high:]
+        elif self._backlog is not None and len(ids) > self._backlog:
             if self._full == "stop":
                 raise DataError(
-                    f"stream: {len(held)} samples wait to be used, and backlog={self._backlog}: raise it or most, or "
+                    f"stream: {len(ids)} samples wait to be used, and backlog={self._backlog}: raise it or most, or "
                     "choose full='pause', full='drop_oldest' or policy='truncation'"
                 )
             if self._full == "drop_oldest":
-                kept = held[-self._backlog :]
-        taken = kept[:high]
+                kept_ids = ids[-self._backlog :]
+        taken_ids = kept_ids[:high]
         choice: list[Json] = []
-        for lane in torch.unique(held % self._stride).tolist():
-            here, behind = self._in_lane(kept, lane), self._in_lane(held, lane)[-1] + self._stride
-            oldest = int(here[0] if len(here) else behind)
-            choice.append({"oldest": oldest, "count": len(self._in_lane(taken, lane))})
+        for lane in torch.unique(ids % self._stride).tolist():
+            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(ids, lane)[-1] + self._stride
+            oldest = int(lane_ids[0] if len(lane_ids) else end)
+            choice.append({"oldest": oldest, "count": len(self._in_lane(taken_ids, lane))})
         return choice
 
     def _possible(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
-        """Checks a choice as it was made or read.
+        """Parses a choice, which may come from a log.
 
         Raises:
-          ValueError: it cannot have been made.
+          ValueError: The choice is impossible.
         """
-        takes = [(each["oldest"], each["count"]) for each in choice]
-        whole = all(type(oldest) is int and type(count) is int and count >= 0 for oldest, count in takes)
-        lanes = [oldest % self._stride for oldest, _ in takes] if whole else []
-        known = int(self.ids.max())
+        counts = [(entry["oldest"], entry["count"]) for entry in choice]
+        is_valid = all(type(oldest) is int and type(count) is int and count >= 0 for oldest, count in counts)
+        lanes = [oldest % self._stride for oldest, _ in counts] if is_valid else []
+        last_id = int(self.ids.max())
         if not (
-            whole
+            is_valid
             and len(lanes) == len(set(lanes))
-            and low <= sum(count for _, count in takes) <= high
-            and all(0 <= oldest <= known + self._ahead for oldest, _ in takes)
+            and low <= sum(count for _, count in counts) <= high
+            and all(0 <= oldest <= last_id + self._ahead for oldest, _ in counts)
         ):
             raise ValueError(f"{choice!r}")
-        return takes
+        return counts
 
     # --- what is held -------------------------------------------------------------------------------------------
 
@@ -328,23 +325,23 @@ class Buffer:
         return ids if self._lanes == 1 else ids[ids % self._stride == lane]
 
     def _lane(self, like: int) -> SampleIds:
-        """Returns what is held of the lane of an id, in the order of arrival."""
+        """Returns the held ids of the lane of an id, in the order of arrival."""
         return self._in_lane(self.ids, like % self._stride)
 
     def _shown(self) -> SampleIds:
-        """Returns all that is held; what the step takes is first, lane by lane."""
-        held = self.ids
+        """Returns all held ids, beginning with those of the step, lane by lane."""
+        held_ids = self.ids
         if self._lanes == 1 or self._chosen is None:
-            return held
-        taken = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
-        return torch.cat([taken, held[~torch.isin(held, taken)]])
+            return held_ids
+        step_ids = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
+        return torch.cat([step_ids, held_ids[~torch.isin(held_ids, step_ids)]])
 
     def _unwanted(self, ids: SampleIds) -> Tensor:
-        """Marks ids before the oldest that is kept."""
-        found = torch.zeros(len(ids), dtype=torch.bool)
+        """Returns a mask of the ids that precede the oldest kept id of their lane."""
+        mask = torch.zeros(len(ids), dtype=torch.bool)
         for lane, oldest in self._oldest.items():
-            found |= (ids % self._stride == lane) & (ids < oldest)
-        return found
+            mask |= (ids % self._stride == lane) & (ids < oldest)
+        return mask
 
     def _drop(self, ids: SampleIds, which: Tensor) -> None:
         self._dropped += int(which.sum())
@@ -358,8 +355,8 @@ class Buffer:
 
 
 def buffered(stream: S) -> S:
-    """Shows the options of the buffer in a stream's signature, in place of ``**buffer``."""
-    own = list(inspect.signature(stream).parameters.values())[:-1]
-    of_the_buffer = inspect.signature(Buffer).parameters.values()
-    stream.__signature__ = inspect.Signature([*own, *of_the_buffer])  # type: ignore[attr-defined]
+    """Replaces ``**buffer`` in a stream's signature by the options of :class:`Buffer`."""
+    parameters = list(inspect.signature(stream).parameters.values())[:-1]
+    buffer_parameters = inspect.signature(Buffer).parameters.values()
+    stream.__signature__ = inspect.Signature([*parameters, *buffer_parameters])  # type: ignore[attr-defined]
     return stream

@@ -1,4 +1,4 @@
-"""How fast a source of messages grows, by the clock of the replica that reads it."""
+"""Growth rate of a message source, on the clock of the replica that reads it."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from collections import deque
 __all__ = ["Growth"]
 
 ENOUGH = 8
-"""Messages that a measurement goes back for."""
+"""Minimum number of messages in a measurement."""
 LONGEST_S = 60.0
-"""A measurement does not go back further for them."""
+"""Maximum duration of a measurement that waits for this number."""
 
 
 class Growth:
-    """The rate of one partition, over the last seconds, and over more of them where few messages come.
+    """Message rate of one partition over the last seconds, or over a longer time if few messages arrive.
 
-    Clocks of producers have no part in it: those of several may differ, and messages need no time.
+    Clocks of producers play no part: those of several producers may differ, and messages need no timestamp.
 
     Args:
-      span_s: seconds that a measurement lasts at least.
-      rate: messages per second as measured before, if they were.
+      span_s: Minimum duration of a measurement in seconds.
+      rate: Messages per second from an earlier measurement, if any.
     """
 
     def __init__(self, span_s: float, rate: float | None = None) -> None:
         self.rate = rate
-        """Messages per second; ``None`` until it has been measured. Above 0: what is silent gets ever slower."""
+        """Messages per second, above 0; ``None`` until measured. It keeps falling while no messages arrive."""
         self._span_s = span_s
         self._marks: deque[tuple[float, int]] = deque()
-        """When it was looked at and how many messages there had been, the newest last."""
+        """Times of observations and message counts at these times, newest last."""
         self._grew_s = 0.0
-        """When messages came last, or when it was looked at first."""
+        """Time of the last new message, or of the first observation."""
 
     def note(self, now: float, count: int) -> None:
-        """Takes in how many messages there had been at a time."""
+        """Records the total number of messages at a time."""
         if not self._marks or count > self._marks[-1][1]:
             self._grew_s = now
         self._marks.append((now, count))
         while len(self._marks) > 2 and self._is_long_enough(*self._marks[1]):
             self._marks.popleft()
-        since, before = self._marks[0]
-        if now - since >= self._span_s:
-            self.rate = (count - before) / (now - since) if count > before else 1 / (now - self._grew_s)
+        start_s, base = self._marks[0]
+        if now - start_s >= self._span_s:
+            self.rate = (count - base) / (now - start_s) if count > base else 1 / (now - self._grew_s)
 
     def settle(self) -> None:
-        """Takes what has been seen for a measurement where there is none yet, however short it was."""
+        """Computes a rate from the observations so far if there is none yet, however short they are."""
         if self.rate is None and self._marks:
-            (since, before), (now, count) = self._marks[0], self._marks[-1]
-            self.rate = max(1, count - before) / (now - since or self._span_s)
+            (start_s, base), (time_s, count) = self._marks[0], self._marks[-1]
+            self.rate = max(1, count - base) / (time_s - start_s or self._span_s)
 
     def _is_long_enough(self, since: float, before: int) -> bool:
-        now, count = self._marks[-1]
-        return now - since >= self._span_s and (count - before >= ENOUGH or now - since >= LONGEST_S)
+        time_s, count = self._marks[-1]
+        return time_s - since >= self._span_s and (count - before >= ENOUGH or time_s - since >= LONGEST_S)

@@ -1,4 +1,4 @@
-"""Samples from an iterator of the user's own."""
+"""Stream of samples from a user's iterator."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from farflung.streams.messages import function_named
 __all__ = ["Factory", "iterator"]
 
 Factory: TypeAlias = Callable[[int, int, int], Iterable[tuple[int, tuple[Tensor, Tensor]]]]
-"""Called with rank, size and the position to begin at; yields position, and inputs and targets of one sample."""
+"""Function of rank, size and first position that yields pairs of position and sample (inputs and targets)."""
 
 END = 1 << 47
-"""No position reaches this: with its partition each is an id of 64 bits."""
+"""Upper bound of positions, so that position and partition fit into an id of 64 bits."""
 
 
 @buffered
@@ -35,29 +35,30 @@ def iterator(
     deadline_s: float = 60.0,
     **buffer: Any,
 ) -> LiveStream:
-    """Samples from an iterator of your own.
+    """Streams samples from a user's iterator.
 
     ``function(rank, size, position)`` yields ``(position, (inputs, targets))`` for each sample of that replica, from
-    the first one at or behind ``position`` on. Positions are whole numbers from 0 that ascend. A resumed run calls it
-    with the position of the oldest sample that was held, so it has to find the same samples there. It runs in a thread
-    of its own and may block until a sample arrives.
+    the first one at or after ``position``. Positions are ascending whole numbers from 0. A resumed run calls it with
+    the position of the oldest sample that was held, so it has to return the same samples again. It runs in a thread of
+    its own and may block until a sample arrives.
 
     Args:
-      function: the function itself, or ``module:function``.
-      skip: samples of another shape or type than the workload's that may be skipped; one more ends the run.
-      deadline_s: how long a step waits while nothing comes.
-      buffer: how what has arrived is kept; see :class:`Buffer`. The backlog is 65,536 samples when not given.
+      function: Function, or its name as ``module:function``.
+      skip: Number of samples with another shape or type than the workload's that may be skipped; one more ends the
+        run.
+      deadline_s: Maximum time in seconds that a step waits without a new sample.
+      buffer: Options of :class:`Buffer`. The default backlog is 65,536 samples.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: A value is out of range.
     """
     return LiveStream(IteratorSource(function), lambda sample: sample, skip, deadline_s, buffer)
 
 
 class IteratorSource(MessageSource):
-    """Runs an iterator in a thread of its own; see :func:`iterator`.
+    """Source that runs an iterator in a thread of its own; see :func:`iterator`.
 
-    So an iterator that blocks delays neither the deadline nor the end of the run.
+    A blocking iterator therefore delays neither the deadline nor the end of the run.
     """
 
     def __init__(self, function: str | Factory) -> None:
@@ -67,9 +68,9 @@ class IteratorSource(MessageSource):
         self._counting = Lock()
         self._yielded = 0
         self._held_s = 0.0
-        """For how long the iterator was not resumed for want of room."""
+        """Seconds for which the iterator was not resumed because the queue was full."""
         self._held_at: float | None = None
-        """Since when it is not."""
+        """Time since which the iterator has been suspended; ``None`` if it runs."""
         self._error: Exception | None = None
         self._closed = False
         self._following = 0
@@ -86,26 +87,26 @@ class IteratorSource(MessageSource):
 
     @override
     def read(self, most: int, wait_s: float) -> list[Records]:
-        came: list[tuple[int, Any]] = []
+        samples: list[tuple[int, Any]] = []
         with suppress(Empty):
-            while len(came) < most:
-                came.append(self._queue.get(timeout=wait_s) if not came else self._queue.get_nowait())
-        if not came and self._error is not None and self._queue.empty():
+            while len(samples) < most:
+                samples.append(self._queue.get(timeout=wait_s) if not samples else self._queue.get_nowait())
+        if not samples and self._error is not None and self._queue.empty():
             raise self._error
-        for position, _ in came:
+        for position, _ in samples:
             if not self._following <= position < END:
                 raise DataError(
                     f"{self.name}: position {position} where {self._following} or more must come: positions ascend"
                 )
             self._following = position + 1
-        return [Records(0, [one[0] for one in came], [one[1] for one in came])] if came else []
+        return [Records(0, [s[0] for s in samples], [s[1] for s in samples])] if samples else []
 
     @override
     def grown(self) -> Mapping[int, tuple[float, int]]:
-        """Counts what has been yielded; its clock stands still while the iterator is not resumed for want of room."""
+        """Counts yielded samples; its clock stops while the iterator is suspended because the queue is full."""
         with self._counting:
-            now = time.monotonic() if self._held_at is None else self._held_at
-            return {0: (now - self._held_s, self._yielded)}
+            time_s = time.monotonic() if self._held_at is None else self._held_at
+            return {0: (time_s - self._held_s, self._yielded)}
 
     @override
     def close(self) -> None:

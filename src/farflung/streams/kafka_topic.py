@@ -1,4 +1,4 @@
-"""Samples from Apache Kafka."""
+"""Stream of samples from Apache Kafka."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Begin = Literal["earliest", "latest", "committed"]
 T = TypeVar("T")
 
 ANSWER_S = 10.0
-"""How long a broker may take to answer what is asked at the start."""
+"""Maximum time that a broker may take to answer requests at the start."""
 GROWN_S = 1.0
-"""How long it may take to answer how far a partition has grown."""
+"""Maximum time that a broker may take to return the end of a partition."""
 AGAIN_S = 0.1
-"""After how long a broker is asked again that was not ready."""
+"""Delay before a request to a broker that was not ready is repeated."""
 NOT_READY = frozenset(
     {
         "COORDINATOR_LOAD_IN_PROGRESS",
@@ -43,10 +43,11 @@ NOT_READY = frozenset(
         "_WAIT_COORD",
     }
 )
-"""Answers of brokers while a partition has no leader: right after a topic is made, or a broker restarted."""
+"""Errors of brokers while a partition has no leader: right after the creation of a topic or the restart of a
+broker."""
 
 QUEUE = {"fetch.queue.backoff.ms": 20}
-"""How long the client fetches nothing once it has read far ahead; a second otherwise, and what it has lasts less."""
+"""Time for which the client fetches nothing after it has read far ahead; its default of 1 s outlasts its queue."""
 
 
 @buffered
@@ -61,32 +62,31 @@ def kafka(
     deadline_s: float = 60.0,
     **buffer: Any,
 ) -> LiveStream:
-    r"""Samples from Apache Kafka, one in a message; :func:`as_messages` says in what form.
+    r"""Streams samples from Apache Kafka, one per message, in the format of :func:`as_messages`.
 
-    Each replica has a consumer of its own, and its partitions are assigned to it for good: where the topic's name holds
-    ``{rank}``, all of a topic of its own, otherwise partitions :math:`p` with :math:`p \bmod n` its rank, of one topic
-    for all :math:`n`. There is no rebalancing.
+    Each replica has a consumer of its own with a fixed assignment of partitions. If the topic's name contains
+    ``{rank}``, the replica reads all partitions of its own topic. Otherwise it reads partitions :math:`p` with
+    :math:`p \bmod n` its rank, of one topic for all :math:`n` replicas. There is no rebalancing.
 
-    A run resumes from its checkpoint alone. Offsets are committed to the broker as well, once the exchange that used
-    them is through, for monitors of the group. A broker that is away is waited for.
+    A run resumes from its checkpoint alone. Offsets are also committed to the broker, for monitors of the group, once
+    the exchange that used the samples has finished. The stream waits for a broker that is unavailable.
 
     Args:
-      servers: bootstrap servers, ``host:port``, several with commas.
-      topic: its name; ``"readings-{rank}"`` is a topic for each replica.
-      begin: where a run without a checkpoint begins: at the oldest message, behind the newest, or at the offset
-        committed for the group, the oldest where there is none.
-      group: the consumer group under which offsets are committed.
-      properties: a file of further client properties, lines of ``name=value``, such as those for TLS and SASL; the
-        run's folder keeps its name and not what is in it.
-      decoder: gives inputs and targets of the one sample in a message's bytes, and raises where there is none: a
-        function, or ``module:function``; ``None``: messages are safetensors.
-      skip: messages that may be skipped because they do not decode; one more ends the run.
-      deadline_s: how long a step waits while nothing comes, or the broker is away.
-      buffer: how what has arrived is kept; see :class:`Buffer`. The backlog is 65,536 samples when not given: the
-        broker keeps the others.
+      servers: Bootstrap servers, ``host:port``, separated by commas.
+      topic: Name of the topic; ``"readings-{rank}"`` is a topic for each replica.
+      begin: Begin of a run without a checkpoint: the oldest message, the end, or the offset committed for the group
+        (the oldest message if there is none).
+      group: Consumer group under which offsets are committed.
+      properties: File of further client properties, lines of ``name=value``, such as those for TLS and SASL. The run's
+        folder keeps its name and not its content.
+      decoder: Function, or its name as ``module:function``, that returns inputs and targets of the sample in a
+        message's bytes, and raises if there is none; ``None``: messages are safetensors.
+      skip: Number of undecodable messages that may be skipped; one more ends the run.
+      deadline_s: Maximum time in seconds that a step waits without a new message or for the broker.
+      buffer: Options of :class:`Buffer`. The default backlog is 65,536 samples; the broker keeps the others.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: A value is out of range.
     """
     choice_option("stream kafka", "begin", begin, get_args(Begin))
     for name, value in (("servers", servers), ("topic", topic), ("group", group)):
@@ -96,10 +96,10 @@ def kafka(
 
 
 class KafkaSource(MessageSource):
-    """Partitions of a topic; the arguments are those of :func:`kafka`."""
+    """Source of the partitions of a topic; the arguments are those of :func:`kafka`."""
 
     _kafka: Any
-    """The client's module, once it is opened."""
+    """Module of the client, once it is opened."""
     _consumer: Consumer
 
     def __init__(self, servers: str, topic: str, begin: Begin, group: str, properties: Path | None) -> None:
@@ -112,18 +112,18 @@ class KafkaSource(MessageSource):
 
     @override
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
-        """Asks the broker for the topic's partitions and offsets.
+        """Requests the topic's partitions and offsets from the broker.
 
         Raises:
           MissingExtra: confluent-kafka is not installed.
-          ConfigError: client properties that it does not take.
-          DataError: no broker answers, or the topic has no partition for this replica.
+          ConfigError: The client rejects its properties.
+          DataError: No broker answers, or the topic has no partition for this replica.
         """
         need("the stream kafka", "confluent_kafka", extra="kafka")
         import confluent_kafka
 
         self._kafka = confluent_kafka
-        own = {
+        settings = {
             "bootstrap.servers": self._servers,
             "group.id": self._group,
             "enable.auto.commit": False,
@@ -132,31 +132,33 @@ class KafkaSource(MessageSource):
             "logger": SILENT,
             "reconnect.backoff.max.ms": 1000,
         }
-        each = "{rank}" in self._topic
+        has_own_topic = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
         self.name = f"topic {self._topic} at {self._servers}"
         try:
-            self._consumer = self._kafka.Consumer({**QUEUE, **_client_settings(self._properties), **own})
+            self._consumer = self._kafka.Consumer({**QUEUE, **_client_settings(self._properties), **settings})
             self._close = self._consumer.close
         except (self._kafka.KafkaException, ValueError, TypeError) as error:
             raise ConfigError(f"stream kafka: {_reason(error)}") from None
         consumer = self._consumer
         try:
-            found = self._answer(
+            topic = self._answer(
                 lambda: consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
             )
-            if found.error is not None:
-                raise DataError(f"{self.name}: {found.error.str()}: make it, or name another")
-            if not each and len(found.partitions) < size:
+            if topic.error is not None:
+                raise DataError(f"{self.name}: {topic.error.str()}: make it, or name another")
+            if not has_own_topic and len(topic.partitions) < size:
                 raise DataError(
-                    f"{self.name}: {len(found.partitions)} partitions for {size} replicas: make as many, or a topic "
+                    f"{self.name}: {len(topic.partitions)} partitions for {size} replicas: make as many, or a topic "
                     "for each and name it with {rank}"
                 )
-            self._partitions = [one for one in sorted(found.partitions) if each or one % size == rank]
-            asked = [self._kafka.TopicPartition(self._topic, one) for one in self._partitions]
-            committed = self._begin == "committed"
-            begins = self._answer(lambda: consumer.committed(asked, ANSWER_S)) if committed else asked
-            return {one.partition: self._reach(one) for one in begins}
+            self._partitions = [p for p in sorted(topic.partitions) if has_own_topic or p % size == rank]
+            partitions = [self._kafka.TopicPartition(self._topic, p) for p in self._partitions]
+            is_committed = self._begin == "committed"
+            begins = (
+                self._answer(lambda: consumer.committed(partitions, ANSWER_S)) if is_committed else partitions
+            )
+            return {p.partition: self._reach(p) for p in begins}
         except self._kafka.KafkaException as error:
             raise DataError(
                 f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
@@ -165,40 +167,38 @@ class KafkaSource(MessageSource):
 
     @override
     def start(self, positions: Mapping[int, int]) -> None:
-        self._consumer.assign(
-            [self._kafka.TopicPartition(self._topic, one, at) for one, at in positions.items()]
-        )
+        self._consumer.assign([self._kafka.TopicPartition(self._topic, p, at) for p, at in positions.items()])
 
     @override
     def read(self, most: int, wait_s: float) -> list[Records]:
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
-        found: dict[int, list[Message]] = {}
+        batches: dict[int, list[Message]] = {}
         trouble = ""
-        for one in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
-            if (error := one.error()) is None:
-                found.setdefault(cast("int", one.partition()), []).append(one)
+        for message in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
+            if (error := message.error()) is None:
+                batches.setdefault(cast("int", message.partition()), []).append(message)
             else:
                 trouble = self._judge(error)
         self.trouble = trouble
-        return [_records(partition, messages) for partition, messages in found.items()]
+        return [_records(partition, messages) for partition, messages in batches.items()]
 
     @override
     def grown(self) -> Mapping[int, tuple[float, int]]:
-        """Asks the broker for the ends of partitions, whatever the consumer has read."""
-        found: dict[int, tuple[float, int]] = {}
-        for one in self._partitions:
+        """Requests the ends of partitions from the broker, independent of the consumer's position."""
+        counts: dict[int, tuple[float, int]] = {}
+        for partition in self._partitions:
             try:
                 offsets = self._consumer.get_watermark_offsets(
-                    self._kafka.TopicPartition(self._topic, one), timeout=GROWN_S
+                    self._kafka.TopicPartition(self._topic, partition), timeout=GROWN_S
                 )
             except self._kafka.KafkaException:
                 break
             if offsets is None:
                 break
-            found[one] = time.monotonic(), offsets[1]
-        return found
+            counts[partition] = time.monotonic(), offsets[1]
+        return counts
 
     @override
     def pause(self, paused: bool) -> None:
@@ -206,14 +206,14 @@ class KafkaSource(MessageSource):
             return
         self._paused = paused
         change = self._consumer.pause if paused else self._consumer.resume
-        change([self._kafka.TopicPartition(self._topic, one) for one in self._partitions])
+        change([self._kafka.TopicPartition(self._topic, p) for p in self._partitions])
 
     @override
     def used(self, positions: Mapping[int, int], step: int) -> None:
         """Commits offsets, with the step; does not wait for the answer."""
-        done = f"step {step}"
+        metadata = f"step {step}"
         self._consumer.commit(
-            offsets=[self._kafka.TopicPartition(self._topic, one, at, done) for one, at in positions.items()],
+            offsets=[self._kafka.TopicPartition(self._topic, p, at, metadata) for p, at in positions.items()],
             asynchronous=True,
         )
 
@@ -222,26 +222,26 @@ class KafkaSource(MessageSource):
         self._close()
 
     def _reach(self, partition: Any) -> Reach:
-        """Asks for the offsets of one partition, whose own is the committed one, if any."""
+        """Requests the range of one partition, whose offset is the committed one, if any."""
         consumer = self._consumer
         first, end = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
         committed = partition.offset if first <= partition.offset <= end else first
         return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """Returns the broker's answer, once it is ready to give one."""
+        """Repeats a request until the broker is ready, and returns its answer."""
         not_ready = {getattr(self._kafka.KafkaError, name) for name in NOT_READY}
-        until = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + ANSWER_S
         while True:
             try:
                 return ask()
             except self._kafka.KafkaException as error:
-                if error.args[0].code() not in not_ready or time.monotonic() > until:
+                if error.args[0].code() not in not_ready or time.monotonic() > deadline:
                     raise
             self._consumer.poll(AGAIN_S)
 
     def _hear(self, error: KafkaError) -> None:
-        """Notes an error that the client repairs by itself, such as a broken connection."""
+        """Records an error that the client repairs by itself, such as a broken connection."""
         self.trouble = error.str()
 
     def _judge(self, error: KafkaError) -> str:
@@ -253,16 +253,16 @@ class KafkaSource(MessageSource):
 def _records(partition: int, messages: list[Message]) -> Records:
     return Records(
         partition,
-        cast("list[int]", [one.offset() for one in messages]),
-        [one.value() or b"" for one in messages],
+        cast("list[int]", [m.offset() for m in messages]),
+        [m.value() or b"" for m in messages],
     )
 
 
 def _client_settings(properties: Path | None) -> dict[str, str]:
-    """Reads client properties from a file: lines of ``name=value``; those that begin with ``#`` are left out.
+    """Reads client properties from a file: lines of ``name=value``, without those that begin with ``#``.
 
     Raises:
-      ConfigError: it cannot be read, or a line is none.
+      ConfigError: The file cannot be read, or a line has another form.
     """
     if properties is None:
         return {}
@@ -277,9 +277,9 @@ def _client_settings(properties: Path | None) -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     """Returns the text of a client's error."""
-    told = error.args[0] if error.args else error
-    return told.str() if hasattr(told, "str") else str(told)
+    reason = error.args[0] if error.args else error
+    return reason.str() if hasattr(reason, "str") else str(reason)
 
 
 SILENT = logging.Logger("farflung.kafka", level=logging.CRITICAL)
-"""Takes what the client library would print: what matters of it is in errors."""
+"""Logger that discards the client library's output; its errors are reported otherwise."""

@@ -1,4 +1,4 @@
-"""Streams whose samples come from outside: a thread reads a source, and keeps what comes until it is used."""
+"""Streams with an external source: a thread reads the source and buffers samples until they are used."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from farflung.types import Arrivals, Batch, Feed, Json, SampleIds, Samples, Stat
 __all__ = ["CHUNK", "STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
 
 STRIDE = 1 << 16
-"""An id is the position of a message times this, and its partition."""
+"""Factor of ids: an id is the position of a message times this, plus its partition."""
 BACKLOG = 1 << 16
-"""Samples that may wait where nothing is said; the source keeps the others."""
+"""Default maximum number of waiting samples; the source keeps the others."""
 CHUNK = 1024
-"""Messages that are taken from a source at once, at most: more of them do not stay in a core's cache."""
+"""Maximum number of messages per read; more would not stay in a core's cache."""
 MEASURE_S = 0.25
-"""How often a source is asked at most how far it has grown."""
+"""Minimum time between two requests for the growth of a source."""
 MEASURE_SHARE = 0.1
-"""Of the thread's time, at most, that these questions take."""
+"""Maximum share of the thread's time for these requests."""
 SETTLE = 2
-"""Spans after which a first measurement has to do, of a source whose clock does not come to the end of one."""
+"""Number of spans after which a first measurement is finalized, if the clock of the source has not reached a full
+span."""
 TELL_S = 0.25
-"""How often a source is told at most what was used."""
+"""Minimum time between two commits of used positions to a source."""
 PAUSE_S = 1.0
-"""How long there is no room before the source pauses, since it takes a while to go on then."""
+"""Time without room after which the source pauses, since resuming takes a while."""
 WAIT_S = 0.1
-"""How long the thread waits for messages before it looks at all else."""
+"""Time that the thread waits for messages before it checks everything else."""
 END_S = 5.0
-"""How long it may take to end."""
+"""Maximum time that the thread may take to end."""
 _AHEAD = 1 << 62
 
 
@@ -51,9 +52,9 @@ class Records(NamedTuple):
     """Messages of a partition, in order; at least one.
 
     Args:
-      partition: they are of.
-      positions: of each.
-      values: what the decoder takes of each.
+      partition: Number of the partition.
+      positions: Position of each message.
+      values: Value of each message, as the decoder reads it.
     """
 
     partition: int
@@ -62,12 +63,12 @@ class Records(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a source has of a partition.
+    """Range of positions that a source has of a partition.
 
     Args:
-      first: position of the oldest message that it still has.
-      end: position behind the newest.
-      begin: where a run begins that goes on from nothing.
+      first: Position of the oldest available message.
+      end: Position after the newest.
+      begin: First position of a run without a checkpoint.
     """
 
     first: int
@@ -79,43 +80,43 @@ class MessageSource(ABC):
     """Partitions of messages that can be read from any position on; used by one thread at a time."""
 
     name: str
-    """Its name in errors."""
+    """Name in errors."""
     trouble: str = ""
-    """What went wrong last and may mend itself; empty once messages come."""
+    """Latest problem that may resolve itself; empty once messages arrive."""
 
     @abstractmethod
     def open(self, rank: int, size: int) -> Mapping[int, Reach]:
         """Finds the partitions of one of ``size`` replicas.
 
         Raises:
-          FarflungError: there are none, or the source does not answer.
+          FarflungError: There are none, or the source does not answer.
         """
 
     @abstractmethod
     def start(self, positions: Mapping[int, int]) -> None:
-        """Reads each partition from a position on."""
+        """Starts reading each partition from a position on."""
 
     @abstractmethod
     def read(self, most: int, wait_s: float) -> list[Records]:
-        """Returns what has come, at most so many; waits a while for the first.
+        """Returns up to ``max_messages`` new messages; waits up to ``wait_s`` seconds for the first.
 
         Raises:
-          Exception: it cannot be read any more.
+          Exception: The source can no longer be read.
         """
 
     @abstractmethod
     def grown(self) -> Mapping[int, tuple[float, int]]:
-        """Returns for each partition a time and how many messages had come to it by then, read or not.
+        """Returns for each partition a time and the number of messages that it had received by then, read or not.
 
-        Times are seconds of this machine's clock. A partition of which that cannot be known now is left out. Called
-        where a rate is measured.
+        Times are seconds of this machine's clock. Partitions with an unknown count are omitted. Called only if the
+        rate is measured.
         """
 
     def pause(self, paused: bool) -> None:  # noqa: B027
-        """Fetches nothing while it is paused."""
+        """Pauses or resumes fetching."""
 
     def used(self, positions: Mapping[int, int], step: int) -> None:  # noqa: B027
-        """Takes note that steps up to this one have used everything before these positions."""
+        """Records that steps up to this one have used all messages before these positions."""
 
     @abstractmethod
     def close(self) -> None:
@@ -123,22 +124,22 @@ class MessageSource(ABC):
 
 
 class LiveStream(Stream):
-    """Samples from a source outside, each once: used in the order of arrival, found again after a restart.
+    """Stream of samples from an external source, each used once and found again after a restart.
 
-    A thread reads ahead of the steps into a :class:`Buffer`. The position of a checkpoint is what is held, by partition
-    and position, and what comes next; a resumed run reads what was held again. Of a source with several partitions the
-    order among them is a decision. The rate is measured by how fast the source grows, over the last second or window,
-    before the first step too; a resumed run begins with the rate of its checkpoint.
+    A thread reads ahead of the steps into a :class:`Buffer`. A checkpoint stores the positions of held samples and the
+    next position of each partition; a resumed run reads the held samples again. With several partitions the order
+    among them is a decision. The rate is measured by the growth of the source over the last second or window, also
+    before the first step. A resumed run begins with the rate of its checkpoint.
 
     Args:
-      source: what is read.
-      decoder: reads messages that are no safetensors; see :func:`as_messages`.
-      skip: messages that may be skipped because they do not decode; one more ends the run.
-      deadline_s: how long a step waits while nothing comes.
-      buffer: how what has arrived is kept.
+      source: Source of messages.
+      decoder: Decoder of messages that are not safetensors; see :func:`as_messages`.
+      skip: Number of undecodable messages that may be skipped; one more ends the run.
+      deadline_s: Maximum time in seconds that a step waits without a new message.
+      buffer: Options of :class:`Buffer`.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: A value is out of range.
     """
 
     is_live = True
@@ -158,31 +159,31 @@ class LiveStream(Stream):
         self._source, self._decoder, self._skip, self._deadline_s = source, decoder, skip, deadline_s
         self._buffer = Buffer(**buffer)
         self._low = (buffer.get("backlog") or 0) // 2
-        """Half of what may wait."""
+        """Half of the backlog."""
         self._span_s = max(1.0, buffer.get("window_s") or 0.0)
         self._changed = Condition()
         self._thread: Thread | None = None
         self._opened = self._closed = False
         self._next: dict[int, int] = {}
-        """Positions from which on nothing has been taken in; empty until it is known where to begin."""
+        """Next position of each partition; empty until the begin is known."""
         self._held: dict[int, Any] = {}
-        """By id what :meth:`Messages.rows` takes of each sample."""
+        """Samples by id, as :meth:`MessageDecoder.build_rows` takes them."""
         self._again: set[int] = set()
-        """Held when the checkpoint was made, and not read again yet."""
+        """Ids that the checkpoint held and that have not been read again yet."""
         self._skipped = 0
         self._paused = False
         self._read_at = 0.0
         self._growth: dict[int, Growth] = {}
-        """Of each partition, where the rate is measured."""
+        """Growth of each partition, if the rate is measured."""
         self._measure_at = 0.0
         self._settle_at = math.inf
-        """When a first measurement has to do, however short."""
+        """Time at which a first measurement is finalized, however short."""
         self._ready: Pending[None] | None = None
         self._missing = 0
         self._silent_since = 0.0
         self._error: FarflungError | None = None
         self._used: int | None = None
-        """The step that used samples last, until the source was told."""
+        """Last step that used samples, until it is committed to the source."""
         self._told_at = -TELL_S
 
     @override
@@ -201,7 +202,7 @@ class LiveStream(Stream):
 
     @override
     def poll(self, now: float, step: int) -> Arrivals:
-        """See :meth:`farflung.types.Stream.poll`; begins to read at the first call."""
+        """Returns the samples of a step, as :meth:`farflung.types.Stream.poll`; starts reading at the first call."""
         del now
         with self._changed:
             if self._thread is None:
@@ -231,26 +232,26 @@ class LiveStream(Stream):
 
     @override
     def state_dict(self) -> State:
-        """Returns the next position of each partition and which samples are held, without the samples themselves."""
+        """Returns the next position of each partition and the ids of held samples, without the samples themselves."""
         with self._changed:
             following = {str(partition): position for partition, position in self._next.items()}
-            rates = {str(one): growth.rate for one, growth in self._growth.items() if growth.rate is not None}
+            rates = {str(p): growth.rate for p, growth in self._growth.items() if growth.rate is not None}
             return {
                 "buffer": self._buffer.state_dict(), "next": following, "rates": rates, "skipped": self._skipped
             }  # fmt: skip
 
     @override
     def seek(self, state: State) -> None:
-        """See :meth:`farflung.types.Stream.seek`.
+        """Restores a position; see :meth:`farflung.types.Stream.load_state_dict`.
 
         Raises:
-          CheckpointError: the source no longer has what comes then.
+          CheckpointError: The source no longer has the messages that follow it.
         """
         self._buffer.seek(state["buffer"])
         self._skipped = int(state["skipped"])
         following = {int(partition): int(position) for partition, position in state["next"].items()}
         if not following:
-            return  # made before the first step
+            return  # saved before the first step
         self._next = {**{partition: reach.first for partition, reach in self._reach.items()}, **following}
         for partition, growth in self._growth.items():
             growth.rate = state["rates"].get(str(partition))
@@ -280,51 +281,50 @@ class LiveStream(Stream):
             self._source.close()
 
     def rows(self, ids: SampleIds) -> Batch:
-        """See :meth:`farflung.types.Samples.rows`; waits for samples that are still to be read again."""
-        wanted = ids.tolist()
+        """Returns samples, as :meth:`farflung.types.Samples.get_rows`; waits for those that have to be read again."""
+        sample_ids = ids.tolist()
         with self._changed:
             if self._again:
                 if self._thread is None:
                     self._begin(0)
-                there = self._changed.wait_for(
-                    lambda: self._error is not None or self._again.isdisjoint(wanted), self._deadline_s
+                has_arrived = self._changed.wait_for(
+                    lambda: self._error is not None or self._again.isdisjoint(sample_ids), self._deadline_s
                 )
                 if self._error is not None:
                     raise self._error
-                if not there:
+                if not has_arrived:
                     raise self._silence(self._deadline_s)
-            kept = [self._held[one] for one in wanted]
-        return self._messages.rows(kept)
+            messages = [self._held[sample_id] for sample_id in sample_ids]
+        return self._messages.rows(messages)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        """See :meth:`farflung.types.Samples.prepare`."""
         return self._feed.data.prepare(rows, train=train)
 
     def _forget(self, ids: SampleIds) -> None:
-        for one in ids.tolist():
-            self._held.pop(one, None)
+        for sample_id in ids.tolist():
+            self._held.pop(sample_id, None)
 
     # --- where it begins ----------------------------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
         if not self._next:
             fresh: Json = {str(partition): reach.begin for partition, reach in self._reach.items()}
-            made = self._feed.decide("positions", step, lambda: fresh)
+            decision = self._feed.decide("positions", step, lambda: fresh)
             with deciding("positions", step):
-                value: Any = made.value
-                found = {int(partition): position for partition, position in value.items()}
-                is_whole = all(type(one) is int and one >= 0 for one in found.values())
-                if found.keys() != self._reach.keys() or not is_whole:
+                value: Any = decision.value
+                positions = {int(partition): position for partition, position in value.items()}
+                is_whole = all(type(p) is int and p >= 0 for p in positions.values())
+                if positions.keys() != self._reach.keys() or not is_whole:
                     raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._reach))}")
-                self._next = found
+                self._next = positions
         self._thread = Thread(target=self._follow, args=(self._starts(),), name="stream", daemon=True)
         self._thread.start()
 
     def _starts(self) -> dict[int, int]:
-        """Returns the position from which each partition is read: what is held is read again."""
+        """Returns the first position to read of each partition, so that held samples are read again."""
         starts = dict(self._next)
-        for one in self._again:
-            position, partition = divmod(one, STRIDE)
+        for sample_id in self._again:
+            position, partition = divmod(sample_id, STRIDE)
             starts[partition] = min(position, starts[partition])
         return starts
 
@@ -350,11 +350,11 @@ class LiveStream(Stream):
 
     def _read(self) -> None:
         with self._changed:
-            goes_on = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
+            has_room = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
             room = self._room()
         if self._closed:
             return
-        if goes_on:
+        if has_room:
             self._paused, self._read_at = False, time.monotonic()
             self._source.pause(False)
             self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
@@ -367,9 +367,9 @@ class LiveStream(Stream):
         return None if self._again else self._buffer.room
 
     def _has_room(self) -> bool:
-        """Whether there is room for much, or for something where a step waits."""
-        room, much = self._room(), self._low if self._paused else min(self._low, CHUNK)
-        return room is None or room > much or (room > 0 and self._ready is not None)
+        """Returns True if much room is left, or any room while a step waits."""
+        room, threshold = self._room(), self._low if self._paused else min(self._low, CHUNK)
+        return room is None or room > threshold or (room > 0 and self._ready is not None)
 
     def _take(self, came: Sequence[Records]) -> None:
         decoded = [self._decoded(records) for records in came]
@@ -382,7 +382,7 @@ class LiveStream(Stream):
         self._wake()
 
     def _wake(self) -> None:
-        """Lets a step go on that has waited for what has come or has been measured."""
+        """Completes the wait of a step if its samples have arrived or the rate is known."""
         ready = None
         with self._changed:
             if self._missing <= 0 and self._is_ready():
@@ -391,19 +391,19 @@ class LiveStream(Stream):
             ready.set(None)
 
     def _is_ready(self) -> bool:
-        """Returns True once what was held has been read again and the rate is known, where it is measured."""
+        """Returns True if all held samples have been read again and the rate, if measured, is known."""
         return not self._again and all(growth.rate is not None for growth in self._growth.values())
 
     def _decoded(self, records: Records) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Decodes messages that are new or were held; returns samples by id, and errors of others by position."""
+        """Decodes new or formerly held messages; returns samples by id, and errors by position."""
         samples: dict[int, Any] = {}
         refused: dict[int, Exception] = {}
         partition, first_new, keep = records.partition, self._next[records.partition], self._messages.keep
         for position, value in zip(records.positions, records.values, strict=True):
-            one = position * STRIDE + partition
-            if position >= first_new or one in self._again:
+            sample_id = position * STRIDE + partition
+            if position >= first_new or sample_id in self._again:
                 try:
-                    samples[one] = keep(value)
+                    samples[sample_id] = keep(value)
                 except Exception as error:
                     refused[position] = error
         return samples, refused
@@ -419,30 +419,30 @@ class LiveStream(Stream):
                     f"partition {partition} ({error}): raise skip, or give a decoder for them"
                 )
         self._held.update(samples)
-        new = [one for one in samples if one not in self._again] if self._again else [*samples]
+        new = [i for i in samples if i not in self._again] if self._again else [*samples]
         self._again.difference_update(samples)
         self._buffer.put(torch.tensor(new, dtype=torch.int64))
         self._missing -= len(new)
-        for one in self._again:  # what was held has to be there still, up to where a partition has been read
-            position = one // STRIDE
-            if one % STRIDE == partition and position < following:
+        for i in self._again:  # held samples must still exist, up to the position that has been read
+            position = i // STRIDE
+            if i % STRIDE == partition and position < following:
                 raise DataError(
                     f"{self._source.name}: the sample at position {position} of partition {partition} was held when "
                     "the checkpoint was made, and is deleted there"
                 )
 
     def _tell_source(self) -> None:
-        now = time.monotonic()
+        time_s = time.monotonic()
         with self._changed:
-            step, early = self._used, now - self._told_at < TELL_S and not self._closed
-            if step is None or early or self._again:
+            step, is_early = self._used, time_s - self._told_at < TELL_S and not self._closed
+            if step is None or is_early or self._again:
                 return
-            self._used, self._told_at = None, now
-            positions, held = dict(self._next), self._buffer.ids
+            self._used, self._told_at = None, time_s
+            positions, held_ids = dict(self._next), self._buffer.ids
             for partition in positions:
-                here = held[held % STRIDE == partition]
-                if len(here):
-                    positions[partition] = int(here[0]) // STRIDE
+                lane_ids = held_ids[held_ids % STRIDE == partition]
+                if len(lane_ids):
+                    positions[partition] = int(lane_ids[0]) // STRIDE
         self._source.used(positions, step)
 
     def _watch(self) -> None:
@@ -473,7 +473,7 @@ class LiveStream(Stream):
     # --- its rate ----------------------------------------------------------------------------------------------------
 
     def _rate(self) -> float:
-        """Returns samples per second, of all partitions."""
+        """Returns samples per second, summed over all partitions."""
         return sum(growth.rate or 0.0 for growth in self._growth.values())
 
     def _measure(self) -> None:

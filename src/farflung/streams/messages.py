@@ -1,4 +1,4 @@
-"""Samples as messages, and messages as samples."""
+"""Conversion between samples and messages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Decoder", "Messages", "as_messages", "function_named"]
 F = TypeVar("F", bound=Callable[..., object])
 
 Decoder: TypeAlias = Callable[[Any], tuple[Tensor, Tensor]]
-"""Returns inputs and targets of the one sample in a message; raises where there is none."""
+"""Function that returns inputs and targets of the sample in a message, and raises if there is none."""
 
 
 def as_messages(rows: Batch) -> list[bytes]:
-    """Makes a message of each row: a safetensors file of its tensors ``inputs`` and ``targets``, as they are stored.
+    """Encodes each row as a message: a safetensors file of its tensors ``inputs`` and ``targets``, as they are stored.
 
-    Any library of safetensors, in any language, writes such messages, and nothing is unpickled.
+    Any safetensors library, in any language, can write such messages, and nothing is unpickled.
 
     >>> from farflung.types import Batch
     >>> (one,) = as_messages(Batch(torch.tensor([[1, 2]]), torch.tensor([7])))
@@ -39,14 +39,14 @@ def as_messages(rows: Batch) -> list[bytes]:
 
 
 class Messages:
-    """Turns messages into rows.
+    """Decoder of messages into batches.
 
     The header of the first safetensors message is remembered. Messages with the same header and length are kept as
-    bytes, and a batch of them is cut out of one array; all others are decoded one by one.
+    bytes, and a batch of them is sliced out of one array; all others are decoded one by one.
 
     Args:
-      like: at least one sample of the workload, as stored.
-      decoder: reads a message of another form; ``None``: messages are safetensors.
+      example: At least one sample of the workload, as stored.
+      decoder: Decoder of messages in another format; ``None``: messages are safetensors.
     """
 
     def __init__(self, like: Batch, decoder: Decoder | None) -> None:
@@ -56,22 +56,22 @@ class Messages:
         self._decode, self._remembers = decoder or _load, decoder is None
         self._head, self._nbytes = b"", -1
         self._begins: dict[str, int] = {}
-        """Where each tensor begins in a message with the remembered header."""
+        """Offset of each tensor in a message with the remembered header."""
 
     def keep(self, value: Any) -> Any:
-        """Checks a message; returns what :meth:`rows` takes in its place.
+        """Checks a message and returns its form for :meth:`build_rows`.
 
         Raises:
-          Exception: it is no sample of the workload; of any kind.
+          Exception: The message holds no sample of the workload; of any kind.
         """
         if self._head and len(value) == self._nbytes and value.startswith(self._head):
             return value
         inputs, targets = self._decode(value)
         for name, tensor in (("inputs", inputs), ("targets", targets)):
-            found, wanted = TensorSpec.of(tensor), self._specs[name]
-            if found != wanted:
+            spec, expected = TensorSpec.of(tensor), self._specs[name]
+            if spec != expected:
                 raise ValueError(
-                    f"{name} of {_words(found)}, and a sample of the workload has {_words(wanted)}"
+                    f"{name} of {_words(spec)}, and a sample of the workload has {_words(expected)}"
                 )
         if self._remembers and not self._head:
             end = 8 + int.from_bytes(value[:8], "little")
@@ -81,12 +81,12 @@ class Messages:
         return inputs, targets
 
     def rows(self, kept: Sequence[Any]) -> Batch:
-        """Returns the samples of messages that :meth:`keep` has checked."""
+        """Builds a batch of messages that :meth:`check_message` has returned."""
         if set(map(type, kept)) == {bytes}:
             table = np.frombuffer(b"".join(kept), np.uint8).reshape(len(kept), self._nbytes)
             return Batch(self._cut(table, "inputs"), self._cut(table, "targets"))
-        samples = [self._decode(one) if isinstance(one, bytes) else one for one in kept]
-        return Batch(torch.stack([one for one, _ in samples]), torch.stack([one for _, one in samples]))
+        samples = [self._decode(x) if isinstance(x, bytes) else x for x in kept]
+        return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
 
     def _cut(self, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], name: str) -> Tensor:
         begin, spec = self._begins[name], self._specs[name]
@@ -95,15 +95,15 @@ class Messages:
 
 
 def function_named(kind: str, given: str | F) -> F:
-    """Imports a function that is given as ``module:function``.
+    """Imports a function given as ``module:function``.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: The function does not exist.
     """
-    found = imported(kind, given) if isinstance(given, str) else given
-    if not callable(found):
+    imported_function = imported(kind, given) if isinstance(given, str) else given
+    if not callable(imported_function):
         raise ConfigError(f"{kind} {given!r}: not a function")
-    return found  # type: ignore[return-value]
+    return imported_function  # type: ignore[return-value]
 
 
 def _load(value: bytes) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A data set as a source that sends so many samples per second."""
+"""Stream of a data set at a given number of samples per second."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ __all__ = ["RateLimited"]
 
 @buffered
 class RateLimited(Stream):
-    r"""A data set as a source that sends ``rate`` samples per second, one at a time, in shuffled passes.
+    r"""Stream of a data set that sends ``rate`` samples per second, one at a time, in shuffled passes.
 
-    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks, or
-    as late as a rate that changes says. Where replicas share a data set they take turns: of each pass over it, replica
-    :math:`i` of :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`.
+    Sample :math:`k`, counted from 1, of replica :math:`i` arrives :math:`k / S_i` seconds after the first step asks; a
+    changing rate is integrated. Replicas with a common data set take turns: of each pass, replica :math:`i` of
+    :math:`n` gets the positions :math:`i, i + n, i + 2n, \dots`.
 
     Args:
-      rate: :math:`S_i`, samples per second, above 0: one number, or one for each replica; pairs of a begin in seconds
-        and a number in the place of a number are a rate that changes, counted from the first step of the run. In words:
-        ``"S1"``, ``"S2"``, ``"S1'"`` or ``"S2'"`` draws each replica's from a law of Tyagi & Swany 2022, Table I, at
-        least 8; ``"trace FILE"`` has the pairs in a CSV file.
-      buffer: how what has arrived is kept, and what a step takes of it; see :class:`Buffer`.
+      rate: :math:`S_i` in samples per second, above 0: one number, or one for each replica. Pairs of a begin in
+        seconds and a number, in place of a number, describe a changing rate from the first step of the run. ``"S1"``,
+        ``"S2"``, ``"S1'"`` or ``"S2'"`` draws each replica's rate from a distribution of Tyagi & Swany 2022, Table I,
+        at least 8; ``"trace FILE"`` reads the pairs from a CSV file.
+      buffer: Options of :class:`Buffer`.
 
     Raises:
-      ConfigError: a value out of its range.
-      DataError: a trace that cannot be read.
+      ConfigError: A value is out of range.
+      DataError: The trace cannot be read.
     """
 
     def __init__(self, rate: Rates, **buffer: Any) -> None:
-        alone = 1 if isinstance(rate, int | float | str) else len(rate)
-        courses(rate, alone, seed=0)
+        num_rates = 1 if isinstance(rate, int | float | str) else len(rate)
+        courses(rate, num_rates, seed=0)
         self._rates = rate
         self._buffer = Buffer(**buffer)
         self._next = 0
         self._begin: float | None = None
-        """Since when the source sends without a pause."""
+        """Time since which the source has sent without a pause."""
         self._before = 0.0
-        """Seconds of its course that were over then."""
+        """Elapsed seconds of the rate's course at that time."""
         self._elapsed = 0.0
-        """Those that were over at the last poll."""
+        """Elapsed seconds of the course at the last poll."""
         self._sent = 0
         self._stalled = False
 
     @override
     def open(self, feed: Feed) -> Samples:
-        found = courses(self._rates, feed.size, derive(feed.seed, "rates"))
-        self._course = found[feed.rank]
+        rates = courses(self._rates, feed.size, derive(feed.seed, "rates"))
+        self._course = rates[feed.rank]
         self._buffer.open(feed, rate=self._course.constant)
-        for each in found:
-            if each.constant is not None:
-                self._buffer.check_rate(each.constant)
+        for course in rates:
+            if course.constant is not None:
+                self._buffer.check_rate(course.constant)
         if feed.shared:
             return _InTurn(feed.data, Passes(derive(feed.seed, "stream")), feed.rank, feed.size)
         return _InTurn(feed.data, Passes(derive(feed.seed, "stream", feed.rank)), 0, 1)
@@ -66,12 +66,12 @@ class RateLimited(Stream):
     @override
     def poll(self, now: float, step: int) -> Arrivals:
         self._arrive(now)
-        begins = not self._buffer.in_use
+        is_first_poll = not self._buffer.in_use
         missing, arrivals = self._buffer.poll(step, lambda: self._course.at(self._elapsed))
         if missing:
             unwanted = max(0, self._buffer.oldest() - self._next)
             return replace(arrivals, ready=self._arrival(self._sent + unwanted + missing))
-        if begins and self._stalled:
+        if is_first_poll and self._stalled:
             self._begin, self._before, self._sent = now, self._elapsed, 0
         return arrivals
 
@@ -95,18 +95,18 @@ class RateLimited(Stream):
         if self._begin is None:
             self._begin = now
         self._elapsed = self._before + (now - self._begin)
-        due = int(self._course.sent(self._before, now - self._begin))
-        while self._arrival(due + 1) <= now:
-            due += 1
-        while due > self._sent and self._arrival(due) > now:
-            due -= 1
-        new, room = due - self._sent, self._buffer.room
-        self._stalled = room is not None and new > room
+        num_due = int(self._course.sent(self._before, now - self._begin))
+        while self._arrival(num_due + 1) <= now:
+            num_due += 1
+        while num_due > self._sent and self._arrival(num_due) > now:
+            num_due -= 1
+        num_new, room = num_due - self._sent, self._buffer.room
+        self._stalled = room is not None and num_new > room
         if room is not None:
-            new = min(new, room)
-        self._buffer.put(torch.arange(self._next, self._next + new))
-        self._next += new
-        self._sent += new
+            num_new = min(num_new, room)
+        self._buffer.put(torch.arange(self._next, self._next + num_new))
+        self._next += num_new
+        self._sent += num_new
 
     def _arrival(self, number: int) -> float:
         assert self._begin is not None
@@ -114,13 +114,13 @@ class RateLimited(Stream):
 
 
 class _InTurn:
-    """The samples of a data set by the number of their arrival, counted from 0, in shuffled passes without an end.
+    """Samples of a data set by the number of their arrival, from 0, in endless shuffled passes.
 
     Args:
-      data: the whole.
-      passes: their orders.
-      first: position of this replica's first sample.
-      stride: from one of its positions to the next.
+      data: Data set.
+      passes: Orders of the passes.
+      first: Position of this replica's first sample.
+      stride: Distance between two of its positions.
     """
 
     def __init__(self, data: Dataset, passes: Passes, first: int, stride: int) -> None:
@@ -129,11 +129,11 @@ class _InTurn:
     def rows(self, ids: SampleIds) -> Batch:
         n = len(self._data)
         positions = self._first + self._stride * ids
-        found = torch.empty_like(positions)
+        indices = torch.empty_like(positions)
         for index in torch.unique(positions // n).tolist():
-            here = positions // n == index
-            found[here] = self._passes.order(index, n)[positions[here] % n]
-        return self._data.rows(found)
+            mask = positions // n == index
+            indices[mask] = self._passes.order(index, n)[positions[mask] % n]
+        return self._data.rows(indices)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         return self._data.prepare(rows, train=train)

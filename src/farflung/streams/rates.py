@@ -1,4 +1,4 @@
-"""How many samples a second arrive at each device: sets of rates, and rates that change."""
+"""Sample rates of devices: sets of rates, and rates that change over time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["RATE_SETS", "RateCourse", "RateSet", "Rates", "courses", "drawn"]
 
 Pairs: TypeAlias = Sequence[tuple[float, float]]
 Rates: TypeAlias = float | str | Sequence[float | tuple[float, float] | Pairs]
-"""One for all, one for each, or in words; see :func:`courses`."""
+"""One rate for all replicas, one for each, or a name; see :func:`build_courses`."""
 
 FLOOR = 8.0
-"""No device is slower; Tyagi & Swany's smallest batch, of one second."""
+"""Minimum rate of a device; the smallest batch of Tyagi & Swany, at one second."""
 TRACE = "trace "
-"""What a file's name follows."""
+"""Prefix of the name of a trace file."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateSet:
-    """A law that rates are drawn from.
+    """Distribution of rates.
 
     Args:
-      law: uniform or normal.
-      mean: in samples per second.
-      deviation: its standard deviation.
+      law: ``"uniform"`` or ``"normal"``.
+      mean: Mean in samples per second.
+      deviation: Standard deviation.
     """
 
     law: str
@@ -56,27 +56,27 @@ def drawn(name: str, count: int, seed: int) -> list[float]:
     """Draws the rates of ``count`` devices, whole numbers of at least 8.
 
     Args:
-      name: in :data:`RATE_SETS`.
-      count: of devices.
-      seed: alike on all of them.
+      name: Name in :data:`RATE_SETS`.
+      count: Number of devices.
+      seed: Seed, equal on all devices.
     """
     law = RATE_SETS[name]
     noise = generator(seed, "rates", name)
     if law.law == "uniform":
         half = math.sqrt(3.0) * law.deviation
-        found = law.mean + half * (2.0 * torch.rand(count, generator=noise, dtype=torch.float64) - 1.0)
+        rates = law.mean + half * (2.0 * torch.rand(count, generator=noise, dtype=torch.float64) - 1.0)
     else:
-        found = law.mean + law.deviation * torch.randn(count, generator=noise, dtype=torch.float64)
-    return [max(FLOOR, float(round(rate))) for rate in found.tolist()]
+        rates = law.mean + law.deviation * torch.randn(count, generator=noise, dtype=torch.float64)
+    return [max(FLOOR, float(round(rate))) for rate in rates.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class RateCourse:
-    """A rate over time, each value from its begin to the next one's; the last one stays.
+    """Piecewise constant rate over time; the last value has no end.
 
     Args:
-      begins: in seconds, the first 0.
-      rates: in samples per second, above 0.
+      begins: Begin of each value in seconds, the first 0.
+      rates: Values in samples per second, above 0.
     """
 
     begins: tuple[float, ...]
@@ -84,7 +84,7 @@ class RateCourse:
 
     @property
     def constant(self) -> float | None:
-        """The rate where it never changes."""
+        """Rate that never changes, or ``None``."""
         return self.rates[0] if len(self.rates) == 1 else None
 
     def at(self, t: float) -> float:
@@ -92,19 +92,19 @@ class RateCourse:
         return self.rates[bisect_right(self.begins, t) - 1]
 
     def delay(self, number: int, since: float) -> float:
-        """Returns how long after ``since`` a sample arrives, of those that are sent from then on and counted from 1."""
-        left = float(number)
+        """Returns the delay from ``start_s`` to the arrival of a sample, counted from 1 since then."""
+        remaining = float(number)
         for begin, end, rate in self._spans(since):
             room = (end - begin) * rate
-            if left <= room:
-                return begin - since + left / rate
-            left -= room
+            if remaining <= room:
+                return begin - since + remaining / rate
+            remaining -= room
         raise AssertionError("the last rate has no end")
 
     def sent(self, since: float, seconds: float) -> float:
-        """Returns how many samples are sent in ``seconds`` from ``since`` on, with the fraction of the last one."""
-        until = since + seconds
-        return sum(max(0.0, min(end, until) - begin) * rate for begin, end, rate in self._spans(since))
+        """Returns the number of samples sent in ``seconds`` from ``start_s``, with the fraction of the last one."""
+        end_s = since + seconds
+        return sum(max(0.0, min(end, end_s) - begin) * rate for begin, end, rate in self._spans(since))
 
     def _spans(self, since: float) -> Iterator[tuple[float, float, float]]:
         """Yields begin, end and value of each rate from a time on."""
@@ -115,18 +115,18 @@ class RateCourse:
 
 
 def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
-    """Returns the rate of each of ``size`` replicas over time.
+    """Builds the rate over time of each of ``size`` replicas.
 
     Args:
-      rate: one for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a number;
-        or in words: the name of a law, of which each replica's rate is drawn, or ``"trace FILE"`` for a CSV file of
-        such pairs, for all.
-      size: of replicas.
-      seed: of the draw, alike on all.
+      rate: One rate for all, or one for each: a number of samples per second, or pairs of a begin in seconds and a
+        number. Otherwise the name of a distribution, or ``"trace FILE"`` for a CSV file of such pairs, for all.
+      size: Number of replicas.
+      seed: Seed of the draw, equal on all replicas.
 
     Raises:
-      ConfigError: no such name, for another number of replicas, out of order, or a rate that is not above 0.
-      DataError: a file that cannot be read.
+      ConfigError: The name is unknown, the number of rates is wrong, begins are out of order, or a rate is not above
+        0.
+      DataError: The file cannot be read.
     """
     if isinstance(rate, str) and rate.startswith(TRACE):
         path = Path(rate.removeprefix(TRACE))
@@ -136,18 +136,18 @@ def courses(rate: Rates, size: int, seed: int) -> list[RateCourse]:
             return [_course(number_pairs(path))] * size
     if isinstance(rate, str):
         if rate not in RATE_SETS:
-            known = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
-            raise ConfigError(f"stream rate({rate!r}): no such rates; there are {known}")
-        return [RateCourse((0.0,), (one,)) for one in drawn(rate, size, seed)]
+            names = ", ".join([*RATE_SETS, f"{TRACE}FILE"])
+            raise ConfigError(f"stream rate({rate!r}): no such rates; there are {names}")
+        return [RateCourse((0.0,), (value,)) for value in drawn(rate, size, seed)]
     if _is_number(rate):
         return [_course(rate)] * size
     if not isinstance(rate, Sequence):
         return [_course(rate)]
-    if rate and all(_is_pair(one) for one in rate):
+    if rate and all(_is_pair(value) for value in rate):
         return [_course(rate)] * size
     if len(rate) != size:
         raise ConfigError(f"stream rate: {len(rate)} rates for {size} replicas: give one, or one for each")
-    return [_course(one) for one in rate]
+    return [_course(value) for value in rate]
 
 
 def _is_number(one: object) -> bool:
@@ -162,8 +162,8 @@ def _course(rate: object) -> RateCourse:
     pairs = [(0.0, rate)] if _is_number(rate) else rate
     if isinstance(pairs, Sequence) and pairs and all(map(_is_pair, pairs)):
         begins, rates = zip(*pairs, strict=True)
-        rising = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
-        if rising and all(0 < one < math.inf for one in rates):
+        is_valid = begins[0] == 0 and all(a < b < math.inf for a, b in pairwise(begins))
+        if is_valid and all(0 < value < math.inf for value in rates):
             return RateCourse(tuple(map(float, begins)), tuple(map(float, rates)))
     raise ConfigError(
         f"stream rate({rate}): must be a number of samples per second above 0, or pairs of a begin in seconds and a "

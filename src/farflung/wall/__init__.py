@@ -1,4 +1,4 @@
-"""The wall clock: a replica in its own process, real connections, and what started the process."""
+"""Wall clock: a replica in a process of its own, real connections, and the launcher's environment."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The thread that carries all exchanges of a real replica: messages, timers, deadlines."""
+"""Thread that carries all exchanges of a real replica: messages, timers, deadlines."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LEFT = "this rank has left the run, and exchanges nothing after finish() or clo
 
 
 class CommunicationThread(threading.Thread):
-    """Owns the sockets of a view's transport, runs tasks and timers, ends the view when a wait passes its deadline.
+    """Thread that owns the sockets of a view's transport, runs tasks and timers, and ends the view after a deadline.
 
-    Other threads reach it by :meth:`soon` alone, which wakes it through a socket pair.
+    Other threads reach it only by :meth:`call_soon`, which wakes it through a socket pair.
     """
 
     def __init__(self, view: View, now: Callable[[], float], deadline_s: float) -> None:
@@ -43,24 +43,24 @@ class CommunicationThread(threading.Thread):
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds that it has taken so far."""
+        """Processor seconds of the thread so far."""
         if self._spent_s is not None:
             return self._spent_s
         assert self.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
 
     def soon(self, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` on this thread; callable from any."""
+        """Calls ``fn`` on this thread; usable from any thread."""
         self._soon.append(fn)
         if self._sleeping:
             self._bell.send(b"!")
 
     def at(self, t: float, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` when the clock shows ``t``; callable from this thread only."""
+        """Calls ``fn`` when the clock reaches ``t``; usable from this thread only."""
         self._view.transport.call_later(t - self._now(), fn)
 
     def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
-        """Runs a coroutine here; callable from any thread. It fails where this thread has ended or ends before."""
+        """Runs a coroutine here; usable from any thread. It fails if this thread has ended or ends before."""
         task = Task(coroutine, self.soon)
         self._launched.add(task)
         task.on_done(self._launched.discard)
@@ -70,28 +70,28 @@ class CommunicationThread(threading.Thread):
         return task
 
     def stop(self) -> None:
-        """Ends the thread once what was queued before has run; returns when it has ended."""
+        """Ends the thread after its queued calls, and waits for the end."""
 
         def end() -> None:
             self._stopping = True
 
         self.soon(end)
         self.join()
-        # Not before: `soon` may be about to ring while the thread is already past its last turn.
+        # Only now: `call_soon` may still send while the thread is past its last iteration.
         self._bell.close()
         self._ear.close()
 
     @override
     def run(self) -> None:
-        """The loop; an error in it fails everything that waits."""
+        """Runs the loop; an error in it fails everything that waits."""
         try:
             while not self._stopping:
                 self._turn()
         except BaseException as error:
-            lost = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
-            lost.__cause__ = error
-            self._end(lost)
-            self._view.end(lost)
+            failure = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._end(failure)
+            self._view.end(failure)
         finally:
             self._sleeping = False
             self._end(RunLost(_LEFT))
@@ -99,7 +99,7 @@ class CommunicationThread(threading.Thread):
             self._spent_s = time.thread_time()
 
     def _end(self, lost: RunLost) -> None:
-        """Fails what has been launched, and all that is launched from now on."""
+        """Fails all tasks, including those launched later."""
         self._lost = self._lost or lost
         for task in list(self._launched):
             task.fail(self._lost)
@@ -109,10 +109,10 @@ class CommunicationThread(threading.Thread):
             self._soon.popleft()()
         look_again = self._view.waits.check(self._deadline_s)
         self._sleeping = True
-        # A callback queued before `_sleeping` was set rang no bell: look once more.
-        due = self._soon or self._stopping
+        # A callback queued before `_is_sleeping` was set has sent no wakeup: check again.
+        is_due = self._soon or self._stopping
         left_s = None if look_again is None else max(0.0, look_again - self._now())
-        self._view.transport.poll(0.0 if due else left_s)
+        self._view.transport.poll(0.0 if is_due else left_s)
         self._sleeping = False
 
     def _heard(self) -> None:

@@ -1,4 +1,4 @@
-"""The environment that torchrun, Slurm, MPI or Flux gives a process: its rank, and where its peers meet."""
+"""Environment that torchrun, Slurm, MPI or Flux gives a process: its rank, and the meeting place of its peers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["LaunchEnv", "interface_to_master"]
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables of a launcher that says nothing about where processes meet.
+    """Variables of a launcher that names no meeting place.
 
     Args:
-      name: for messages.
-      rank, size, local_rank, local_size: the variables; of the last two the first that is set.
-      nodes: the variable with the number of machines, for a launcher that says no local size.
-      how_to_meet: a command that sets the master address.
+      name: Name in messages.
+      rank, size, local_rank, local_size: Variables; of the last two the first that is set.
+      meeting_hint: Command that sets the master address.
+      nodes: Variable with the number of machines, for a launcher without a local size.
     """
 
     name: str
@@ -76,31 +76,31 @@ _LAUNCHERS = (
     ),
 )
 _WITHOUT_SIZE = "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"
-"""Ranks that some launchers give without the number of processes."""
+"""Rank variables of some launchers that do not give the number of processes."""
 _BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
 _served: dict[int, dist.Store] = {}
 """Stores that this process serves, by port."""
 _SLURM_PORTS = 15_000, 10_000
-"""From which port on the jobs of Slurm meet, and on how many."""
+"""First port of the meetings of Slurm jobs, and number of such ports."""
 _HOST = re.compile(r"(?:[^\[\],\s]|\[[^\]]*\])+")
-"""One element of a list of hosts as Slurm writes it, with any number of ranges in brackets."""
+"""Pattern of one element of a Slurm host list, with any number of ranges in brackets."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """The rank of this process, and where it meets its peers.
+    """Rank of this process, and the meeting place of its peers.
 
     Args:
-      rank: its number.
-      size: how many there are.
-      local_rank: its number among those of this machine.
-      local_size: how many of them are on this machine.
-      meeting: a file through which all of them, on one machine, find each other; ``None``: the store at the master
+      rank: Rank of the process.
+      size: Number of processes.
+      local_rank: Rank among the processes of this machine.
+      local_size: Number of processes of this machine.
+      meeting_file: File through which the processes of one machine find each other; ``None``: the store at the master
         address.
-      master: that address and its port, as far as they are known.
-      started_by: the launcher, for messages; empty where these values were given by hand.
-      how_to_meet: how the launcher is given a master address, for messages.
-      served: whether the launcher serves the store at the master address; otherwise rank 0 does.
+      master: Master address and port, as far as they are known.
+      launcher: Launcher, for messages; empty if the values were given by hand.
+      meeting_hint: Way to give the launcher a master address, for messages.
+      served: True if the launcher serves the store at the master address; otherwise rank 0 does.
     """
 
     rank: int
@@ -117,45 +117,45 @@ class LaunchEnv:
     def read(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
         """Reads the variables of the launcher that has started this process.
 
-        Torchrun's come first, ``RANK`` and ``WORLD_SIZE``. Those of MPI and Flux follow, unless they repeat what Slurm
-        says: then srun has set them too. Where they differ, Slurm's are of the step that holds mpirun's daemon.
+        Torchrun's ``RANK`` and ``WORLD_SIZE`` have precedence. Those of MPI and Flux follow, unless they repeat those
+        of Slurm, because srun sets them too. If they differ, Slurm's are those of the step that holds mpirun's daemon.
 
         Returns:
-          ``None`` where the process was started alone: a single task, or a shell in a Slurm allocation outside of any
+          ``None`` if the process was started alone: a single task, or a shell in a Slurm allocation outside of any
           step.
 
         Raises:
-          ConfigError: the variables contradict each other, are no numbers, or some are missing.
+          ConfigError: The variables contradict each other, are not numbers, or some are missing.
         """
         if "RANK" in environment or "WORLD_SIZE" in environment:
             return _by_torchrun(environment)
         slurm = _by_slurm(environment)
-        started = [
+        candidates = [
             _by_launcher(environment, launcher)
             for launcher in _LAUNCHERS
             if launcher.rank in environment and launcher.size in environment
         ]
-        repeated = None if slurm is None else (slurm.rank, slurm.size)
-        inner = [env for env in started if env.size > 1 and (env.rank, env.size) != repeated]
+        slurm_rank = None if slurm is None else (slurm.rank, slurm.size)
+        inner = [env for env in candidates if env.size > 1 and (env.rank, env.size) != slurm_rank]
         if len({(env.rank, env.size) for env in inner}) > 1:
             says = " and ".join(f"{env.started_by} rank {env.rank} of {env.size}" for env in inner)
             raise ConfigError(
                 f"{says}: unset the variables of the one that has not started this process, or {_BY_HAND}"
             )
-        if not started and slurm is None:
+        if not candidates and slurm is None:
             _refuse_half(environment)
         env = inner[0] if inner else slurm
         return env._checked() if env is not None and env.size > 1 else None
 
     def store(self, join_s: float) -> dist.Store | None:
-        """Opens the store through which the replicas find each other; ``None`` for a single replica.
+        """Connects to the store through which the replicas find each other; returns ``None`` for a single replica.
 
         Args:
-          join_s: how long the others may take to come, in seconds.
+          join_s: Maximum time in seconds until the others come.
 
         Raises:
-          ConfigError: it is not known where, or there is no such host, or it cannot be listened there.
-          DeadlinePassed: the store of rank 0 was not reached.
+          ConfigError: The address is unknown or unusable, or its host does not exist.
+          DeadlinePassed: The store of rank 0 was not reached.
         """
         if self.size == 1:
             return None
@@ -170,15 +170,15 @@ class LaunchEnv:
         def connect() -> dist.Store:
             socket.create_connection(
                 (address, int(port)), timeout=join_s
-            ).close()  # else torch prints its stack
+            ).close()  # otherwise torch prints its stack
             return dist.TCPStore(address, int(port), self.size, is_master=False, timeout=patience)
 
         return reached(connect, f"its store at {address}:{port}", join_s)
 
     def _kept(self, address: str, port: int, patience: timedelta) -> dist.Store:
-        """Serves the store of rank 0: on loopback at that address alone, else as torch makes it.
+        """Returns the store of rank 0, served on loopback only if that is the address, otherwise as torch does.
 
-        The process keeps it for its later runs, since another rank may begin the next run while this one ends.
+        The process keeps it for later runs, since another rank may begin the next run while this one ends.
         """
         if port not in _served:
             _served[port] = self._serving(address, port, patience)
@@ -186,32 +186,32 @@ class LaunchEnv:
         return _served[port]
 
     def _serving(self, address: str, port: int, patience: timedelta) -> dist.Store:
-        here = loopback_address()
-        if address in (here, "localhost"):
+        loopback = loopback_address()
+        if address in (loopback, "localhost"):
             with suppress(OSError):
-                return serving(here, port)
+                return serving(loopback, port)
         try:
             return dist.TCPStore(
-                here, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
+                loopback, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
                 multi_tenant=True,
             )  # fmt: skip
         except RuntimeError as error:
-            served = "" if self.started_by else ", or say served=True where a launcher serves a store there"
+            hint = "" if self.started_by else ", or say served=True where a launcher serves a store there"
             raise ConfigError(
-                f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another{served}"
+                f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another{hint}"
             ) from None
 
     def interface(self, store: dist.Store | None = None) -> str:
-        """Finds the address of this machine on the way to the other replicas.
+        """Finds the address of this machine on the route to the other replicas.
 
         Args:
-          store: where they meet, if not at the master address.
+          store: Store where they meet, if not at the master address.
 
         Returns:
-          The address; loopback where all are on this machine, or nothing says where the others are.
+          The address; loopback if all are on this machine, or the location of the others is unknown.
 
         Raises:
-          ConfigError: it is not known where they are, or there is no way to them.
+          ConfigError: Their location is missing, or there is no route to them.
         """
         if self.size == 1 or self.meeting is not None:
             return loopback_address()
@@ -246,13 +246,13 @@ class LaunchEnv:
 
 
 def interface_to_master(store: dist.Store | None) -> str:
-    """Finds the address of this machine on the way to the ranks of a process group.
+    """Finds the address of this machine on the route to the ranks of a process group.
 
     Args:
-      store: of the group; ``None`` for a single rank.
+      store: Store of the group; ``None`` for a single rank.
 
     Returns:
-      The address on the way to the host of the store, else to ``MASTER_ADDR``; loopback where neither is known.
+      The address on the route to the host of the store, else to ``MASTER_ADDR``; loopback if neither is known.
     """
     if store is None:
         return loopback_address()
@@ -294,30 +294,32 @@ def _by_launcher(environment: Mapping[str, str], launcher: _Launcher) -> LaunchE
     local_size = next((name for name in launcher.local_size if name in environment), None)
     local = rank if local_rank is None else _number(environment, local_rank)
     if local_size is not None:
-        here = _number(environment, local_size)
-    elif launcher.nodes in environment:  # as evenly as they can be shared out
-        here = max(local + 1, -(-size // max(1, _number(environment, launcher.nodes))))
+        on_machine = _number(environment, local_size)
+    elif launcher.nodes in environment:  # as even as possible
+        on_machine = max(local + 1, -(-size // max(1, _number(environment, launcher.nodes))))
     else:
-        here = size
+        on_machine = size
     return LaunchEnv(
         rank,
         size,
         local,
-        here,
+        on_machine,
         master=_master(environment),
         started_by=launcher.name,
-        how_to_meet=launcher.how_to_meet.format(loopback_address() if here == size else "HOST_OF_RANK_0"),
+        how_to_meet=launcher.how_to_meet.format(
+            loopback_address() if on_machine == size else "HOST_OF_RANK_0"
+        ),
     )
 
 
 def _refuse_half(environment: Mapping[str, str]) -> None:
-    """Raises where a launcher has given this process a rank, or a size, and not the other."""
+    """Raises if a launcher has given this process a rank without a size, or a size without a rank."""
     for launcher in _LAUNCHERS:
         names = launcher.rank, launcher.size
-        there = [name for name in names if name in environment]
-        if there:
-            (missing,) = {*names} - {*there}
-            raise ConfigError(f"{there[0]} is set and {missing} is not: {_BY_HAND}")
+        present = [name for name in names if name in environment]
+        if present:
+            (missing,) = {*names} - {*present}
+            raise ConfigError(f"{present[0]} is set and {missing} is not: {_BY_HAND}")
     for name in _WITHOUT_SIZE:
         if name in environment:
             raise ConfigError(f"{name} is set, and nothing says how many processes there are: {_BY_HAND}")
@@ -328,15 +330,15 @@ def _master(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
 
 
 def _by_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
-    """The step of Slurm's that this process is in, if any; a batch script is in none."""
+    """Reads the Slurm step of this process, if any; a batch script is in none."""
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return None
     size = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
     address, port = _master(environment)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if address is None:
-        alone = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
-        address = loopback_address() if alone else _first_host(nodes)
+        is_single_node = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
+        address = loopback_address() if is_single_node else _first_host(nodes)
     if port is None:
         first, count = _SLURM_PORTS
         job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -356,7 +358,7 @@ def _by_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
 
 
 def _first_host(nodes: str) -> str | None:
-    """The first of a list as Slurm writes it: ``gpu[003-007,12],login`` begins with ``gpu003``, ``r[1-2]n[01-03]`` with
+    """Parses the first host of a Slurm list: ``gpu[003-007,12],login`` begins with ``gpu003``, ``r[1-2]n[01-03]`` with
     ``r1n01``.
     """
     first = _HOST.match(nodes)
@@ -364,7 +366,7 @@ def _first_host(nodes: str) -> str | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Of each node, from what Slurm writes: ``4(x2),3`` is 4, 4 and 3."""
+    """Parses the task counts of nodes as Slurm writes them: ``4(x2),3`` is 4, 4 and 3."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

@@ -1,4 +1,4 @@
-"""Measures the network between the replicas of a run, by a few small messages over the run's own connections."""
+"""Measurement of the network between the replicas of a run, by a few small messages over the run's own connections."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from farflung.types import Communicator, Payload, Runtime, Tag
 __all__ = ["measured_network"]
 
 PINGS = 4
-"""Round trips of one byte to each peer; the shortest counts."""
+"""Number of round trips of one byte to each peer; the shortest counts."""
 FIRST_NBYTES, GROWTH = 1 << 12, 4
-"""The first message that is timed for its size, and how much longer each next one is."""
+"""Size of the first message that is timed for bandwidth, and growth factor of later ones."""
 MOST_NBYTES = 1 << 22
-"""What one replica sends at most, in its longest messages to all peers together."""
+"""Maximum bytes that one replica sends in its longest messages to all peers together."""
 ENOUGH_S = 0.02
-"""A message that took so much longer than a byte tells the bandwidth well enough."""
+"""Minimum time of a message beyond that of a byte, for a sufficient estimate of bandwidth."""
 _PROBE, _ECHO, _FOUND = range(3)
 _BYTE = torch.zeros(1, dtype=torch.uint8)
 
@@ -28,13 +28,13 @@ _BYTE = torch.zeros(1, dtype=torch.uint8)
 async def measured_network(runtime: Runtime) -> NetworkProfile | None:
     """Measures latency and bandwidth from every replica to every other, all at the same time.
 
-    All replicas measure at once, so what they share shows in the bandwidth that each pair gets, as it does when they
-    exchange gradients. A latency is half the shortest of some round trips; a bandwidth is what a message took longer
-    than one of a byte, with messages that grow until that is well above the noise, or until they are long. So it
+    All replicas measure at once, so the bandwidth of each pair includes shared links, as in exchanges of gradients. A
+    latency is half the shortest of some round trips. A bandwidth follows from the additional time of a message over
+    that of one byte, with messages that grow until it is well above the noise, or until they are long. The measurement
     takes some round trips, and fractions of a second on slow links. Sizes and number of messages are our choice.
 
     Args:
-      runtime: of one replica; all of them call this.
+      runtime: Runtime of one replica; all replicas call this.
 
     Returns:
       On rank 0, a site for each replica; ``None`` on the others.
@@ -43,12 +43,12 @@ async def measured_network(runtime: Runtime) -> NetworkProfile | None:
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     echoes = [runtime.launch(_echo(comm, peer)) for peer in peers]
     probes = {peer: runtime.launch(_probe(runtime, peer)) for peer in peers}
-    found = torch.zeros(comm.size, 2, dtype=torch.float64)
+    measurements = torch.zeros(comm.size, 2, dtype=torch.float64)
     for peer, probe in probes.items():
-        found[peer] = torch.tensor(await probe, dtype=torch.float64)
+        measurements[peer] = torch.tensor(await probe, dtype=torch.float64)
     for echo in echoes:
         await echo
-    return await runtime.launch(_told(comm, found))
+    return await runtime.launch(_told(comm, measurements))
 
 
 def _tag(part: int, hop: int = 0) -> Tag:
@@ -56,7 +56,7 @@ def _tag(part: int, hop: int = 0) -> Tag:
 
 
 async def _probe(runtime: Runtime, peer: int) -> tuple[float, float]:
-    """Seconds of latency, and seconds for each byte, to one peer."""
+    """Returns seconds of latency, and seconds per byte, to one peer."""
     comm, hop = runtime.comm, 0
 
     async def round_trip_s(nbytes: int) -> float:
@@ -67,21 +67,21 @@ async def _probe(runtime: Runtime, peer: int) -> tuple[float, float]:
         await comm.recv(peer, _tag(_ECHO, hop - 1))
         return runtime.now() - begin
 
-    shortest = math.inf
+    shortest_s = math.inf
     for _ in range(PINGS):
-        shortest = min(shortest, await round_trip_s(1))
-    nbytes, longer = FIRST_NBYTES, 0.0
+        shortest_s = min(shortest_s, await round_trip_s(1))
+    nbytes, extra_s = FIRST_NBYTES, 0.0
     while True:
-        longer = await round_trip_s(nbytes) - shortest
-        if longer >= ENOUGH_S or GROWTH * nbytes * (comm.size - 1) > MOST_NBYTES:
+        extra_s = await round_trip_s(nbytes) - shortest_s
+        if extra_s >= ENOUGH_S or GROWTH * nbytes * (comm.size - 1) > MOST_NBYTES:
             break
         nbytes *= GROWTH
     comm.send(Payload((_BYTE[:0],)), peer, _tag(_PROBE, hop))
-    return shortest / 2, max(longer, 0.0) / nbytes
+    return shortest_s / 2, max(extra_s, 0.0) / nbytes
 
 
 async def _echo(comm: Communicator, peer: int) -> None:
-    """Answers a peer's messages with a byte each, until an empty one."""
+    """Answers each message of a peer with a byte, until an empty one."""
     hop = 0
     while True:
         (probe,) = (await comm.recv(peer, _tag(_PROBE, hop))).tensors()
@@ -92,7 +92,7 @@ async def _echo(comm: Communicator, peer: int) -> None:
 
 
 async def _told(comm: Communicator, found: Tensor) -> NetworkProfile | None:
-    """What all have found, on rank 0."""
+    """Gathers all measurements on rank 0."""
     if comm.rank != 0:
         comm.send(Payload((found,)), 0, _tag(_FOUND))
         return None
@@ -105,9 +105,9 @@ async def _told(comm: Communicator, found: Tensor) -> NetworkProfile | None:
         "measured",
         tuple(Site(name, 1) for name in names),
         tuple(
-            Connection(names[src], names[dst], Link(latency_s, 8 / each_s if each_s else math.inf))
+            Connection(names[src], names[dst], Link(latency_s, 8 / byte_s if byte_s else math.inf))
             for src, row in enumerate(rows)
-            for dst, (latency_s, each_s) in enumerate(row.tolist())
+            for dst, (latency_s, byte_s) in enumerate(row.tolist())
             if src != dst
         ),
     )

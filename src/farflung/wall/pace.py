@@ -1,4 +1,4 @@
-"""The pace of a device that is slower than this machine: computations idle until the modelled time has passed."""
+"""Pace of a device that is slower than this machine: computations idle until the modelled time has passed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """Makes computations end when they would on a device: never before, and no later unless this machine is slower.
+    """Clock that ends computations at a device's modelled time: never before, and later only on a slower machine.
 
-    A computation begins, as the model has it, when the one before it or the wait since then has ended; so what lies
-    between (fetching samples, updating parameters, a wake-up that came late) is made up for in its idle time.
+    In the model, a computation begins at the end of the previous one or of the wait since then. Its idle time
+    therefore absorbs the work in between: fetching samples, updating parameters, a late wake-up.
 
     Args:
-      device: whose pace.
-      rank: the replica's.
-      seed: of the device's stragglers.
-      now: a clock of seconds; from now on when not given.
-      sleep: idles for so many seconds.
+      device: Device with the pace.
+      rank: Rank of the replica.
+      seed: Seed of the device's stragglers.
+      read_clock: Function that returns seconds; by default since the creation of this object.
+      sleep: Function that idles for some seconds.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.steps = 0
-        """Steps paced so far: forward passes begun."""
+        """Number of paced steps, by the forward passes begun."""
         self.overran = 0
-        """Those of them in which this machine was too slow: a modelled moment had passed before it was computed."""
+        """Number of steps in which this machine was too slow: a modelled time had passed before its computation."""
         self._device, self._rank, self._seed = device, rank, seed
         begin = time.monotonic()
         self._now, self._sleep = now or (lambda: time.monotonic() - begin), sleep
@@ -44,7 +44,7 @@ class Pace:
         self._late = False
 
     def begin(self, cost: Cost) -> tuple[float, float]:
-        """When a computation begins and ends in the model."""
+        """Returns the modelled begin and end of a computation."""
         if cost.kind == "forward":
             self.steps += 1
             self._late = False
@@ -52,16 +52,16 @@ class Pace:
         return begin, begin + self._device.seconds(cost, Moment(self._seed, self._rank, self.steps, begin))
 
     def computed(self, moment: float) -> None:
-        """Something of a step is computed that the model has at ``moment``; where that has passed, the step overran."""
+        """Records that part of a step is computed; the step overruns if its modelled time has passed."""
         if self._now() > moment and not self._late:
             self._late = True
             self.overran += 1
 
     def until(self, moment: float) -> None:
-        """Idles until a modelled moment of the computation under way."""
-        left = moment - self._now()
-        if left > 0:
-            self._sleep(left)
+        """Idles until a modelled time of the current computation."""
+        remaining_s = moment - self._now()
+        if remaining_s > 0:
+            self._sleep(remaining_s)
 
     def end(self, ends: float) -> None:
         """Idles until a computation's modelled end."""
@@ -72,7 +72,7 @@ class Pace:
         return self._device.ready_at(order, numels)
 
     def waited(self) -> None:
-        """The replica has waited for something that is not its own computation, until now."""
+        """Records the end of a wait for something other than the replica's own computation."""
         self._free_at = self._now()
 
     def to_json(self) -> dict[str, Json]:

@@ -1,18 +1,18 @@
-"""How ranks meet in a store of torch.distributed, which may hold what earlier processes have left there.
+"""Rendezvous of ranks in a store of torch.distributed, which may contain keys of earlier processes.
 
-The lowest rank leads. It draws a nonce and publishes it: the call. Every other rank answers the call under a key of its
-own, with a nonce of its own and a value. Once all have answered, the leader adds all answers to the call. A rank takes
-part once it finds its own answer there, and confirms when it has met all others.
+The lowest rank leads. It draws a nonce and publishes it: the call. Every other rank answers the call under its own
+key, with its own nonce and a value. After all answers the leader adds them to the call. A rank takes part once it
+finds its own answer there, and confirms after it has met all others.
 
-Keys are overwritten, and no process knows how often its rank has met before. So, whatever the store holds:
+Keys are overwritten, and no process knows how often its rank has met before. Therefore, for any content of the store:
 
-1. An answer of a process that has ended is to an earlier call: the leader waits on.
-2. A call of a leader that has ended does not hold the answer of a process that came later, which waits on, and answers
-   the next call.
-3. A rank that ends after its answer and comes again replaces that answer. The leader sees so until the rank confirms,
-   and calls anew; the others see another call, and answer again.
-4. A rank that has confirmed, and meets for something else, does not answer the same call twice. The leader calls
-   for nothing else before all have confirmed, so no rank takes the next call for a repeated one.
+1. An answer of an ended process belongs to an earlier call: the leader waits on.
+2. A call of an ended leader does not contain the answer of a process that came later. That process waits on, and
+   answers the next call.
+3. A rank that ends after its answer and restarts replaces that answer. The leader sees this until the rank confirms,
+   and calls again; the others see another call, and answer again.
+4. A rank that has confirmed, and meets for another purpose, does not answer the same call twice. The leader calls for
+   nothing else before all have confirmed, so no rank takes the next call for a repeated one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from farflung.errors import DeadlinePassed, ProtocolError
 __all__ = ["Rendezvous", "ask_leader"]
 
 _LOOK_S = 0.001, 0.02
-"""How often the store is read: after so long first, then half as long again each time, up to the second."""
+"""Delay between two reads of the store: initially, growing by half each time, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a rank has published under its key."""
+    """Answer of a rank under its key."""
 
     call: str
-    """The nonce of the call."""
+    """Nonce of the call."""
     nonce: str
     value: str
     confirmed: bool = False
@@ -57,15 +57,15 @@ class _Answer:
 
 
 class Rendezvous:
-    """A meeting of ranks in a store.
+    """Meeting of ranks in a store.
 
     Args:
-      store: of the job.
-      name: of the meeting; ranks that meet for something else at the same time need another one.
-      rank: this process.
-      members: the ranks that meet, this one included; the lowest leads.
-      until: when this process gives up, on the clock of :func:`time.monotonic`.
-      advice: what the leader tells ranks that ask for it before they come, see :func:`ask_leader`.
+      store: Store of the job.
+      name: Name of the meeting; concurrent meetings need another one.
+      rank: Rank of this process.
+      members: Ranks that meet, including this one; the lowest leads.
+      deadline: Time of :func:`time.monotonic` at which this process gives up.
+      advice: Answer of the leader to ranks that ask for it before they come, see :func:`ask_leader`.
     """
 
     def __init__(
@@ -79,25 +79,25 @@ class Rendezvous:
     ) -> None:
         self._board, self._rank, self._members = _Board(store, name), rank, sorted(members)
         self._until, self._begin, self._advice = until, time.monotonic(), advice
-        self._others = [other for other in self._members if other != rank]
+        self._others = [peer for peer in self._members if peer != rank]
         self._leads = self._members[0] == rank
         self._answers: dict[int, _Answer] = {}
         self.call = ""
-        """The nonce of the call that this rank takes part in."""
+        """Nonce of the call in which this rank takes part."""
 
     def exchange(self, value: str) -> dict[int, str]:
-        """Waits until all members have come.
+        """Waits until all members have come, and exchanges their values.
 
         Returns:
           The members' values, by rank.
 
         Raises:
-          DeadlinePassed: a member has not come in time, or the store has ended.
-          ProtocolError: another process has come in place of this one.
+          DeadlinePassed: A member has not come in time, or the store has ended.
+          ProtocolError: Another process has come in place of this one.
         """
-        mine = _Answer("", secrets.token_hex(16), value)
+        own_answer = _Answer("", secrets.token_hex(16), value)
         try:
-            self._answers = self._lead(mine) if self._leads else self._follow(mine)
+            self._answers = self._lead(own_answer) if self._leads else self._follow(own_answer)
         except RuntimeError as error:  # the store has ended
             raise self._late(self._others[0], f" ({type(error).__name__})") from None
         return {rank: answer.value for rank, answer in self._answers.items()}
@@ -105,18 +105,18 @@ class Rendezvous:
     def _lead(self, mine: _Answer) -> dict[int, _Answer]:
         if self._answers or not self.call:
             self._call_all()
-        late = self._others
+        missing = self._others
         for _ in self._look():
             self._check_leads()
-            late = [rank for rank in late if self._answer_of(rank) is None]
+            missing = [rank for rank in missing if self._answer_of(rank) is None]
             if self._advice:
-                self._board.advise(late, self._advice)
-            if late:
+                self._board.advise(missing, self._advice)
+            if missing:
                 continue
-            # Again, for a rank may have come twice since.
+            # Read again, since a rank may have restarted.
             answers = {rank: answer for rank in self._others if (answer := self._answer_of(rank))}
-            late = [rank for rank in self._others if rank not in answers]
-            if not late:
+            missing = [rank for rank in self._others if rank not in answers]
+            if not missing:
                 answers[self._rank] = replace(mine, call=self.call)
                 self._board.write_call(self.call, answers)
                 return answers
@@ -127,7 +127,7 @@ class Rendezvous:
         self._board.write_call(self.call, {})
 
     def _answer_of(self, rank: int) -> _Answer | None:
-        """Reads the answer of a rank; None if it is to another call."""
+        """Reads the answer of a rank; None if it answers another call."""
         answer = self._board.answer(rank)
         return answer if answer is not None and answer.call == self.call else None
 
@@ -153,13 +153,13 @@ class Rendezvous:
         raise self._late(self._missing())
 
     def is_repeated(self) -> bool:
-        """Returns True if this meeting is over, since a member has come again: :meth:`exchange` anew.
+        """Returns True if a member has restarted, so that this meeting is over: call :meth:`exchange` again.
 
-        To be asked while this rank waits for another one that :meth:`exchange` has named. The leader has called anew
-        when it says so, and closes its connections only then: a rank that finds one closed looks here.
+        Use this while this rank waits for another one that :meth:`exchange` has named. The leader has started a new
+        call when it returns True, and closes its connections afterwards: a rank that finds one closed checks here.
 
         Raises:
-          ProtocolError: another process has come in place of this one.
+          ProtocolError: Another process has come in place of this one.
         """
         try:
             if not self._leads:
@@ -168,21 +168,21 @@ class Rendezvous:
             if self._answers and any(self._has_come_again(rank) for rank in self._others):
                 self._call_all()
             return not self._answers
-        except RuntimeError:  # the store has ended, and the others may come nevertheless
+        except RuntimeError:  # the store has ended; the others may still come
             return False
 
     def confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
-        """Ends the meeting for this rank, which has met all others; the leader waits until all have.
+        """Confirms that this rank has met all others; the leader waits for all confirmations.
 
         Args:
-          is_due: returns False of a member that has been lost since, and confirms no more.
+          is_due: Function that returns False for a member that has been lost since and will not confirm.
 
         Returns:
-          False if a member has come again, so that this rank has to :meth:`exchange` anew.
+          False if a member has restarted, so that this rank must call :meth:`exchange` again.
 
         Raises:
-          DeadlinePassed: a member has not met all others in time.
-          ProtocolError: another process has come in place of this one.
+          DeadlinePassed: A member has not met all others in time.
+          ProtocolError: Another process has come in place of this one.
         """
         if not self._others:
             return True
@@ -190,20 +190,24 @@ class Rendezvous:
             if not self._leads:
                 self._board.write_answer(self._rank, replace(self._answers[self._rank], confirmed=True))
                 return True
-            waits_for: list[int] = []
+            unconfirmed: list[int] = []
             for _ in self._look():
                 if self.is_repeated():
                     return False
-                waits_for = [
+                unconfirmed = [
                     rank for rank in self._others if is_due(rank) and not self._has_confirmed(rank, self.call)
                 ]
-                if not waits_for:
+                if not unconfirmed:
                     return True
-        except RuntimeError:  # the store has ended: no member can come again
+        except RuntimeError:  # the store has ended: no member can restart
             return True
-        lost = [rank for rank in self._others if not is_due(rank)]  # the others may wait for one of these
+        lost_ranks = [
+            rank for rank in self._others if not is_due(rank)
+        ]  # the others may wait for one of these
         raise DeadlinePassed(
-            (lost or waits_for)[0], "its word that it has met all others", time.monotonic() - self._begin
+            (lost_ranks or unconfirmed)[0],
+            "its word that it has met all others",
+            time.monotonic() - self._begin,
         )
 
     def _has_come_again(self, rank: int) -> bool:
@@ -225,7 +229,7 @@ class Rendezvous:
         )
 
     def _missing(self) -> int:
-        """Names a member that has not answered the last call; the leader where all have."""
+        """Returns a member that has not answered the last call; the leader if all have."""
         leader = self._members[0]
         if not self.call:
             return leader
@@ -239,45 +243,43 @@ class Rendezvous:
 
 
 def ask_leader(store: dist.Store, name: str, rank: int, what: str, patience_s: float) -> str:
-    """Asks rank 0 for its advice before this rank comes to a meeting; rank 0 answers once it is there.
+    """Asks rank 0 for its advice before this rank comes to a meeting; rank 0 answers once it is present.
 
     Args:
-      store: of the job.
-      name: of the meeting.
-      rank: this process, other than 0.
-      what: the advice is about, for errors.
-      patience_s: how long rank 0 may take, in seconds.
+      store: Store of the job.
+      name: Name of the meeting.
+      rank: Rank of this process, other than 0.
+      description: Subject of the advice, for errors.
+      patience_s: Maximum time in seconds.
 
     Raises:
-      DeadlinePassed: rank 0 has not come, or the store has ended.
+      DeadlinePassed: Rank 0 has not come, or the store has ended.
     """
-    board, question, begin, why = _Board(store, name), secrets.token_hex(16), time.monotonic(), ""
+    board, question, begin, reason = _Board(store, name), secrets.token_hex(16), time.monotonic(), ""
     try:
         board.ask(rank, question)
         for _ in _look_until(begin + patience_s):
             if (advice := board.advice(rank, question)) is not None:
                 return advice
     except RuntimeError as error:  # the store has ended
-        why = f" ({type(error).__name__})"
-    raise DeadlinePassed(0, f"{what} in the store{why}", time.monotonic() - begin)
+        reason = f" ({type(error).__name__})"
+    raise DeadlinePassed(0, f"{what} in the store{reason}", time.monotonic() - begin)
 
 
 class _Board:
-    """The keys of a meeting; what cannot be read counts as absent."""
+    """Keys of a meeting; unreadable ones count as absent."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name = store, f"farflung/{name}"
         self._present: set[str] = set()
 
     def call(self) -> tuple[str, dict[int, _Answer]]:
-        """Returns the nonce of the last call and, once all have answered, the answers; an empty nonce if there is no
-        call.
-        """
+        """Returns the last call: its nonce, empty if there is none, and the answers once all have answered."""
         match self._read(self._name):
             case [str(nonce), dict(texts)]:
-                read = {rank: _Answer.from_json(fields) for rank, fields in texts.items()}
+                parsed = {rank: _Answer.from_json(fields) for rank, fields in texts.items()}
                 return nonce, {
-                    int(rank): answer for rank, answer in read.items() if answer and rank.isdecimal()
+                    int(rank): answer for rank, answer in parsed.items() if answer and rank.isdecimal()
                 }
             case _:
                 return "", {}
@@ -295,7 +297,7 @@ class _Board:
         self._write(f"{self._name}/{rank}/question", question)
 
     def advice(self, rank: int, question: str) -> str | None:
-        """Returns what the leader says to a question of a rank; None as long as it says nothing."""
+        """Returns the leader's answer to a question of a rank, or None."""
         match self._read(f"{self._name}/{rank}/advice"):
             case [str(asked), str(text)] if asked == question:
                 return text
@@ -303,7 +305,7 @@ class _Board:
                 return None
 
     def advise(self, ranks: Iterable[int], text: str) -> None:
-        """Answers the questions of some ranks that have not been answered."""
+        """Answers the pending questions of some ranks."""
         for rank in ranks:
             question = self._read(f"{self._name}/{rank}/question")
             if isinstance(question, str) and self.advice(rank, question) is None:
@@ -324,9 +326,9 @@ class _Board:
 
 def _look_until(until: float) -> Iterator[None]:
     """Yields at once and then every few milliseconds, until a time of :func:`time.monotonic`."""
-    pause_s, most_s = _LOOK_S
+    pause_s, max_s = _LOOK_S
     yield
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(min(pause_s, left_s))
-        pause_s = min(1.5 * pause_s, most_s)
+        pause_s = min(1.5 * pause_s, max_s)
         yield

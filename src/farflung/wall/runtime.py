@@ -1,4 +1,4 @@
-"""The wall clock: autograd on the main thread, every exchange in flight on one communication thread."""
+"""Wall-clock runtime: autograd on the main thread, all pending exchanges on one communication thread."""
 
 from __future__ import annotations
 
@@ -45,43 +45,41 @@ T = TypeVar("T")
 
 DEADLINE_S = 60.0
 EXPANSION = 8
-"""How many times the size of its tensor a payload may have; a pair of an 8-byte index and a value has six times that of
-a 2-byte number."""
+"""Maximum ratio of payload to tensor size; an 8-byte index with its value is six times as large as a 2-byte number."""
 BESIDE_NBYTES = 1 << 24
-"""What a message may take beside that: probes of the network, decisions, settings."""
+"""Additional bytes that a message may have, for probes of the network, decisions and settings."""
 _LOOK_AGAIN_S = 0.2
-"""How often the store is read while the others' greetings are on their way."""
+"""Interval of reading the store while greetings of others are pending."""
 
 
 class WallRuntime:
-    """One replica's seam to real processes; see :class:`farflung.types.Runtime`.
+    """Runtime of one replica in a real process; see :class:`farflung.types.Runtime`.
 
     Args:
-      rank: this replica.
-      size: number of replicas.
-      store: where replicas publish their addresses, see :mod:`farflung.wall.rendezvous`; ``None`` for a single
-        replica, and for one that joins. What earlier processes have left there does no harm.
-      meeting: what the replicas meet for; those that meet for something else in the same store need another name.
-      advice: what rank 0 tells replicas that ask it before they come.
-      endpoint: how this replica connects to the others; on loopback when not given.
-      settings: what must be equal on all ranks, by name.
-      deadline_s: how long a replica that is waited for may be silent, in seconds.
-      join_s: how long the others may take to appear, in seconds.
-      native: whether to join a process group for the backend's own collectives.
-      decisions: where decisions are kept; they are not when not given.
-      pace: of a slower device, which computations keep; ``None``: they are as fast as this machine is.
-      members: the ranks that are there from the start, this one too; others come later, see :meth:`let_in`, and one
-        that is lost ends its own waits alone. ``None``: all, and the loss of one ends the view.
-      come: tells the members of a run of this replica, which joins it, and returns all of them.
-      kept_nbytes: see :class:`farflung.comm.View`.
-      transport: makes what carries messages, from rank, size and the options of
-        :class:`farflung.comm.tcp.TcpTransport`.
+      rank: Rank of this replica.
+      size: Number of replicas.
+      store: Store where replicas publish their addresses, see :mod:`farflung.wall.rendezvous`; keys of earlier
+        processes do no harm. ``None`` for a single replica, and for one that joins.
+      meeting: Name of the meeting; other meetings in the same store need another name.
+      advice: Answer of rank 0 to replicas that ask it before the meeting.
+      endpoint: Addresses and keys of this replica; loopback by default.
+      settings: Settings that must be equal on all ranks, by name.
+      deadline_s: Maximum silence of an awaited replica, in seconds.
+      join_s: Maximum time in seconds until the others appear.
+      is_native: True to join a process group for the backend's own collectives.
+      decisions: Log of decisions; they are not kept by default.
+      pace: Pace of a slower device for computations; ``None`` for the speed of this machine.
+      members: Ranks of the first members, with this one. Others come later, see :meth:`admit`, and the loss of one
+        ends only its own waits. ``None``: all ranks, and the loss of one ends the view.
+      announce: Function that announces this joining replica to the members of a run, and returns all of them.
+      max_unreceived_nbytes: See :class:`farflung.comm.View`.
+      transport: Factory of the transport, with rank, size and options as :class:`farflung.comm.tcp.TcpTransport`.
 
     Raises:
-      ConfigError: the endpoint cannot be used, or some replica's key is not accepted, or two replicas cannot be
-        reached and none can relay.
-      DeadlinePassed: a replica did not appear; names it.
-      ProtocolError: ranks were started with unlike settings; names the setting.
+      ConfigError: The endpoint is unusable, a replica's key is rejected, or two replicas can neither connect nor be
+        relayed.
+      DeadlinePassed: A replica did not appear; names it.
+      ProtocolError: Ranks were started with different settings; names the setting.
     """
 
     def __init__(
@@ -111,17 +109,17 @@ class WallRuntime:
             )
         self._begin, self._local, self._deadline_s = time.monotonic(), endpoint.is_local, deadline_s
         self.off_clock: None = None
-        """Everything takes the time that it takes; see :class:`farflung.types.Runtime`."""
+        """``None``, since all work takes real time; see :class:`farflung.types.Runtime`."""
         self.elastic: Elastic | None = None
         """See :class:`farflung.types.Runtime`."""
         self.events = 0
         """See :class:`farflung.types.Runtime`."""
         self.pace = pace
-        """What makes computations take as long as on another device, where that was asked for."""
+        """Pace of another device for computations, if requested."""
         self._group: Any = None
         self.decisions = decisions or DecisionLog(keep=False)
         self.peers: dict[int, Peer] = {}
-        """How the replicas that have come are reached, by rank."""
+        """Replicas that have come, by rank."""
         self._make_transport = partial(
             transport,
             rank,
@@ -162,60 +160,56 @@ class WallRuntime:
             raise
 
     def _open(self) -> None:
-        """Makes a view, under a new address."""
+        """Starts a view under a new address."""
         self._staging = ThreadPoolExecutor(1, "farflung-staging")
         self._aside = ThreadPoolExecutor(1, "farflung-aside")
         self.view = self._make_view(self._make_transport())
-        """The members, as this one sees them."""
         self.view.stage, self.view.waits.events = self._stage, lambda: self.events
         self.comm = WallCommunicator(self.view, native=self._native_sum if self._native else None)
         self._thread = CommunicationThread(self.view, self.now, self._deadline_s)
         self.launch = self._thread.launch
-        """Starts an exchange on the communication thread."""
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
-        """Refuses from now on what is larger than any message about these tensors, all that the model has."""
+        """Limits messages to the size of any message about these tensors, which are all of the model."""
         self.view.transport.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
 
     # --- the runtime ------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds since this runtime began."""
+        """Returns seconds since this runtime began."""
         return time.monotonic() - self._begin
 
     @property
     def communication_cpu_s(self) -> float:
-        """Processor seconds that the communication thread has taken so far."""
+        """Processor seconds of the communication thread so far."""
         return self._thread.cpu_s
 
     def sleep_until(self, t: float) -> Pending[None]:
-        """Done when the clock shows ``t``."""
-        reached: Pending[None] = Pending()
-        self._thread.soon(lambda: self._thread.at(t, lambda: reached.set(None)))
-        return reached
+        woken: Pending[None] = Pending()
+        self._thread.soon(lambda: self._thread.at(t, lambda: woken.set(None)))
+        return woken
 
     def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
-        """The index of whichever completes first."""
         return tasks.first_of(pendings)
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
-        """Done at a time, or when another thread says so; fails when the view ends first."""
-        arrived = ready if isinstance(ready, Pending) else self.sleep_until(ready)
-        ended: Pending[None] = Pending()
-        self._thread.soon(lambda: self.view.waits.wait_for_data(ended))
+        """Waits for a time or for another thread; fails if the view ends first."""
+        data = ready if isinstance(ready, Pending) else self.sleep_until(ready)
+        finished: Pending[None] = Pending()
+        self._thread.soon(lambda: self.view.waits.wait_for_data(finished))
 
-        def there(_: object) -> None:
+        def finish(_: object) -> None:
             self._thread.soon(self.view.waits.end_wait_for_data)
-            if arrived.error is not None:
-                ended.fail(arrived.error)
+            if data.error is not None:
+                finished.fail(data.error)
             else:
-                ended.set(None)
+                finished.set(None)
 
-        arrived.on_done(there)
-        return ended
+        data.on_done(finish)
+        return finished
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
-        """Computes on the calling thread, at the device's pace where there is one."""
+        """Computes on the calling thread, at the device's pace if there is one."""
         self.events += 1
         if self.pace is None:
             return done(fn())
@@ -229,9 +223,9 @@ class WallRuntime:
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes on the calling thread; exchanges start from inside autograd as buckets fill.
+        """Computes on the calling thread; exchanges start inside autograd when buckets are full.
 
-        At a device's pace, they start when the device would have come to them.
+        At a device's pace, they start at the modelled times.
         """
         self.events += 1
         if self.pace is None:
@@ -249,27 +243,27 @@ class WallRuntime:
         return done(None)
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """Calls ``readable`` on the communication thread while a descriptor has something to read."""
+        """Calls ``readable`` on the communication thread whenever a descriptor is readable."""
         self._thread.soon(lambda: self.view.transport.watch(fd, readable))
 
     def aside(self, fn: Callable[[], T]) -> Pending[T]:
-        """Runs ``fn`` on a thread of its own, in the order of calls, while messages go on.
+        """Runs ``fn`` on a separate thread, in the order of calls, while messages are processed.
 
         Returns:
-          What it gives or raises, handed on by the communication thread.
+          Completes with its result or error, on the communication thread.
         """
-        through: Pending[T] = Pending()
+        result: Pending[T] = Pending()
 
         def run() -> None:
             try:
                 value = fn()
             except BaseException as error:
-                self._thread.soon(partial(through.fail, error))
+                self._thread.soon(partial(result.fail, error))
             else:
-                self._thread.soon(lambda: through.set(value))
+                self._thread.soon(lambda: result.set(value))
 
         self._aside.submit(run)
-        return through
+        return result
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
@@ -280,22 +274,23 @@ class WallRuntime:
     def settle_collective(
         self, name: str, nbytes: Sequence[int], *, network: NetworkProfile | None = None, step: int = 0
     ) -> str:
-        """What ``auto`` stands for from now on; rank 0 decides and records it. All replicas call this.
+        """Resolves ``auto`` to collectives; rank 0 decides and records it. All replicas call this.
 
-        Where the network is not known it is measured: see :func:`farflung.wall.measured_network`. That
-        is left out where nothing hangs on it, between two, and where there is no network, on loopback.
+        An unknown network is measured, see :func:`farflung.wall.measure_network`, except between two replicas, where
+        nothing depends on it, and on loopback.
 
         Args:
-          name: the collective that was asked for; any but ``auto`` is settled already.
-          nbytes: of the tensors summed in a step.
-          network: between the replicas, where it is known.
-          step: the first of the run.
+          name: Requested collective; any but ``auto`` is returned as it is.
+          nbytes: Bytes of the tensors summed in a step.
+          network: Network between the replicas, if known.
+          step: First step of the run.
 
         Returns:
-          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
+          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's
+          first.
 
         Raises:
-          UnknownName: no such collective.
+          UnknownName: No such collective.
         """
         collective_named(name)
         if name != AUTO:
@@ -305,27 +300,27 @@ class WallRuntime:
             from farflung.wall.measuring import measured_network
 
             network = self.drive(measured_network(self))
-        found = partial(collectives_of, nbytes, size, network)
-        decided = decide_by_rank_0(
-            self.comm, self.decisions, COLLECTIVE, step, found, timing=False, purpose=Purpose.MEASURE
+        choose = partial(collectives_of, nbytes, size, network)
+        decision = decide_by_rank_0(
+            self.comm, self.decisions, COLLECTIVE, step, choose, timing=False, purpose=Purpose.MEASURE
         )
-        return adopt_collectives(self.comm, self.launch(decided).wait())
+        return adopt_collectives(self.comm, self.launch(decision).wait())
 
     # --- a replica's life -------------------------------------------------------------------------------------
 
     def run(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
-        """Drives a replica to its end; the global random state is as before afterwards."""
+        """Runs a replica to its end, and restores the global random state afterwards."""
         with RandomState.scope():
             return self.drive(coroutine)
 
     def drive(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
-        """Runs a coroutine on the calling thread, which blocks where the coroutine waits."""
+        """Runs a coroutine on the calling thread, which blocks while the coroutine waits."""
         try:
             while True:
                 awaited = coroutine.send(None)
-                waits = not awaited.done
+                must_wait = not awaited.done
                 awaited.block()
-                if waits and self.pace is not None:
+                if must_wait and self.pace is not None:
                     self.pace.waited()
         except StopIteration as stop:
             value: T = stop.value
@@ -334,7 +329,7 @@ class WallRuntime:
     def close(self, error: BaseException | None = None) -> None:
         """Leaves the view, or announces ``error`` to the peers, and ends the thread.
 
-        A relay first goes on relaying until it has relayed no message for the run's deadline.
+        A relay first continues until it has relayed no message for the run's deadline.
         """
         self._aside.shutdown()
         self._staging.shutdown()  # payloads that are still being copied are sent before the leave
@@ -352,33 +347,33 @@ class WallRuntime:
         self._thread.stop()
 
     def address_of(self, rank: int) -> str | None:
-        """How a replica that has come is reached; see :meth:`farflung.comm.Peer.to_json`."""
+        """Returns the address of a replica that has come; see :meth:`farflung.comm.Peer.to_json`."""
         return self.peers[rank].to_json() if rank in self.peers else None
 
     def let_in(self, peer: Peer, join_s: float = DEADLINE_S) -> Pending[None]:
-        """Lets a replica in that was not there at the start, or is there again; on the communication thread.
+        """Admits a replica that is new or has returned; called on the communication thread.
 
         See :meth:`farflung.comm.View.admit`.
 
         Args:
-          peer: how it is reached; its rank is below the size of the run.
-          join_s: how long it may take to greet, in seconds; then this fails with :class:`DeadlinePassed`, and it may
-            not come.
+          peer: Address of the replica, whose rank is below the size of the run.
+          join_s: Maximum time in seconds until its greeting. Then the wait fails with :class:`DeadlinePassed`, and the
+            replica is dismissed.
         """
         greeted = self.view.admit(peer)
         self.peers[peer.rank] = peer
 
         def give_up() -> None:
-            if not greeted.done:  # else it may be connected again just now
+            if not greeted.done:  # otherwise it may be reconnecting
                 self.view.dismiss(peer.rank, DeadlinePassed(peer.rank, "its greeting", join_s))
 
         self._thread.at(self.now() + join_s, give_up)
         return greeted
 
     def _meet(self, rendezvous: Rendezvous, join_s: float) -> bool:
-        """Meets the other members; returns False where one of them has come again meanwhile, and all meet anew."""
+        """Meets the other members; returns False if one has restarted in the meantime, so that all must meet again."""
 
-        def come(me: Peer) -> list[Peer]:
+        def exchange_peers(me: Peer) -> list[Peer]:
             peers = {rank: Peer.from_json(text) for rank, text in rendezvous.exchange(me.to_json()).items()}
             for rank, peer in peers.items():
                 if peer.rank != rank:
@@ -388,27 +383,27 @@ class WallRuntime:
         def is_due(rank: int) -> bool:
             return self.view.lost is None and rank in self.view.present()
 
-        self._connect(come)
+        self._connect(exchange_peers)
         try:
             return self._await_greetings(join_s, rendezvous.is_repeated) and rendezvous.confirm(is_due)
         except (PeerLost, PeerFailed):
-            # A rank that is the first to see that the meeting is repeated closes its connections.
+            # The first rank that sees a repeated meeting closes its connections.
             if rendezvous.is_repeated():
                 return False
             raise
 
     def _connect(self, come: Callable[[Peer], Sequence[Peer]] | None) -> None:
-        """Connects to the others that ``come`` names, and starts the communication thread, which closes sockets."""
+        """Connects to the others that ``announce`` returns, and starts the thread, which closes sockets."""
         try:
             if come is not None:
-                found = come(self.view.transport.me)
-                self.peers = {peer.rank: peer for peer in found}
-                self.view.connect(found)
+                peers = come(self.view.transport.me)
+                self.peers = {peer.rank: peer for peer in peers}
+                self.view.connect(peers)
         finally:
             self._thread.start()
 
     def _await_greetings(self, join_s: float, is_repeated: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all others have greeted; returns False where ``is_repeated`` says so before."""
+        """Waits until all others have greeted; returns False if the meeting is repeated before."""
         greeted = threading.Event()
 
         def give_up() -> None:
@@ -425,43 +420,43 @@ class WallRuntime:
         return True
 
     def _stage(self, payload: Payload) -> Pending[Payload]:
-        """Brings a payload to the host; another thread waits for the device."""
+        """Copies a payload to the host; another thread waits for the device."""
         host, wait = to_host(payload)
         staged: Pending[Payload] = Pending()
 
-        def copied() -> None:
+        def copy_to_host() -> None:
             try:
                 wait()
-            except RuntimeError as error:  # the device is out of order
-                lost = RunLost(f"a gradient could not be copied from its device: {error}")
-                self._thread.soon(lambda: self.view.end(lost))
-                self._thread.soon(lambda: staged.fail(lost))
+            except RuntimeError as error:  # the device has failed
+                failure = RunLost(f"a gradient could not be copied from its device: {error}")
+                self._thread.soon(lambda: self.view.end(failure))
+                self._thread.soon(lambda: staged.fail(failure))
             else:
                 self._thread.soon(lambda: staged.set(host))
 
-        self._staging.submit(copied)
+        self._staging.submit(copy_to_host)
         return staged
 
     def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
         work = self._group.allreduce([tensor])
 
-        def arrived(future: torch.futures.Future[Any]) -> None:
+        def finish_sum(future: torch.futures.Future[Any]) -> None:
             try:
                 future.value()
             except Exception as error:  # the backend raises RuntimeErrors of many kinds
-                lost = RunLost(f"the native all-reduce failed: {error}")
-                self._thread.soon(lambda: summed.fail(lost))
+                failure = RunLost(f"the native all-reduce failed: {error}")
+                self._thread.soon(lambda: summed.fail(failure))
             else:
                 self._thread.soon(lambda: summed.set(tensor))
 
-        work.get_future().add_done_callback(arrived)
+        work.get_future().add_done_callback(finish_sum)
         return summed
 
 
 def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
-    """The backend's collectives, listening at one address; by itself it would at that of the machine's name."""
-    gloo: Any = dist.ProcessGroupGloo  # whose methods torch has no annotations for
+    """Creates the backend's collectives, which listen at one address instead of that of the machine's name."""
+    gloo: Any = dist.ProcessGroupGloo  # torch has no annotations for its methods
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline_s)

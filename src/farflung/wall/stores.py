@@ -1,7 +1,7 @@
-"""Stores of torch.distributed, where processes find each other, in waits that a signal ends.
+"""Stores of torch.distributed, where processes find each other, with waits that a signal can interrupt.
 
-A store of torch's that waits does not return to Python, so Ctrl-C has no effect until its timeout, and a store that
-cannot be reached prints its stack to stderr.
+A waiting torch store does not return to Python, so Ctrl-C has no effect until its timeout. An unreachable store prints
+its stack to stderr.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ __all__ = ["host_of", "reached", "serving"]
 T = TypeVar("T")
 
 _SERVE_S = 60.0
-"""How long a store may take to be served; a name server may delay the look-up of its address by 10 s."""
+"""Maximum time to start serving a store; a name server may delay the look-up of its address by 10 s."""
 _TRY_S = 5.0
-"""How long one attempt to reach a store may take."""
+"""Maximum time of one attempt to reach a store."""
 _RETRY_S = 0.5
-"""How long it takes from one attempt to the next."""
+"""Delay between two attempts."""
 
 
 def serving(host: str, port: int) -> dist.TCPStore:
-    """Makes a store that listens at one address of this machine alone, where torch's own would listen at all.
+    """Serves a store that listens at one address of this machine only; torch's own would listen at all addresses.
 
     Args:
-      host: the address, or a name of it.
-      port: 0: any that is free.
+      host: Address, or a name of it.
+      port: Port; 0 for any that is free.
 
     Raises:
-      OSError: there is no such host, it cannot be listened at, or the store does not answer its own client.
+      OSError: The host does not exist, cannot be listened at, or the store does not answer its own client.
     """
     (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     listener = socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
@@ -56,44 +56,44 @@ def serving(host: str, port: int) -> dist.TCPStore:
 
 
 def reached(connect: Callable[[], T], what: str, patience_s: float) -> T:
-    """Connects to another process, as soon as that listens.
+    """Connects to another process, with retries until it listens.
 
     Args:
-      connect: makes the connection, or what comes of it.
-      what: it is, for messages.
-      patience_s: how long to try, in seconds.
+      connect: Function that connects, and returns the connection or a product of it.
+      description: Name of the process, for messages.
+      patience_s: Maximum time in seconds.
 
     Raises:
-      DeadlinePassed: it was not reached.
+      DeadlinePassed: The process was not reached.
     """
-    until, seen = time.monotonic() + patience_s, "no attempt was made"
-    while (left_s := until - time.monotonic()) > 0:
+    deadline, problem = time.monotonic() + patience_s, "no attempt was made"
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
             return _on_a_thread(connect, min(left_s, _TRY_S))
         except TimeoutError:
-            seen = "no answer"
+            problem = "no answer"
         except (ConfigError, OSError, RuntimeError) as error:
-            seen = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        time.sleep(min(_RETRY_S, max(0.0, until - time.monotonic())))
-    raise DeadlinePassed(0, f"{what} ({seen})", patience_s)
+            problem = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
+    raise DeadlinePassed(0, f"{what} ({problem})", patience_s)
 
 
 def host_of(store: dist.Store | None) -> str | None:
-    """Returns the host at which a store is reached; None if it has none, as a file."""
+    """Returns the host of a store; None if it has none, as a file."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def _on_a_thread(connect: Callable[[], T], patience_s: float) -> T:
-    """Connects on another thread: torch waits for ever for a process that listens and is no store."""
-    made: Future[T] = Future()
+    """Runs a connection attempt on another thread, because torch waits forever for a listener that is not a store."""
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            made.set_result(connect())
+            result.set_result(connect())
         except BaseException as error:
-            made.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="farflung-store", daemon=True).start()
-    return made.result(patience_s)
+    return result.result(patience_s)
