@@ -189,8 +189,10 @@ class Coordinator:
         self._deadlines: dict[Kind, Deadline] = {
             kind: Deadline(settings.patience_s, settings.least_s) for kind in settings.kinds
         }
-        self._events = Queue[Callable[[], bool]]()
-        """Event handlers; each returns True if its event counts as progress."""
+        self._events = Queue[Callable[[], None]]()
+        """Event handlers."""
+        self._progress_s = 0.0
+        """Time of the last event that counts as progress."""
         self._overdue = False
         """True once the deadline of the current rounds has passed."""
         self._look_later()
@@ -212,7 +214,7 @@ class Coordinator:
         self.tell("begins")
         enough_at = self._runtime.now() + _BACK_S
         if self._again:
-            self._call_at(enough_at, lambda: False)
+            self._call_at(enough_at, lambda: None)
 
         def count_partitions() -> int:
             return sum(registry.raw(partition) is not None for partition in registry.partitions)
@@ -405,13 +407,12 @@ class Coordinator:
     def _watch(self, kind: Kind) -> None:
         rounds = self._rounds
 
-        def check_deadline() -> bool:
+        def check_deadline() -> None:
             """Marks devices as silent that have answered nothing since the last deadline."""
             if rounds is self._rounds:
                 self._overdue = True
                 self._silence(set[int]().union(*(round.silent() for round in rounds.values())))
                 self._watch(kind)
-            return False
 
         self._call_at(self._runtime.now() + self._deadlines[kind].seconds, check_deadline)
 
@@ -440,20 +441,20 @@ class Coordinator:
         Raises:
           RunLost: no event has counted as progress within the patience of the run.
         """
-        patience_s, progress_s = self._settings.patience_s, self._runtime.now()
+        patience_s = self._settings.patience_s
+        self._progress_s = self._runtime.now()
         is_waiting, is_paused = True, False
 
-        def check_patience() -> bool:
-            remaining_s = progress_s + patience_s - self._runtime.now()
+        def check_patience() -> None:
+            remaining_s = self._progress_s + patience_s - self._runtime.now()
             if is_waiting and remaining_s <= 0:
                 raise RunLost(
                     f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
                 )
             if is_waiting:
                 self._call_at(self._runtime.now() + remaining_s, check_patience)
-            return False
 
-        self._call_at(progress_s + patience_s, check_patience)
+        self._call_at(self._progress_s + patience_s, check_patience)
         try:
             while True:
                 if self._stirred:
@@ -466,8 +467,7 @@ class Coordinator:
                 if there():
                     break
                 handle = await self._events.next()
-                if handle():
-                    progress_s = self._runtime.now()
+                handle()
         finally:
             is_waiting = False
         if is_paused:
@@ -482,15 +482,15 @@ class Coordinator:
         moved = self._comm.moved_nbytes
         nbytes = moved() - sum(map(moved, stuck))
 
-        def has_traffic() -> bool:
-            """Returns True if enough bytes have moved since the last call to count as progress."""
+        def count_traffic() -> None:
             time_s = self._runtime.now()
             self._carried.update(0, nbytes, time_s, self._settings.patience_s)
-            return self._carried.last_s == time_s
+            if self._carried.last_s == time_s:
+                self._progress_s = time_s
 
-        self._events.put(has_traffic)
+        self._events.put(count_traffic)
 
-    def _call_at(self, t: float, take_in: Callable[[], bool]) -> None:
+    def _call_at(self, t: float, take_in: Callable[[], None]) -> None:
         self._runtime.sleep_until(t).on_done(lambda _: self._events.put(take_in))
 
     def _listen(self, tag: Tag, round: int | None) -> None:
@@ -498,7 +498,7 @@ class Coordinator:
         receive = partial(self._comm.recv_any, tag, deadline_s=math.inf)
         self._runtime.launch(self._take_in(receive, lambda message: self._take(*message, round)))
 
-    async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], bool]) -> None:
+    async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], None]) -> None:
         """Queues an event for each received item until the source ends."""
         with suppress(WaitEnded):
             while True:
@@ -507,30 +507,30 @@ class Coordinator:
     async def _forget(self, round: int) -> None:
         self._comm.forget(messages.answers(round).exchange)
 
-    def _expect(self, rank: int) -> bool:
+    def _expect(self, rank: int) -> None:
         """Accepts messages of a new device, which may have the rank of an earlier one."""
         self._gone.discard(rank)
-        return False
 
-    def _take(self, rank: int, payload: Payload, round: int | None) -> bool:
-        """Handles a report, or an answer of a round; returns True if it counts as progress.
+    def _take(self, rank: int, payload: Payload, round: int | None) -> None:
+        """Handles a report, or an answer of a round, and counts it as progress.
 
         A failed block counts only if some of its rows have arrived; otherwise it could fail forever.
         """
         if rank in self._gone:
-            return False
+            return
         try:
             if round is None:
-                return self._report(rank, unpacked(payload, _REPORTS))
+                self._report(rank, unpacked(payload, _REPORTS))
+                return
             if round not in self._rounds:
                 self.counters.late += 1
-                return False
+                return
             self._rounds[round].take(rank, payload)
         except Malformed as error:
             self._refuse(rank, str(error))
-            return False
+            return
         self._heard(rank)
-        return True
+        self._progress_s = self._runtime.now()
 
     def _gets_further(self, rank: int, nbytes: int) -> bool:
         """Returns True if a device has exchanged rows for a block since its last probe."""
@@ -549,8 +549,8 @@ class Coordinator:
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
-    def _report(self, rank: int, report: Report) -> bool:
-        """Handles a report of a device; returns True if it counts as progress.
+    def _report(self, rank: int, report: Report) -> None:
+        """Handles a report of a device.
 
         Raises:
           MalformedMessage: it names an unknown block or device.
@@ -558,7 +558,8 @@ class Coordinator:
         member = self.registry.members.get(rank)
         if isinstance(report, Hello):
             self._hello(rank, report)
-            return True
+            self._progress_s = self._runtime.now()
+            return
         if member is None:
             raise Malformed("a report before a greeting")
         if isinstance(report, Ready):
@@ -571,8 +572,11 @@ class Coordinator:
             self._ended(member, report)
         self._heard(rank)
         if isinstance(report, Probe):
-            return self._gets_further(rank, report.nbytes)
-        return not (isinstance(report, Failed) and member.failures)
+            has_progressed = self._gets_further(rank, report.nbytes)
+        else:
+            has_progressed = not (isinstance(report, Failed) and member.failures)
+        if has_progressed:
+            self._progress_s = self._runtime.now()
 
     def _ready(self, rank: int, meeting: int) -> None:
         """Tells the second device of a meeting to connect, unless one of the two has gone."""
@@ -684,7 +688,7 @@ class Coordinator:
 
     # --- losses and silence -----------------------------------------------------------------------------------------
 
-    def _lose(self, rank: int) -> bool:
+    def _lose(self, rank: int) -> None:
         """Handles the loss of a device, which never counts as progress.
 
         Raises:
@@ -694,7 +698,7 @@ class Coordinator:
         for round in self._rounds.values():
             round.lose(rank)
         if rank not in self.registry.members:
-            return False
+            return
         self.registry.lose(rank)
         self._to_meet = {number: pair for number, pair in self._to_meet.items() if rank not in pair}
         self.tell("gone", rank=rank)
@@ -704,7 +708,6 @@ class Coordinator:
         self._repair()
         if has_dropped and self._rounds:
             raise PartitionsChanged
-        return False
 
     def _loses_partitions(self) -> bool:
         """Returns True if partitions were dropped because no remaining block determines them."""
@@ -737,7 +740,7 @@ class Coordinator:
     def _look_later(self) -> None:
         self._call_at(self._runtime.now() + _LOOKS * self._settings.least_s, self._look_after)
 
-    def _look_after(self) -> bool:
+    def _look_after(self) -> None:
         """Probes devices that build blocks, and marks those as silent that did not answer the last probe.
 
         Devices that are backing off get one more try.
@@ -757,7 +760,6 @@ class Coordinator:
         stuck_ranks = [rank for rank, member in self.registry.members.items() if member.is_stuck]
         self._runtime.launch(self._count_bytes(stuck_ranks))
         self._look_later()
-        return False
 
     def _heard(self, rank: int) -> None:
         self._probed.discard(rank)
