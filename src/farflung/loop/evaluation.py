@@ -75,12 +75,12 @@ def _differing(
     parameters = dict(model.named_parameters())
     trained_params: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
     frozen_params = [p for p in parameters.values() if not p.requires_grad]
-    consensus = stands or {}
+    consensus_values = stands or {}
     return (
         trained_params if stands is None else [],
         [tensor for tensor in (*model.buffers(), *frozen_params) if _has_mean(tensor)],
-        [parameters[name] for name in consensus],
-        list(consensus.values()),
+        [parameters[name] for name in consensus_values],
+        list(consensus_values.values()),
     )
 
 

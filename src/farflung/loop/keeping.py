@@ -62,7 +62,7 @@ class BackgroundTasks:
         """Starts a task; off the clock, training may continue meanwhile.
 
         Args:
-          task: Coroutine function of the runtime, which leaves the replica unchanged.
+          coroutine_fn: Coroutine function of the runtime, which leaves the replica unchanged.
           report: Called with the result, the time of its end (``t``) and its duration (``duration_s``).
         """
         off_clock, begin = self.runtime.off_clock, self.runtime.now()
