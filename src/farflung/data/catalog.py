@@ -172,10 +172,10 @@ def source_named(name: str) -> Source:
       ConfigError: The object in the module is no :class:`Source`.
     """
     if ":" in name:
-        declared = imported("data set", name)
-        if not isinstance(declared, Source):
-            raise ConfigError(f"data set {name!r} is {type(declared).__name__}, not a farflung.data.Source")
-        return declared
+        candidate = imported("data set", name)
+        if not isinstance(candidate, Source):
+            raise ConfigError(f"data set {name!r} is {type(candidate).__name__}, not a farflung.data.Source")
+        return candidate
     try:
         return CATALOG[name]
     except KeyError:

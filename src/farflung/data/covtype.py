@@ -83,9 +83,9 @@ def read(found: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
     labels = torch.from_numpy(kinds.astype(np.int64) - 1)
     train, test = (torch.from_numpy(np.flatnonzero(mask)) for mask in (~held_out, held_out))
     mean, std = torch.zeros(_COLUMNS), torch.ones(_COLUMNS)
-    measured = rows[train, :_MEASURED].to(torch.float64)
-    mean[:_MEASURED] = measured.mean(dim=0).to(torch.float32)
-    std[:_MEASURED] = measured.std(dim=0).clamp(min=1e-9).to(torch.float32)
+    measured_rows = rows[train, :_MEASURED].to(torch.float64)
+    mean[:_MEASURED] = measured_rows.mean(dim=0).to(torch.float32)
+    std[:_MEASURED] = measured_rows.std(dim=0).clamp(min=1e-9).to(torch.float32)
     scale = Standardize(mean, std)
     origin = f"covtype, {found.folder}"
     return (

@@ -138,8 +138,8 @@ class Holding(Subset):
       ids: Ids of the samples in it, in the order of their places.
 
     >>> held = Holding(TensorDataset(torch.arange(6), torch.zeros(6)), torch.tensor([4, 2]))
-    >>> held.exchange(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
-    >>> held.ids.tolist(), held.rows(torch.tensor([1, 0, 1])).inputs.tolist()
+    >>> held.replace_samples(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
+    >>> held.ids.tolist(), held.get_rows(torch.tensor([1, 0, 1])).inputs.tolist()
     ([4, 5], [5, 4, 5])
     """
 
@@ -167,11 +167,11 @@ class Holding(Subset):
         row = self._row[places]
         is_new = row < 0
         row[is_new] = torch.arange(len(earlier), len(earlier) + int(is_new.sum()))
-        received = Batch(
+        received_rows = Batch(
             torch.cat([earlier.inputs, rows.inputs[is_new]]), torch.cat([earlier.targets, rows.targets[is_new]])
         )
-        received.inputs[row], received.targets[row] = rows.inputs, rows.targets
-        self.ids[places], self._row[places], self._came = ids, row, received
+        received_rows.inputs[row], received_rows.targets[row] = rows.inputs, rows.targets
+        self.ids[places], self._row[places], self._came = ids, row, received_rows
 
     @override
     def rows(self, ids: SampleIds) -> Batch:

@@ -122,12 +122,12 @@ def read_idx(path: Path, shape: tuple[int, ...], *, sha256: str = "") -> Tensor:
     magic = bytes((0, 0, 8, len(shape)))
     if content[:4] != magic or len(content) < start:
         raise DataError(f"{path}: not an IDX file of bytes in {len(shape)} dimensions")
-    found_shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
-    if found_shape != shape:
-        raise DataError(f"{path}: expected {_sizes(shape)} bytes, found {_sizes(found_shape)}")
+    actual_shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
+    if actual_shape != shape:
+        raise DataError(f"{path}: expected {_sizes(shape)} bytes, found {_sizes(actual_shape)}")
     if len(content) != size:
-        found_size = "more" if len(content) > size else len(content)
-        raise DataError(f"{path}: expected {size} unpacked bytes, found {found_size}")
+        actual_size = "more" if len(content) > size else len(content)
+        raise DataError(f"{path}: expected {size} unpacked bytes, found {actual_size}")
     digest = hashlib.sha256(content).hexdigest()
     if sha256 not in ("", digest):
         raise DataError(f"{path}: wrong checksum: expected sha256 {sha256} of its content, found {digest}")

@@ -171,7 +171,7 @@ class Share:
 def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[Share]:
     """Returns size and label histogram of each part.
 
-    >>> describe([torch.tensor([0, 1]), torch.tensor([2, 3])], torch.tensor([0, 0, 1, 0]))
+    >>> describe_parts([torch.tensor([0, 1]), torch.tensor([2, 3])], torch.tensor([0, 0, 1, 0]))
     [Share(size=2, histogram=(2, 0)), Share(size=2, histogram=(1, 1))]
     """
     if labels is None:

@@ -175,8 +175,8 @@ def locate(source: Source, which: Which = "auto") -> Location:
     if which == "packaged":
         raise DataError(f"{source.name} has no packaged subset; {source.remedy}")
     names = {"folder": "FARFLUNG_DATA", "cache": "cache"}
-    tried = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
-    raise DataMissing(f"{source.name} was not found: looked in {tried}; {source.remedy}")
+    folders = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
+    raise DataMissing(f"{source.name} was not found: looked in {folders}; {source.remedy}")
 
 
 def _folders(source: Source) -> dict[Literal["folder", "cache"], Path]:

@@ -120,9 +120,9 @@ class Checkpoints:
     def prune(self) -> None:
         """Removes all but the newest ``num_kept`` checkpoints; to be called once all ranks have saved."""
         if self._leader:
-            kept_steps = self.complete()[-self._keep :]
+            newest_steps = self.complete()[-self._keep :]
             for folder in self.folder.glob("step-*"):
-                if kept_steps and folder.name < f"step-{kept_steps[0]:08d}":
+                if newest_steps and folder.name < f"step-{newest_steps[0]:08d}":
                     shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self) -> list[int]:
@@ -167,12 +167,12 @@ class Checkpoints:
 
     def _own_of_any_size(self, folder: Path) -> State:
         """Loads this replica's tree; if absent, rank 0's without its random state and residuals."""
-        own_file = next(iter(folder.glob(f"rank-{self._rank}-of-*")), None)
+        rank_file = next(iter(folder.glob(f"rank-{self._rank}-of-*")), None)
         rank0_file = next(iter(folder.glob("rank-0-of-*")))
-        state = load_tree(own_file or rank0_file)
+        state = load_tree(rank_file or rank0_file)
         if rank0_file.name != f"rank-0-of-{self._size}.safetensors":
             state["sent"] = {}
-        if own_file is None:
+        if rank_file is None:
             del state["random"]
             state["exchanges"] = {**state["exchanges"], "reducer": {}}
         return state

@@ -109,9 +109,9 @@ class Drawing:
     def view_of_rest(self, step: int) -> PoolView:
         """Builds the context of samples that the step could have drawn and has not."""
         assert self._drawn is not None
-        pool, used = self._drawn.pool, self._drawn.ids
-        remaining = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
-        return self._view(step, remaining, len(used))
+        pool, used_ids = self._drawn.pool, self._drawn.ids
+        remaining = pool if isinstance(pool, int) else pool[~torch.isin(pool, used_ids)]
+        return self._view(step, remaining, len(used_ids))
 
     def weight(self, samples: int) -> float:
         """Computes the weight in the mean of a step with ``samples`` samples."""
@@ -121,10 +121,10 @@ class Drawing:
     def commit(self, step: int) -> Mapping[str, Json]:
         """Marks the step's samples as used, and returns telemetry fields of how they were drawn."""
         assert self._drawn is not None
-        picked, self._drawn = self._drawn, None
-        used = picked.ids.unique() if self.parts.sampler.needs_scores else picked.ids
-        self.parts.stream.commit(used, step=step)
-        return picked.told
+        samples, self._drawn = self._drawn, None
+        used_ids = samples.ids.unique() if self.parts.sampler.needs_scores else samples.ids
+        self.parts.stream.commit(used_ids, step=step)
+        return samples.told
 
     def state_dict(self) -> State:
         """Returns the samples picked for the step under way; empty between steps."""
@@ -166,6 +166,6 @@ class Drawing:
     async def _shared(self, rows: Batch, step: int) -> Batch:
         """Returns the step's rows after a round of the sharing."""
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        shared = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
+        exchanged_rows = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
         self.sent_nbytes += channel.sent_nbytes
-        return shared
+        return exchanged_rows

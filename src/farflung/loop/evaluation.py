@@ -44,7 +44,7 @@ async def averaged(
       runtime: Clock and messages of the replica.
       model: Model of the replica.
       number: Number of the exchange, equal on all ranks.
-      consensus: Result of :meth:`farflung.engine.Engine.consensus_parameters`.
+      consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
     """
     trained_params, candidates, anchors, anchor_values = _differing(model, stands)
     indices = await unlike(runtime, candidates, number, purpose=Purpose.EVALUATION)
@@ -111,7 +111,7 @@ async def evaluate(
       model: Model of the replica.
       data: Test set.
       step: Step of the evaluation.
-      consensus: Result of :meth:`farflung.engine.Engine.consensus_parameters`.
+      consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
       is_concurrent: True if training of the model may continue before this ends.
       seed: Seed of the run.
       device: Device of the model.
@@ -161,11 +161,11 @@ async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], T
         sums = await runtime.compute(Cost("evaluate", len(share)), partial(score, share))
         presence = torch.zeros(0 if runtime.elastic is None else comm.size, dtype=sums.dtype)
         presence[comm.rank : comm.rank + 1] = 1
-        _, summed = await sum_everywhere(
+        _, totals = await sum_everywhere(
             runtime, torch.empty(0), torch.cat([sums, presence]), step, part=part, purpose=Purpose.EVALUATION
         )
-        total = total + summed[: len(sums)]
-        present_ranks = [] if runtime.elastic is None else summed[len(sums) :].nonzero().flatten().tolist()
+        total = total + totals[: len(sums)]
+        present_ranks = [] if runtime.elastic is None else totals[len(sums) :].nonzero().flatten().tolist()
         missing = [shares[rank] for rank in shares if present_ranks and rank not in present_ranks]
         if not sum(map(len, missing)):
             return total
@@ -195,11 +195,11 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
 @contextmanager
 def _forward_once(model: nn.Module) -> Iterator[None]:
     """Caches the last output for identical inputs, so that loss and metric share one forward pass."""
-    forward, own_forward = model.forward, vars(model).get("forward")
+    forward, instance_forward = model.forward, vars(model).get("forward")
     inputs: tuple[Any, ...] | None = None
     output: Any = None
 
-    def cached_forward(*args: Any, **kwargs: Any) -> Any:
+    def forward_cached(*args: Any, **kwargs: Any) -> Any:
         nonlocal inputs, output
         if kwargs:
             return forward(*args, **kwargs)
@@ -208,14 +208,14 @@ def _forward_once(model: nn.Module) -> Iterator[None]:
         return output
 
     vars(model)["forward"] = (
-        cached_forward  # not by setattr, which modules of TorchScript override
+        forward_cached  # not by setattr, which modules of TorchScript override
     )
     try:
         yield
     finally:
         del vars(model)["forward"]
-        if own_forward is not None:
-            vars(model)["forward"] = own_forward
+        if instance_forward is not None:
+            vars(model)["forward"] = instance_forward
 
 
 def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:

@@ -145,8 +145,8 @@ class Keeping:
             checkpoints.prune()
             return folder
 
-        def report_checkpoint(folder: Path, **when: Json) -> None:
-            telemetry.emit("checkpoint", **when, step=step, path=f"{folder.parent.name}/{folder.name}")
+        def report_checkpoint(folder: Path, **times: Json) -> None:
+            telemetry.emit("checkpoint", **times, step=step, path=f"{folder.parent.name}/{folder.name}")
 
         await background.run(write, report_checkpoint)
 
@@ -155,18 +155,18 @@ class Keeping:
         model_state, live_buffers = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in model_state.items() if name in live_buffers}
         parameters = {name: t for name, t in model_state.items() if name not in live_buffers}
-        diverged, drawing = self.engine.diverged, self.drawing
+        has_diverged, drawing = self.engine.diverged, self.drawing
         shared_state: State = {
             "step": step,
             "fingerprint": fingerprint(self.model),
             "workload": self.workload,
             "training": self.training.to_json(),
-            "model": {**parameters, **((self.engine.anchor_parameters() if diverged else None) or {})},
+            "model": {**parameters, **((self.engine.anchor_parameters() if has_diverged else None) or {})},
             "exchanges": exchanges["shared"],
         }
         replica_state: State = {
             "buffers": buffers,
-            "parameters": parameters if diverged else {},
+            "parameters": parameters if has_diverged else {},
             "optimizer": optimizer_state(self.optimizer),
             "random": self.random.state_dict(),
             "sampler": drawing.parts.sampler.state_dict(),

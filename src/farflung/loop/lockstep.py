@@ -60,8 +60,8 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
             return False
     lockstep = Lockstep(replicas[0].model)
     for replica in replicas:
-        for parameter, shared in zip(replica.model.parameters(), first, strict=True):
-            parameter.data = shared.data
+        for parameter, shared_parameter in zip(replica.model.parameters(), first, strict=True):
+            parameter.data = shared_parameter.data
         replica.optimizer, replica.lockstep = replicas[0].optimizer, lockstep
     return True
 
@@ -91,7 +91,7 @@ class Lockstep:
         if step < self._next:
             return []
         self._next = step + 1
-        shared = list(self._model.parameters())
-        for target, source in zip(shared, parameters, strict=True):
+        shared_parameters = list(self._model.parameters())
+        for target, source in zip(shared_parameters, parameters, strict=True):
             target.grad = source.grad
-        return shared
+        return shared_parameters

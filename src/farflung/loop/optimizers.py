@@ -33,7 +33,7 @@ def set_rate(
     Args:
       optimizer: Optimizer of the replica.
       training: Settings with the initial rate and the length of the run.
-      rates: Schedule from :meth:`farflung.config.Training.make_rates`.
+      rates: Schedule from :meth:`farflung.config.Training.make_rate_schedule`.
       step: Number of completed steps.
       samples: Number of samples that all replicas have drawn in these steps.
       size: Number of replicas.

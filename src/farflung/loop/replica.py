@@ -143,13 +143,13 @@ class Replica:
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             share_of_mean = len(self.share) * comm.size / len(self._train)
             self._train = self.held = Holding(self._train, self.share)
-        parts = self.parts
-        if parts.sampler.needs_scores and parts.stream.everything and self.share is None:
+        components = self.parts
+        if components.sampler.needs_scores and components.stream.everything and self.share is None:
             raise ConfigError(
-                f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
+                f"sampler {type(components.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        self._source = parts.stream.open(
+        self._source = components.stream.open(
             Feed(
                 self._train,
                 comm.rank,
@@ -164,13 +164,13 @@ class Replica:
         self.optimizer = self.training.make_optimizer(self.model.parameters())
         self._rates = self.training.make_rates()
         self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
-        self.buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
+        self.buckets = GradientBuckets(self.model.named_parameters(), components.bucket_nbytes)
         self._stop = StopAgreement(self.runtime, self.stop_asked)
         self.engine = Engine(
             self.runtime,
             self.buckets,
-            parts.reducer,
-            parts.schedule,
+            components.reducer,
+            components.schedule,
             seed=seed,
             optimizer=self.optimizer,
             on_nonfinite=self.training.on_nonfinite,
@@ -179,15 +179,15 @@ class Replica:
         self.accumulated = AccumulatedGradient(self.model)
         self.drawing = Drawing(
             self.runtime,
-            parts,
+            components,
             self._source,
             len(self._train),
             share_of_mean,
             self.training.batch_size,
             self._random,
         )
-        self._extensions = [StepNumbers(parts), Joins(self.runtime, self.telemetry, self._offer_state)]
-        for part in (parts.sharing, parts.schedule, parts.sampler):
+        self._extensions = [StepNumbers(components), Joins(self.runtime, self.telemetry, self._offer_state)]
+        for part in (components.sharing, components.schedule, components.sampler):
             self._extensions += part.extensions(self)
         if self.trace:
             self._extensions.append(Trace(self.telemetry, self.runtime))
@@ -204,7 +204,7 @@ class Replica:
             self._extensions,
             self.share,
         )
-        if parts.scales and not parts.schedule.moves_gradients:
+        if components.scales and not components.schedule.moves_gradients:
             raise ConfigError(
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
@@ -580,9 +580,9 @@ class Replica:
                 device=self.device,
             )
 
-        def report_score(score: Score, **when: Json) -> None:
+        def report_score(score: Score, **times: Json) -> None:
             results: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": sent_nbytes}
-            self.telemetry.emit("evaluation", **when, step=step, **results)
+            self.telemetry.emit("evaluation", **times, step=step, **results)
 
         return await self._background.run(run_evaluation, report_score)
 
@@ -664,6 +664,6 @@ async def _present(runtime: Runtime, step: int) -> list[int]:
     """Returns the ranks of all replicas that take part in a checkpoint, equal on all; lost ranks are excluded."""
     presence = torch.zeros(runtime.comm.size, dtype=torch.float64)
     presence[runtime.comm.rank] = 1
-    nothing = torch.empty(0)
-    _, summed = await sum_everywhere(runtime, nothing, presence, step, part=1, purpose=Purpose.CHECKPOINT)
-    return [int(rank) for rank in summed.nonzero()]
+    empty = torch.empty(0)
+    _, totals = await sum_everywhere(runtime, empty, presence, step, part=1, purpose=Purpose.CHECKPOINT)
+    return [int(rank) for rank in totals.nonzero()]

@@ -117,21 +117,21 @@ class StopAgreement:
         """Agrees with the other members of a view; in an elastic run, returns only when the view ends."""
         elastic, peers = self._runtime.elastic, [rank for rank in members if rank != comm.rank]
         request, report = Tag(Purpose.STOP.at(2 * view)), Tag(Purpose.STOP.at(2 * view + 1))
-        requested = comm.recv_any(request, deadline_s=math.inf)
+        request_arrival = comm.recv_any(request, deadline_s=math.inf)
         if comm.rank not in members:
-            await requested  # until a view admits this replica
+            await request_arrival  # until a view admits this replica
         if not self.is_asked:
-            await self._runtime.first_of(self._wish, requested)
-            if requested.done:
-                requested.result()
+            await self._runtime.first_of(self._wish, request_arrival)
+            if request_arrival.done:
+                request_arrival.result()
             self.is_asked = True
         comm.forget(request.exchange)
-        known_step = int(self.last_step) if self.last_step < math.inf else -1
-        own_report = torch.tensor([self._begun, known_step])
+        last_step = int(self.last_step) if self.last_step < math.inf else -1
+        local_report = torch.tensor([self._begun, last_step])
         for rank in peers:
             comm.send(Payload((torch.empty(0),)), rank, request, priority=-1)
-            comm.send(Payload((own_report,)), rank, report, priority=-1)
-        reports = [own_report]
+            comm.send(Payload((local_report,)), rank, report, priority=-1)
+        reports = [local_report]
         if elastic is None:
             reports += [next((await comm.recv(rank, report, _REPORT)).tensors()) for rank in peers]
         else:
@@ -139,7 +139,7 @@ class StopAgreement:
             while len(reports) <= len(peers):
                 _, payload = await comm.recv_any(report, _REPORT, deadline_s=math.inf)
                 reports.append(next(payload.tensors()))
-        last_begun, known_step = torch.stack(reports).amax(0).tolist()
-        self.agreed.set(last_begun + 1 if known_step < 0 else known_step)
+        last_begun, last_step = torch.stack(reports).amax(0).tolist()
+        self.agreed.set(last_begun + 1 if last_step < 0 else last_step)
         if elastic is not None:
             await comm.recv_any(report, deadline_s=math.inf)

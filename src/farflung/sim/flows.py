@@ -227,10 +227,10 @@ class Flows:
             random = uniform(self._seed, line.src, line.dst, line.sent)
             delay += line.path.jitter_s * (2.0 * random - 1.0)
         if line.tcp is not None and line.path.loss:
-            lost, repeated = (uniform(self._seed, line.src, line.dst, line.sent, which) for which in (1, 2))
+            lost, repeat = (uniform(self._seed, line.src, line.dst, line.sent, index) for index in (1, 2))
             bits, duration_s = message.whole * line.path.connections, self._clock.now() - message.began_s
             path, is_last = line.path, not line.queue
-            delay += repaired_s(bits, duration_s, path.round_trip_s, path.loss, (lost, repeated), last=is_last)
+            delay += repaired_s(bits, duration_s, path.round_trip_s, path.loss, (lost, repeat), last=is_last)
         line.sent += 1
         line.passed += message.whole
         arrival_s = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)

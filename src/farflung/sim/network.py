@@ -183,7 +183,7 @@ class VirtualNetwork:
           src: Sender.
           dst: Receiver.
           bandwidth_bps: Upper limit in bits per second.
-          loss: Share of packets lost, added to the profile's; see :meth:`farflung.network.Link.goodput_bps`.
+          loss: Share of packets lost, added to the profile's; see :meth:`farflung.network.Link.compute_goodput_bps`.
         """
         goodput = self.profile.goodput_bps(self.profile.site_index(src), self.profile.site_index(dst), loss)
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))

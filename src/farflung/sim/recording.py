@@ -170,9 +170,9 @@ class _RecordingReducer(Reducer):
         """Wraps an update so that the cost is recorded."""
 
         def record_update(states: S) -> S:
-            updated = learn(states)
+            new_states = learn(states)
             self._recorder.learned(together, step, number, watched.taken())
-            return updated
+            return new_states
 
         return record_update
 

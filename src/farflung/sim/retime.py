@@ -95,7 +95,7 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
     """Builds a sink for one retimed replica, which changes only times and bytes of the stored events.
 
     Args:
-      stored: Events of the same replica in the run.
+      stored_events: Events of the same replica in the run.
       sinks: Sinks that receive the events.
 
     Raises:
@@ -106,7 +106,7 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
     for event in stored:
         expected.setdefault(_named(event), deque()).append(event)
 
-    def sink(event: Event) -> None:
+    def emit_retimed(event: Event) -> None:
         queue = expected.get(_named(event))
         if not queue or not (TIMES | BYTES) & queue[0].keys() <= event.keys():
             raise DataError(
@@ -114,11 +114,11 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
                 "simulate it again"
             )
         stored_event = queue.popleft()
-        timed: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in stored_event.items()}
+        retimed_event: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in stored_event.items()}
         for target in sinks:
-            target(timed)
+            target(retimed_event)
 
-    return sink
+    return emit_retimed
 
 
 def _named(event: Event) -> tuple[Json, ...]:

@@ -322,7 +322,7 @@ class VirtualRuntime:
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes now; each bucket is ready at the time of :meth:`farflung.devices.DeviceProfile.ready_at`."""
+        """Computes now; each bucket is ready at the time of :meth:`farflung.devices.DeviceProfile.compute_ready_shares`."""
         self.events += 1
         order: list[int] = []
         fn(order.append)

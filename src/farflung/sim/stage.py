@@ -349,8 +349,8 @@ class VirtualStage(Stage):
         for direction in ((rank, peer), (peer, rank)):
             if not self._is_cut(*direction):
                 self._carried_nbytes[direction] = self._network.carried_nbytes(*direction)
-        received, sent = (self._carried_nbytes.get(direction, 0) for direction in ((peer, rank), (rank, peer)))
-        return Traffic(received, received + sent)
+        received_nbytes, sent_nbytes = (self._carried_nbytes.get(direction, 0) for direction in ((peer, rank), (rank, peer)))
+        return Traffic(received_nbytes, received_nbytes + sent_nbytes)
 
     def _is_cut(self, src: int, dst: int) -> bool:
         return self._pauses is not None and self._pauses.stopped((src, dst))

@@ -128,13 +128,12 @@ def covtype_softmax() -> Workload:
 
 
 def fashion_mnist_cnn(data: Which = "auto") -> Workload:
-    """Builds Fashion-MNIST with two convolutions and two dense layers with dropout; training images are mirrored at
-    random.
+    """Two convolutions and two dense layers with dropout; training images are mirrored at random.
 
     Test accuracy with the defaults (one replica, 4,000 steps of 32, constant learning rate, seeds 0 to 2): 88.9, 88.1
     and 89.1 % on the full set; after 3,000 steps 86.9, 86.4 and 86.8 % on the packaged subset. One replica with
-    batches of 128 at learning rate 0.04 reaches 89.1 % on the full set in 1,000 steps (seed 0). A linear model: 81.1
-    % and 80.7 %.
+    batches of 128 at learning rate 0.04 reaches 89.1 % on the full set in 1,000 steps (seed 0). A linear model
+    reaches 81.1 % and 80.7 %.
 
     Args:
       data: ``packaged`` for the subset in the package, ``full`` for the official set, ``auto`` for the official set

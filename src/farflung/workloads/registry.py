@@ -59,7 +59,7 @@ def workload(name: str, **options: Json) -> Workload:
       UnknownName: The workload does not exist.
       ConfigError: The workload lacks an option, or the object is no workload.
 
-    >>> workload("synthetic/quadratic", dim=8).name
+    >>> create_workload("synthetic/quadratic", dim=8).name
     'synthetic/quadratic'
     """
     if ":" in name:

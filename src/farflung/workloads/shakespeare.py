@@ -54,7 +54,7 @@ class _NextCharacter:
 
 @dataclass
 class LSTM(_NextCharacter):
-    """Workload that predicts each character of a window from those before it, by a recurrent network.
+    """Prediction of each character of a window from those before it, by a recurrent network.
 
     A sample is a window; its loss is the mean over its characters, its score the share predicted right.
 
@@ -86,7 +86,7 @@ class LSTM(_NextCharacter):
 
 @dataclass
 class GPT(_NextCharacter):
-    """Workload that predicts each character of a window from those before it, by a small transformer.
+    """Prediction of each character of a window from those before it, by a small transformer.
 
     A sample is a window, which begins at any character in training; its loss is the mean over its characters, its
     score the share predicted right. The test set is the whole last tenth of the text, in windows that do not overlap.

@@ -40,7 +40,7 @@ class Point(nn.Module):
 
 @dataclass
 class Quadratic:
-    r"""Workload of a sum of paraboloids with one curvature and many centres.
+    r"""Sum of paraboloids of one curvature and many centres.
 
     .. math:: f_i(w) = \tfrac12 (w - c_i)^\top A\,(w - c_i), \qquad w^* = \tfrac1n \sum_i c_i
 

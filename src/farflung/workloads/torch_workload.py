@@ -35,7 +35,8 @@ class TorchWorkload:
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(20, 3), torch.randint(2, (20,)))
     >>> task = TorchWorkload(lambda: nn.Linear(3, 2), data, data, nn.functional.cross_entropy)
-    >>> task.loss(task.model(generator(0, "model")), task.datasets()[0].take(torch.arange(4), train=True)).shape
+    >>> model, data = task.build_model(generator(0, "model")), task.load_datasets()[0]
+    >>> task.compute_losses(model, data.take(torch.arange(4), train=True)).shape
     torch.Size([4])
 
     Samples are collated by torch's ``default_collate`` into one tensor of inputs and one of targets. Random data sets

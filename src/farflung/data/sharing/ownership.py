@@ -86,11 +86,11 @@ class MovingSharing(Sharing):
         Args:
           channel: Channel of this round.
           partner: Rank from :meth:`find_partner`.
-          offered: Samples to give away at most.
+          outgoing: Samples to give away at most.
           gate: Gate that admits messages.
 
         Returns:
-          The partner's samples; they replace as many of ``offered``, the first ones.
+          The partner's samples; they replace as many of ``outgoing``, the first ones.
         """
         raise NotImplementedError
 
@@ -143,10 +143,10 @@ class Ownership(Extension):
         """Finishes the round that is due before the batch of ``step``, and begins one if this step begins a round."""
         active_round = self._round
         if active_round is not None and self._sharing.due_step(active_round.step) <= step:
-            received = await active_round.came
+            incoming = await active_round.came
             self.sent_nbytes += active_round.channel.sent_nbytes
             self._round = None
-            self._settle(active_round, received)
+            self._settle(active_round, incoming)
         if self._sharing.begins(step) and self._sharing.due_step(step) < self._steps:
             rank = self._runtime.comm.rank
             places = self._sharing.outgoing(len(self._held), self._sampler, step=step, rank=rank)
@@ -189,9 +189,9 @@ class Ownership(Extension):
         partner = self._sharing.partner(step, comm.rank, comm.size)
         if partner is None:
             return
-        offered = Moved(self._held.ids[places], self._held.rows(places), scores)
+        outgoing = Moved(self._held.ids[places], self._held.rows(places), scores)
         channel = ExchangeChannel(comm, Purpose.SHARING.at(step), 0)
-        incoming = self._runtime.launch(self._sharing.swap(channel, partner, offered, self._gate))
+        incoming = self._runtime.launch(self._sharing.swap(channel, partner, outgoing, self._gate))
         self._round = _Round(step, places, scores, channel, incoming)
 
     def _settle(self, under_way: _Round, came: Moved) -> None:

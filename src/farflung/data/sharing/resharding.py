@@ -121,11 +121,11 @@ class Resharding(MovingSharing):
             )
         columns = [column[:count] for column in _columns(given)]
         piece_samples = max(1, self._piece_nbytes * count // Payload(tuple(columns)).nbytes)
-        received = []
+        answers = []
         for start in range(0, count, piece_samples):
             piece = Payload(tuple(column[start : start + piece_samples] for column in columns))
-            received.append(tuple((await partner_channel.both(piece)).tensors()))
-        ids, inputs, targets, *scores = (torch.cat(column) for column in zip(*received, strict=True))
+            answers.append(tuple((await partner_channel.both(piece)).tensors()))
+        ids, inputs, targets, *scores = (torch.cat(column) for column in zip(*answers, strict=True))
         return Moved(ids, Batch(inputs, targets), *scores)
 
 
@@ -157,12 +157,12 @@ class _Way:
         hop = self._channel.hops(1)
         expect = tuple(TensorSpec.of(tensor) for tensor in own.tensors())
         if self._answers:
-            received = await self._channel.recv(self._partner, hop, expect)
+            answer = await self._channel.recv(self._partner, hop, expect)
             await self._gate.opened()
             self._channel.send(own, self._partner, hop)
-            return received
+            return answer
         began_s = await self._gate.opened(self._rest_s)
         self._channel.send(own, self._partner, hop)
-        received = await self._channel.recv(self._partner, hop, expect)
+        answer = await self._channel.recv(self._partner, hop, expect)
         self._rest_s = min(MOST_REST_S, (self._gate.now() - began_s) * self._rest)
-        return received
+        return answer
