@@ -94,8 +94,8 @@ class Subset:
       data: Full data set.
       ids: Ids of its samples in the full set, in order.
 
-    >>> whole = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
-    >>> Subset(whole, torch.tensor([2, 1])).take(torch.tensor([0]), train=False).inputs.tolist()
+    >>> data = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
+    >>> Subset(data, torch.tensor([2, 1])).take(torch.tensor([0]), train=False).inputs.tolist()
     [[4, 5]]
     """
 
@@ -137,9 +137,9 @@ class Holding(Subset):
       data: Full training set.
       ids: Ids of the samples in it, in the order of their places.
 
-    >>> held = Holding(TensorDataset(torch.arange(6), torch.zeros(6)), torch.tensor([4, 2]))
-    >>> held.replace_samples(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
-    >>> held.ids.tolist(), held.get_rows(torch.tensor([1, 0, 1])).inputs.tolist()
+    >>> holding = Holding(TensorDataset(torch.arange(6), torch.zeros(6)), torch.tensor([4, 2]))
+    >>> holding.replace_samples(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
+    >>> holding.ids.tolist(), holding.get_rows(torch.tensor([1, 0, 1])).inputs.tolist()
     ([4, 5], [5, 4, 5])
     """
 
@@ -168,7 +168,8 @@ class Holding(Subset):
         is_new = row < 0
         row[is_new] = torch.arange(len(earlier), len(earlier) + int(is_new.sum()))
         received_rows = Batch(
-            torch.cat([earlier.inputs, rows.inputs[is_new]]), torch.cat([earlier.targets, rows.targets[is_new]])
+            torch.cat([earlier.inputs, rows.inputs[is_new]]),
+            torch.cat([earlier.targets, rows.targets[is_new]]),
         )
         received_rows.inputs[row], received_rows.targets[row] = rows.inputs, rows.targets
         self.ids[places], self._row[places], self._came = ids, row, received_rows

@@ -107,7 +107,9 @@ class Checkpoints:
     def among(self, rank: int, size: int) -> Checkpoints:
         """Returns these checkpoints for one of ``size`` remaining replicas; rank 0 writes the shared file too."""
         is_leader = self._leader or rank == 0
-        return Checkpoints(self.folder, rank, size, leader=is_leader, keep=self._keep, any_size=self._any_size)
+        return Checkpoints(
+            self.folder, rank, size, leader=is_leader, keep=self._keep, any_size=self._any_size
+        )
 
     def save(self, step: int, shared: State, own: State) -> Path:
         """Writes this replica's part; the checkpoint is complete once all ranks have written theirs."""

@@ -149,9 +149,9 @@ class Drawing:
             num_samples = min(num_samples, self.batch_size)
         size = self.parts.sharing.own(num_samples, self.runtime.comm.size)
         draw = sampler.next(self._view(step, pool, size))
-        stream_report: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
+        fields: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**stream_report, **draw.told}, pool)
+        return _Drawn(draw.ids, draw.weights, weight, {**fields, **draw.told}, pool)
 
     def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
         comm, elastic = self.runtime.comm, self.runtime.elastic
@@ -166,6 +166,6 @@ class Drawing:
     async def _shared(self, rows: Batch, step: int) -> Batch:
         """Returns the step's rows after a round of the sharing."""
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        exchanged_rows = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
+        batch = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
         self.sent_nbytes += channel.sent_nbytes
-        return exchanged_rows
+        return batch

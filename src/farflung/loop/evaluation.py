@@ -207,9 +207,7 @@ def _forward_once(model: nn.Module) -> Iterator[None]:
             inputs, output = args, forward(*args)
         return output
 
-    vars(model)["forward"] = (
-        forward_cached  # not by setattr, which modules of TorchScript override
-    )
+    vars(model)["forward"] = forward_cached  # not by setattr, which modules of TorchScript override
     try:
         yield
     finally:

@@ -174,7 +174,7 @@ class Keeping:
             "drawn": drawing.state_dict(),
             "exchanges": exchanges["own"],
             "shared_nbytes": drawing.sent_nbytes,
-            "extensions": {extension.key: extension.state_dict() for extension in self.extensions if extension.key},
+            "extensions": {ext.key: ext.state_dict() for ext in self.extensions if ext.key},
             "share": share_name(self.share),
             **counted,
         }

@@ -334,8 +334,10 @@ class Replica:
         accounted_s = math.fsum(
             (times.compute, times.exposed_communication, times.data_wait, times.scoring, times.evaluation)
         )
-        unaccounted_s, rounding_s = duration_s - accounted_s, 16 * (steps + 1) * math.ulp(end)
-        return Leg(self._from_step, duration_s, replace(times, other=unaccounted_s if abs(unaccounted_s) > rounding_s else 0.0))
+        other_s, rounding_s = duration_s - accounted_s, 16 * (steps + 1) * math.ulp(end)
+        return Leg(
+            self._from_step, duration_s, replace(times, other=other_s if abs(other_s) > rounding_s else 0.0)
+        )
 
     async def step(self) -> StepOutcome:
         """Runs one step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
@@ -404,11 +406,11 @@ class Replica:
         assert elastic is not None
         while not is_member:
             with suppress(StateOutdated):
-                shared_state, optimizer_state, replica_state = map(unpack_tree, await elastic.given())
+                shared_state, optimizer, replica_state = map(unpack_tree, await elastic.given())
                 shared_state["step"] = replica_state.pop("step")
                 shared_state["model"] = {**self.model.state_dict(), **shared_state["model"]}
                 self._keeping.take_over(
-                    shared_state, {**optimizer_state, **replica_state}, "the state of the run", self._go_on_from
+                    shared_state, {**optimizer, **replica_state}, "the state of the run", self._go_on_from
                 )
                 self.engine.restart(from_anchors=True)
                 first_step, received_s = self.step_done, self.runtime.now()
@@ -456,9 +458,9 @@ class Replica:
         replica_state["sampler"] = {**replica_state["sampler"], "latest": self.parts.sampler.latest()}
         anchors = self.engine.anchor_parameters() or {}  # these are in the state of exchanges too
         shared_state["model"] = {name: t for name, t in shared_state["model"].items() if name not in anchors}
-        replica_state["step"] = shared_state.pop("step")  # the remainder is equal on replicas in blocks of local steps
-        optimizer_state = {"optimizer": replica_state.pop("optimizer")}
-        await elastic.offer(step, [pack_tree(part) for part in (shared_state, optimizer_state, replica_state)])
+        replica_state["step"] = shared_state.pop("step")  # the remainder is equal in blocks of local steps
+        optimizer = {"optimizer": replica_state.pop("optimizer")}
+        await elastic.offer(step, [pack_tree(part) for part in (shared_state, optimizer, replica_state)])
 
     async def flush(self) -> None:
         """Merges exchanges in flight as later steps would; afterwards all replicas are equal.
@@ -517,8 +519,7 @@ class Replica:
         return loss * share, StepMetadata(value, weight / share, len(batch))
 
     def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
-        """Builds a function that scores samples for the sampler, under the current model and a random state of its
-        own."""
+        """Builds a function that scores samples under the current model and its own random state."""
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 
@@ -530,7 +531,7 @@ class Replica:
         return score
 
     def losses(self) -> Callable[[SampleIds], Tensor]:
-        """Builds a function that computes losses of samples outside the batch, under a random state of its own."""
+        """Builds a function that computes losses of samples outside the batch, under its own random state."""
         seed = derive(self.training.seed, "fill", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 
@@ -565,7 +566,7 @@ class Replica:
 
     async def _evaluated(self) -> Pending[Score]:
         """Starts an evaluation; off the clock, training continues meanwhile."""
-        step, sent_nbytes, is_concurrent = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
+        step, nbytes, is_concurrent = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
 
         def run_evaluation(runtime: Runtime) -> Coroutine[Pending[Any], None, Score]:
             return evaluate(
@@ -581,7 +582,7 @@ class Replica:
             )
 
         def report_score(score: Score, **times: Json) -> None:
-            results: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": sent_nbytes}
+            results: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": nbytes}
             self.telemetry.emit("evaluation", **times, step=step, **results)
 
         return await self._background.run(run_evaluation, report_score)
@@ -595,8 +596,7 @@ class Replica:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """Starts a checkpoint of the replica, if it has checkpoints; complete when every replica has written its
-        part."""
+        """Starts a checkpoint of the replica if it has checkpoints; complete when every replica has written it."""
         if self.checkpoints is None:
             return
 

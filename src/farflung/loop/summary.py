@@ -34,7 +34,7 @@ class TimeSplit:
         }
 
     def __add__(self, other: TimeSplit) -> TimeSplit:
-        return TimeSplit(*(first + second for first, second in zip(astuple(self), astuple(other), strict=True)))
+        return TimeSplit(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

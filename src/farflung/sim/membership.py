@@ -125,7 +125,10 @@ class Membership:
             self._lose(first, second, PeerLost(peer, "its connection was closed from its end"))
 
     def reconnect(self, rank: int, peer: int, relay: int | None) -> Pending[None]:
-        """Reconnects two members in two round trips, or one by relay; as :meth:`farflung.types.Communicator.reconnect`."""
+        """Reconnects two members; see :meth:`farflung.types.Communicator.reconnect`.
+
+        It takes two round trips, or one through a relay.
+        """
         completion: Pending[None] = Pending()
         member, second, pair = self._here.get(rank), self._here.get(peer), frozenset((rank, peer))
         if member is None:
@@ -184,10 +187,10 @@ class Membership:
 
     def _made(self, pair: frozenset[int], below: _Wish, above: _Wish) -> None:
         """Completes a reconnection at the lower rank, and one delay later at the higher."""
-        low_rank, high_rank = below.member.rank, above.member.rank
-        if self._wishes.get((low_rank, high_rank)) is not below or self._wishes.get((high_rank, low_rank)) is not above:
+        low, high = below.member.rank, above.member.rank
+        if self._wishes.get((low, high)) is not below or self._wishes.get((high, low)) is not above:
             return
-        del self._wishes[low_rank, high_rank], self._wishes[high_rank, low_rank]
+        del self._wishes[low, high], self._wishes[high, low]
         if below.relay is not None:
             self._relays[pair] = below.relay
         self._connections[pair] = connection = object()
@@ -199,7 +202,7 @@ class Membership:
                 request.made.set(None)
 
         connect(below)
-        self._travel([low_rank, *([] if below.relay is None else [below.relay]), high_rank], lambda: connect(above))
+        self._travel([low, *([] if below.relay is None else [below.relay]), high], lambda: connect(above))
 
     # --- end of a membership ----------------------------------------------------------------------------------------
 

@@ -236,8 +236,8 @@ class VirtualCommunicator(Group):
 
     def moved_nbytes(self, rank: int | None = None) -> int:
         ranks = range(self.size) if rank is None else (rank,)
-        get_sent = self._network.carried_nbytes
-        return sum(get_sent(self.rank, peer) + get_sent(peer, self.rank) for peer in ranks if peer != self.rank)
+        sent = self._network.carried_nbytes
+        return sum(sent(self.rank, peer) + sent(peer, self.rank) for peer in ranks if peer != self.rank)
 
     def relay(self, one: int, other: int) -> None:
         assert self._network.membership is not None

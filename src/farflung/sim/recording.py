@@ -154,14 +154,14 @@ class _RecordingReducer(Reducer):
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         number = self._recorder.begin(channel.rank, step)
-        recording_channel = _WatchedChannel(channel)
-        result = await self._reducer.reduce(cast(Channel, recording_channel), slot, own, step=step)
-        self._recorder.end(channel.rank, step, number, recording_channel.taken(), result)
+        proxy = _WatchedChannel(channel)
+        result = await self._reducer.reduce(cast(Channel, proxy), slot, own, step=step)
+        self._recorder.end(channel.rank, step, number, proxy.taken(), result)
         update, joint_update = result.learn, result.learn_together
         if update is not None:
-            result = replace(result, learn=self._kept(update, recording_channel, False, step, number))
+            result = replace(result, learn=self._kept(update, proxy, False, step, number))
         if joint_update is not None:
-            result = replace(result, learn_together=self._kept(joint_update, recording_channel, True, step, number))
+            result = replace(result, learn_together=self._kept(joint_update, proxy, True, step, number))
         return result
 
     def _kept(

@@ -114,9 +114,11 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
                 "simulate it again"
             )
         stored_event = queue.popleft()
-        retimed_event: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in stored_event.items()}
+        result: Event = {
+            key: event[key] if key in TIMES | BYTES else value for key, value in stored_event.items()
+        }
         for target in sinks:
-            target(retimed_event)
+            target(result)
 
     return emit_retimed
 

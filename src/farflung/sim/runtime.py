@@ -161,8 +161,8 @@ class VirtualWorld:
         remaining = [rank for rank in sorted(running) if rank not in lost_ranks]
         stuck = [rank for rank in remaining if not running[rank].done]
         if stuck:
-            networks = [network for network in (self.network, self.off_clock) if network is not None]
-            waits = [next(filter(None, (network.waits_for(rank) for network in networks)), "") for rank in stuck]
+            networks = [net for net in (self.network, self.off_clock) if net is not None]
+            waits = [next(filter(None, (net.waits_for(rank) for net in networks)), "") for rank in stuck]
             raise RunLost(
                 f"nothing is on its way at {self.clock.now():.6f} virtual seconds: "
                 + "; ".join(
@@ -322,7 +322,7 @@ class VirtualRuntime:
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes now; each bucket is ready at the time of :meth:`farflung.devices.DeviceProfile.compute_ready_shares`."""
+        """Computes now; buckets are ready at :meth:`farflung.devices.DeviceProfile.compute_ready_shares`."""
         self.events += 1
         order: list[int] = []
         fn(order.append)

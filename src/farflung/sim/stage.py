@@ -346,11 +346,11 @@ class VirtualStage(Stage):
 
     def _traffic(self, rank: int, peer: int) -> Traffic:
         """Returns the traffic between two ranks; it does not grow while their links are cut."""
-        for direction in ((rank, peer), (peer, rank)):
-            if not self._is_cut(*direction):
-                self._carried_nbytes[direction] = self._network.carried_nbytes(*direction)
-        received_nbytes, sent_nbytes = (self._carried_nbytes.get(direction, 0) for direction in ((peer, rank), (rank, peer)))
-        return Traffic(received_nbytes, received_nbytes + sent_nbytes)
+        for link in ((rank, peer), (peer, rank)):
+            if not self._is_cut(*link):
+                self._carried_nbytes[link] = self._network.carried_nbytes(*link)
+        received, sent = (self._carried_nbytes.get(link, 0) for link in ((peer, rank), (rank, peer)))
+        return Traffic(received, received + sent)
 
     def _is_cut(self, src: int, dst: int) -> bool:
         return self._pauses is not None and self._pauses.stopped((src, dst))

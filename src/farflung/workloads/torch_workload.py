@@ -35,7 +35,7 @@ class TorchWorkload:
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(20, 3), torch.randint(2, (20,)))
     >>> task = TorchWorkload(lambda: nn.Linear(3, 2), data, data, nn.functional.cross_entropy)
-    >>> model, data = task.build_model(generator(0, "model")), task.load_datasets()[0]
+    >>> model, data = task.build_model(create_generator(0, "model")), task.load_datasets()[0]
     >>> task.compute_losses(model, data.take(torch.arange(4), train=True)).shape
     torch.Size([4])
 
@@ -163,16 +163,15 @@ class _Mapped:
 
     @cached_property
     def labels(self) -> Tensor | None:
-        """Targets as classes if each is a whole number, from ``targets`` of the data set or all its samples; else
-        ``None``."""
-        stored_targets = getattr(self._data, "targets", None)
-        targets = [self._data[index][1] for index in range(len(self))] if stored_targets is None else stored_targets
+        """Targets as classes, from ``targets`` of the data set or all its samples; ``None`` unless integers."""
+        stored = getattr(self._data, "targets", None)
+        targets = [self._data[index][1] for index in range(len(self))] if stored is None else stored
         try:
             labels = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError):
             return None
-        is_class_index = labels.shape == (len(self),) and not labels.is_floating_point() and not labels.is_complex()
-        return labels.to(torch.int64) if is_class_index else None
+        is_class = labels.shape == (len(self),) and not labels.is_floating_point() and not labels.is_complex()
+        return labels.to(torch.int64) if is_class else None
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
         return self.prepare(self.rows(ids), train=train)

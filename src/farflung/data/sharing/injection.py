@@ -84,7 +84,9 @@ class Injection(Sharing):
         for rank in senders:
             if rank != channel.rank:
                 batches.append(_rows(await channel.recv(rank, hop), rows, rank))
-        return Batch(torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches]))
+        return Batch(
+            torch.cat([part.inputs for part in batches]), torch.cat([part.targets for part in batches])
+        )
 
 
 def _rows(received: Payload, like: Batch, rank: int) -> Batch:
@@ -92,8 +94,8 @@ def _rows(received: Payload, like: Batch, rank: int) -> Batch:
     if len(tensors) == 2:
         inputs, targets = tensors
         is_compatible = all(
-            tensor.dtype == reference.dtype and tensor.shape[1:] == reference.shape[1:] and tensor.dim() == reference.dim()
-            for tensor, reference in ((inputs, like.inputs), (targets, like.targets))
+            tensor.dtype == ref.dtype and tensor.shape[1:] == ref.shape[1:] and tensor.dim() == ref.dim()
+            for tensor, ref in ((inputs, like.inputs), (targets, like.targets))
         )
         if is_compatible and len(inputs) == len(targets):
             return Batch(inputs, targets)

@@ -195,10 +195,10 @@ class Ownership(Extension):
         self._round = _Round(step, places, scores, channel, incoming)
 
     def _settle(self, under_way: _Round, came: Moved) -> None:
-        num_samples = len(self._held.data)
-        if int(came.ids.min()) < 0 or int(came.ids.max()) >= num_samples:
+        total = len(self._held.data)
+        if int(came.ids.min()) < 0 or int(came.ids.max()) >= total:
             raise ProtocolError(
-                f"samples swapped at step {under_way.step} are none of the {num_samples} of the training set: do all ranks "
+                f"samples swapped at step {under_way.step} are none of the {total} of the training set: do all ranks "
                 "train on the same?"
             )
         places = under_way.places[: len(came)]
