@@ -103,7 +103,7 @@ class Dirichlet:
     share :math:`q_p`. Small ``alpha`` gives parts of few classes, large ``alpha`` nearly equal ones.
 
     Draws are repeated until each part has 10 samples. A part that has reached its even share gets nothing of later
-    classes (as in the code of Mercury and FedML), so sizes differ by about one class at most.
+    classes, as in the code of Mercury and FedML. Sizes thus differ by about one class at most.
 
     Args:
       alpha: Concentration, at least 1e-6.

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class BackgroundTasks:
-    """Tasks that run off the clock beside training, or take time of their own.
+    """Tasks of an untimed runtime during training; without one, they take time of their own.
 
     Args:
       runtime: Clock and messages of the replica.
@@ -59,7 +59,7 @@ class BackgroundTasks:
         errand: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
         tell: Callable[..., None],
     ) -> Pending[T]:
-        """Starts a task; off the clock, training may continue meanwhile.
+        """Starts a task; in an untimed runtime, training may continue during it.
 
         Args:
           coroutine_fn: Coroutine function of the runtime, which leaves the replica unchanged.

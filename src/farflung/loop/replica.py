@@ -565,7 +565,7 @@ class Replica:
         return await (await self._evaluated())
 
     async def _evaluated(self) -> Pending[Score]:
-        """Starts an evaluation; off the clock, training continues meanwhile."""
+        """Starts an evaluation; in an untimed runtime, training may continue during it."""
         step, nbytes, is_concurrent = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
 
         def run_evaluation(runtime: Runtime) -> Coroutine[Pending[Any], None, Score]:

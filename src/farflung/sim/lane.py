@@ -24,8 +24,8 @@ class Lane:
     256 KiB are ready, while the others follow. The receiver processes all but the last 256 KiB while the last ones
     arrive.
 
-    The model omits three effects: processors share memory bandwidth, a system with few processors does not serve a
-    thread at once, and the thread codes between two pieces of a message.
+    The model omits shared memory bandwidth, the wait of a thread for a processor, and coding between two pieces of a
+    message.
 
     Args:
       rates: Coding rates of the device.

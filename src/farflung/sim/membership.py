@@ -46,8 +46,8 @@ class _Wish(NamedTuple):
 class Membership:
     """Membership protocol of a virtual world: admission, end of membership, and notices between ranks.
 
-    A member can send to an admitted rank once the rank's greeting has arrived, and keeps sending to a rank until the
-    notice of its end has arrived. An admitted rank knows all present members at once.
+    A member can send to an admitted rank from the arrival of its greeting to that of the notice of its end. An
+    admitted rank knows all present members at once.
 
     Args:
       mailboxes: Mailboxes of all ranks; a rank's mailbox is replaced before the rank is admitted again.

@@ -180,7 +180,7 @@ class _RecordingReducer(Reducer):
 class _WatchedChannel:
     """Channel that records its operations.
 
-    A collective without a codec is recorded as one operation by its requested name, such as ``auto``: its messages
+    A collective without a codec is recorded as one operation by its requested name, such as ``auto``. Its messages
     may depend on the network and on when the ranks join. Its computations are not recorded then. All others are, even
     if the device has no rate for them.
     """

@@ -91,8 +91,8 @@ def settings(
 def mercury_settings(batch_size: int) -> dict[str, Json]:
     """Builds default settings of the applications of Zeng et al. 2021 (Mercury) at full size.
 
-    Adam at 0.001 for one replica, so 0.004 for the paper's four, annealed to 0 by a cosine as in the released code;
-    20,000 steps, the rounds that Mercury takes on CIFAR-10 in the paper's figure 12. Nothing was tuned here.
+    Adam at 0.001 for one replica, so 0.004 for the paper's four, annealed to 0 by a cosine as in the released code.
+    20,000 steps are the rounds that Mercury takes on CIFAR-10 in the paper's figure 12. Nothing was tuned here.
 
     Args:
       batch_size: Batch size per replica.

@@ -19,7 +19,7 @@ __all__ = ["Injection"]
 class Injection(Sharing):
     r"""Randomized data injection, for replicas with different distributions of samples.
 
-    At each step :math:`\lceil \alpha n \rceil` of n replicas, drawn anew by a shared seed, send the first
+    A shared seed draws the senders of each step, :math:`\lceil \alpha n \rceil` of n replicas. They send the first
     :math:`\lfloor \beta b_i \rfloor` of the step's :math:`b_i` rows to all others, as they are stored. Every replica
     trains on its own rows and on all that it has received, each augmented by itself. Its weight in the mean is the
     number of samples.

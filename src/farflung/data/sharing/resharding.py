@@ -23,7 +23,7 @@ class Resharding(MovingSharing):
 
     In each round replicas are matched at random by a shared seed; of an odd number one has no partner. Both of a pair
     give equally many samples, :math:`N_o` or all of the smaller share. Each keeps drawing from the samples that it
-    gives away until the round takes effect, at a step fixed when the round begins; a late round is waited for.
+    gives away until the round takes effect. This step is fixed when the round begins; a late round is waited for.
     Received samples take the places of those given away, so shares and a sampler's groups keep their sizes.
 
     Samples are chosen by the sampler's scores. The score at the beginning of the round is sent with each sample, in 4
