@@ -1,4 +1,4 @@
-"""Data sets: where they come from, how they are read, and how they are split among replicas."""
+"""Data sets: their sources, loaders, and partitions among replicas."""
 
 from typing import TYPE_CHECKING
 

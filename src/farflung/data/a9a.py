@@ -1,11 +1,11 @@
-"""a9a: 32,561 + 16,281 people of the census of 1994, 123 yes-or-no columns, and whether they earned over $50,000.
+"""Data set a9a: 32,561 + 16,281 people of the census of 1994, 123 binary columns, income over $50,000 or not.
 
 The Adult data set as LIBSVM publishes it: measured columns are cut at their quintiles, so every entry is 0 or 1. Read
-from the official text files ``a9a`` and ``a9a.t``, or from these packed by gzip or bzip2. Needs scikit-learn (the extra
-``sklearn``).
+from the official text files ``a9a`` and ``a9a.t``, or from these packed by gzip or bzip2. Needs scikit-learn (the
+extra ``sklearn``).
 
-References: Kohavi, "Scaling up the accuracy of naive-Bayes classifiers", 1996; Platt, "Fast training of support vector
-machines using sequential minimal optimization", 1998, for the columns.
+References: Kohavi, "Scaling up the accuracy of naive-Bayes classifiers", 1996; Platt, "Fast training of support
+vector machines using sequential minimal optimization", 1998, for the columns.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _COLUMNS = 123
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set; targets are -1 and 1.
+    """Loads training and test set; targets are -1 and 1.
 
     Raises:
-      DataError: absent, truncated or altered files.
+      DataError: Files are absent, truncated or altered.
       MissingExtra: scikit-learn is not installed.
     """
     return read(locate(SOURCE), counts=(32_561, 16_281), above=(7_841, 3_846))
@@ -41,16 +41,15 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 def read(
     found: Location, *, counts: tuple[int, int], above: tuple[int, int]
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Reads both files in ``found``.
+    """Reads both files at ``location``.
 
     Args:
-      found: where they are.
-      counts: rows there must be in each.
-      above: how many of these are labelled 1; files that were packed again have no checksum, so this is looked at
-        instead.
+      location: Folder and names of the files.
+      counts: Expected rows of each file.
+      num_positive: Expected rows labelled 1, checked because repacked files have no checksum.
 
     Raises:
-      DataError: truncated, or lines that are not what they should be.
+      DataError: A file is truncated, or has unexpected lines.
       MissingExtra: scikit-learn is not installed.
     """
     need("data set a9a", "sklearn", extra="sklearn")
@@ -60,10 +59,10 @@ def read(
     for name, count, positive in zip(found.names, counts, above, strict=True):
         path = found.path(name)
         with reading(path, "not a text in LIBSVM's format, or truncated", DataError):
-            found_rows, labels = load_svmlight_file(str(path), n_features=_COLUMNS, zero_based=False)
-        if not (found_rows.data == 1).all() or not np.isin(labels, (-1, 1)).all():
+            matrix, labels = load_svmlight_file(str(path), n_features=_COLUMNS, zero_based=False)
+        if not (matrix.data == 1).all() or not np.isin(labels, (-1, 1)).all():
             raise DataError(f"{path}: expected labels of -1 and 1 and entries of 1, found others")
-        rows = torch.from_numpy(found_rows.toarray().astype(np.uint8))
+        rows = torch.from_numpy(matrix.toarray().astype(np.uint8))
         targets = torch.from_numpy(labels.astype(np.int64))
         if (len(rows), int((targets == 1).sum())) != (count, positive):
             raise DataError(

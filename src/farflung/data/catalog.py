@@ -1,4 +1,4 @@
-"""The data sets that farflung reads: files, sizes, checksums, addresses, licences, and what is at hand."""
+"""Catalog of data sets: files, sizes, checksums, addresses and licences."""
 
 from __future__ import annotations
 
@@ -140,17 +140,17 @@ CATALOG: dict[str, Source] = {
         ),
     )
 }
-"""Every data set by name."""
+"""Sources of all data sets by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the list of data sets.
+    """Row of the list of data sets.
 
     Args:
-      source: names, files, checksums, addresses and licence.
-      location: where it is; ``None`` when it is nowhere.
-      trouble: why what lies there cannot be used; empty when nothing is wrong.
+      source: Names, files, checksums, addresses and licence.
+      location: Place of its files; ``None`` if it is absent.
+      problem: Reason why its files cannot be used; empty if they can.
     """
 
     source: Source
@@ -159,23 +159,23 @@ class Entry:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes to download; ``None`` when a size is not published."""
+        """Bytes to download; ``None`` if a size is not published."""
         sizes = [file.nbytes for file in self.source.files]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def source_named(name: str) -> Source:
-    """The data set called ``name``, or one that a module declares, as ``module:name``.
+    """Looks up a data set by name, or as ``module:name`` in a module that declares it.
 
     Raises:
-      UnknownName: there is none.
-      ConfigError: what the module has is no :class:`Source`.
+      UnknownName: No data set has this name.
+      ConfigError: The object in the module is no :class:`Source`.
     """
     if ":" in name:
-        made = imported("data set", name)
-        if not isinstance(made, Source):
-            raise ConfigError(f"data set {name!r} is {type(made).__name__}, not a farflung.data.Source")
-        return made
+        candidate = imported("data set", name)
+        if not isinstance(candidate, Source):
+            raise ConfigError(f"data set {name!r} is {type(candidate).__name__}, not a farflung.data.Source")
+        return candidate
     try:
         return CATALOG[name]
     except KeyError:
@@ -183,7 +183,7 @@ def source_named(name: str) -> Source:
 
 
 def entries() -> list[Entry]:
-    """Every data set with where it is now, by name."""
+    """Lists every data set with its current location, by name."""
     rows = []
     for item in CATALOG.values():
         try:

@@ -27,15 +27,15 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one of the two sets is laid out.
+    """File layout of one of the two sets.
 
     Args:
-      source: name, archive and folder.
-      md5: published checksums of the unpacked files, in the order of the folder's layout, the test file last.
-      records: in each training file, and in the test file.
-      label_bytes: bytes before the pixels; the last one is the class.
-      classes: how many.
-      normalize: mean and spread of the training pixels.
+      source: Name, archive and folder.
+      md5: Published checksums of the unpacked files, in the order of the folder's layout, the test file last.
+      num_records: Records of each training file, and of the test file.
+      label_bytes: Bytes before the pixels; the last one is the class.
+      num_classes: Number of classes.
+      normalize: Mean and spread of the training pixels.
     """
 
     source: Source
@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def files(self) -> dict[str, str]:
-        """The checksum of each unpacked file by its name."""
+        """Checksum of each unpacked file by name."""
         return dict(zip(self.source.layouts[0], self.md5, strict=True))
 
 
@@ -66,7 +66,7 @@ CIFAR10 = Layout(
     classes=10,
     normalize=Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 )
-"""CIFAR-10."""
+"""Layout of CIFAR-10."""
 
 CIFAR100 = Layout(
     source=CATALOG["cifar-100"],
@@ -79,31 +79,31 @@ CIFAR100 = Layout(
     classes=100,
     normalize=Normalize((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 )
-"""CIFAR-100 with its 100 fine classes."""
+"""Layout of CIFAR-100 with its 100 fine classes."""
 
 
 def load(layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set; training images are shifted and mirrored at random.
+    """Loads training and test set; training images are shifted and mirrored at random.
 
     Args:
-      layout: which of the two sets.
-      shift: by up to so many pixels; the usual 4 slow the first epoch down.
+      layout: Layout of the set.
+      shift: Largest shift in pixels; the usual 4 slow the first epoch down.
 
     Raises:
-      DataError: absent, truncated or altered files.
+      DataError: Files are absent, truncated or altered.
     """
-    found = locate(layout.source)
-    if found.names != tuple(file.name for file in layout.source.files):
+    location = locate(layout.source)
+    if location.names != tuple(file.name for file in layout.source.files):
         for name, md5 in layout.files.items():
-            verify(found.path(name), File(name, md5=md5))
-    return read(found, layout, shift=shift)
+            verify(location.path(name), File(name, md5=md5))
+    return read(location, layout, shift=shift)
 
 
 def read(found: Location, layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
-    """Reads what lies in ``found``: the archive, or the files it unpacks to; ``shift`` as for :func:`load`.
+    """Reads the archive at ``location`` or the files it unpacks to; ``shift`` as for :func:`load`.
 
     Raises:
-      DataError: absent or truncated files, or classes that do not exist.
+      DataError: Files are absent or truncated, or classes do not exist.
     """
     archive = layout.source.files[0].name
     if found.names == (archive,):

@@ -1,8 +1,8 @@
 """Covertype: 581,012 patches of forest, 54 columns, 7 kinds of trees.
 
-A fifth of the rows, chosen at random from a fixed seed, are the test set; both sets keep the order of the file,
-which goes by area, so that a split by order is unlike from part to part. Read from the official
-``covtype.data.gz`` or from ``covtype.csv.gz``, the same rows below a line of names.
+A fifth of the rows, chosen at random from a fixed seed, are the test set. Both sets keep the order of the file, which
+goes by area, so the parts of a split by order differ. Read from the official ``covtype.data.gz`` or from
+``covtype.csv.gz``, equal rows below a line of names.
 
 Reference: Blackard & Dean, "Comparative accuracies of artificial neural networks and discriminant analysis", 1999.
 """
@@ -32,38 +32,38 @@ _SPLIT_SEED = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Standardize:
-    """The measured columns at zero mean and unit spread, the yes-or-no ones as they are.
+    """Transform of measured columns to zero mean and unit spread; binary columns are unchanged.
 
     Args:
-      mean: of each column, 0 where it stays.
-      std: of each column, 1 where it stays.
+      mean: Mean of each column, 0 for unchanged ones.
+      std: Standard deviation of each column, 1 for unchanged ones.
     """
 
     mean: Tensor
     std: Tensor
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """``rows`` of shape ``(n, 54)`` as float32."""
+        """Returns ``rows`` of shape ``(n, 54)`` as standardised float32."""
         return (rows.to(torch.float32) - self.mean) / self.std
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set; columns 0 to 9 are standardised by the training rows.
+    """Loads training and test set; columns 0 to 9 are standardised by the training rows.
 
     Raises:
-      DataError: absent, truncated or altered file.
+      DataError: The file is absent, truncated or altered.
     """
-    found = locate(SOURCE)
-    if found.names == (SOURCE.files[0].name,):
-        verify(found.path(found.names[0]), SOURCE.files[0])
-    return read(found, count=581_012)
+    location = locate(SOURCE)
+    if location.names == (SOURCE.files[0].name,):
+        verify(location.path(location.names[0]), SOURCE.files[0])
+    return read(location, count=581_012)
 
 
 def read(found: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
-    """Reads the file in ``found``; ``count`` rows there must be.
+    """Reads the file at ``location``, which must have ``count`` rows.
 
     Raises:
-      DataError: truncated, or rows that are not what they should be.
+      DataError: The file is truncated, or has unexpected rows.
     """
     path = found.path(found.names[0])
     header = 0 if found.names == (SOURCE.files[0].name,) else 1
@@ -83,9 +83,9 @@ def read(found: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
     labels = torch.from_numpy(kinds.astype(np.int64) - 1)
     train, test = (torch.from_numpy(np.flatnonzero(mask)) for mask in (~held_out, held_out))
     mean, std = torch.zeros(_COLUMNS), torch.ones(_COLUMNS)
-    measured = rows[train, :_MEASURED].to(torch.float64)
-    mean[:_MEASURED] = measured.mean(dim=0).to(torch.float32)
-    std[:_MEASURED] = measured.std(dim=0).clamp(min=1e-9).to(torch.float32)
+    measured_rows = rows[train, :_MEASURED].to(torch.float64)
+    mean[:_MEASURED] = measured_rows.mean(dim=0).to(torch.float32)
+    std[:_MEASURED] = measured_rows.std(dim=0).clamp(min=1e-9).to(torch.float32)
     scale = Standardize(mean, std)
     origin = f"covtype, {found.folder}"
     return (

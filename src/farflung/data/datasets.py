@@ -1,4 +1,4 @@
-"""Samples in memory: what loaders return, a part of a data set, one that changes during a run; and their stream."""
+"""Data sets in memory: tensors, subsets, the samples that a replica owns, and their stream."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _NOTHING = Arrivals(torch.empty(0, dtype=torch.int64))
 
 
 class TensorDataset:
-    """Samples held in two tensors; satisfies :class:`farflung.types.Dataset`.
+    """Data set of two tensors; satisfies :class:`farflung.types.Dataset`.
 
-    Images stay uint8 and text stays in its smallest integer type; ``transform`` turns a batch into floats when it
-    is taken, so memory holds a quarter of what floats would need.
+    Images stay uint8 and text stays in its smallest integer type. ``transform`` turns a batch into floats when it is
+    taken, so memory is a quarter of that for floats.
 
     Args:
-      inputs: one row per sample.
-      targets: one row per sample.
-      labels: class of each sample, int64, for partitioners; ``None`` where there are no classes.
-      transform: applied to the inputs of every batch, in training and in evaluation.
-      augment: applied before ``transform`` and only with ``train``; may draw from torch's global random state.
-      origin: where the samples came from, in words, for reports.
+      inputs: Tensor with one row per sample.
+      targets: Tensor with one row per sample.
+      labels: Class of each sample, int64, for partitioners; ``None``: the samples have no classes.
+      transform: Function applied to the inputs of every batch, in training and in evaluation.
+      augment: Function applied before ``transform`` and only with ``train``; may draw from torch's random state.
+      origin: Description of the samples' source, for reports.
 
     Raises:
-      DataError: the tensors disagree about the number of samples.
+      DataError: The tensors have different numbers of samples.
 
     >>> data = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
     >>> data.take(torch.tensor([2, 0]), train=False).inputs.tolist()
@@ -70,11 +70,11 @@ class TensorDataset:
         return f"TensorDataset({len(self)} samples of {tuple(self.inputs.shape[1:])}, {self.origin})"
 
     def rows(self, ids: SampleIds) -> Batch:
-        """The samples ``ids`` as stored."""
+        """Returns the samples ``ids`` as stored."""
         return Batch(self.inputs[ids], self.targets[ids])
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        """Transformed; with ``train``, augmented before by what torch's current random state draws."""
+        """Transforms rows; with ``train``, augments them first, with torch's current random state."""
         inputs = rows.inputs
         if train and self.augment is not None:
             inputs = self.augment(inputs)
@@ -83,19 +83,19 @@ class TensorDataset:
         return Batch(inputs, rows.targets)
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        """The samples ``ids``, prepared."""
+        """Returns the samples ``ids``, prepared."""
         return self.prepare(self.rows(ids), train=train)
 
 
 class Subset:
-    """Some samples of a data set, numbered from 0; satisfies :class:`farflung.types.Dataset` itself.
+    """Subset of a data set, numbered from 0; satisfies :class:`farflung.types.Dataset`.
 
     Args:
-      data: the whole.
-      ids: which of its samples, in this order.
+      data: Full data set.
+      ids: Ids of its samples in the full set, in order.
 
-    >>> whole = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
-    >>> Subset(whole, torch.tensor([2, 1])).take(torch.tensor([0]), train=False).inputs.tolist()
+    >>> data = TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([0, 1, 0]))
+    >>> Subset(data, torch.tensor([2, 1])).take(torch.tensor([0]), train=False).inputs.tolist()
     [[4, 5]]
     """
 
@@ -104,7 +104,7 @@ class Subset:
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of each sample, as the whole has it."""
+        """Class of each sample in the full set."""
         return None if self.data.labels is None else self.data.labels[self.ids]
 
     def __len__(self) -> int:
@@ -115,31 +115,31 @@ class Subset:
         return f"{type(self).__name__}({len(self)} of {self.data!r})"
 
     def rows(self, ids: SampleIds) -> Batch:
-        """The samples that are ``ids`` here, as stored."""
+        """Returns the samples ``ids`` of the subset, as stored."""
         return self.data.rows(self.ids[ids])
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        """Rows, prepared as in the whole."""
+        """Prepares rows as the full set does."""
         return self.data.prepare(rows, train=train)
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        """The samples that are ``ids`` here; with ``train``, augmented as in the whole."""
+        """Returns the samples ``ids`` of the subset; with ``train``, augmented as in the full set."""
         return self.prepare(self.rows(ids), train=train)
 
 
 class Holding(Subset):
-    """The samples that one replica holds, each in a place from 0 on, some of which may have come from others.
+    """Samples that one replica owns, in places from 0 on; some may have come from other replicas.
 
-    A sample that has come from another replica is kept as it came. All others are read from the whole, where a resumed
-    replica finds those that had come, too: its checkpoint holds their ids alone.
+    Rows received from another replica are stored. All others are read from the full set. A checkpoint holds only ids,
+    so a resumed replica reads all rows from the full set.
 
     Args:
-      data: the whole training set.
-      ids: of the samples in it, in the order of their places.
+      data: Full training set.
+      ids: Ids of the samples in it, in the order of their places.
 
-    >>> held = Holding(TensorDataset(torch.arange(6), torch.zeros(6)), torch.tensor([4, 2]))
-    >>> held.exchange(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
-    >>> held.ids.tolist(), held.rows(torch.tensor([1, 0, 1])).inputs.tolist()
+    >>> holding = Holding(TensorDataset(torch.arange(6), torch.zeros(6)), torch.tensor([4, 2]))
+    >>> holding.replace_samples(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
+    >>> holding.ids.tolist(), holding.get_rows(torch.tensor([1, 0, 1])).inputs.tolist()
     ([4, 5], [5, 4, 5])
     """
 
@@ -148,47 +148,48 @@ class Holding(Subset):
         self.load_ids(ids)
 
     def load_ids(self, ids: SampleIds) -> None:
-        """Holds these samples from now on, in this order, all of them from the whole."""
+        """Sets the owned samples, in this order, all of them from the full set."""
         self.ids = ids.clone()
         self._came: Batch | None = None
-        """The rows of samples from others."""
+        """Rows of samples from other replicas."""
         self._row = torch.full_like(self.ids, -1)
-        """Of each place, which of these rows; -1 where the sample is from the whole."""
+        """Index of each place into the received rows; -1 if the sample is from the full set."""
 
     def exchange(self, places: SampleIds, ids: SampleIds, rows: Batch) -> None:
-        """Other samples stand in some places from now on.
+        """Replaces the samples in some places.
 
         Args:
-          places: unlike ones.
-          ids: of the samples, in the whole.
-          rows: theirs, as stored.
+          places: Distinct places.
+          ids: Ids of the new samples in the full set.
+          rows: Rows of the new samples, as stored.
         """
-        before = self._came or Batch(rows.inputs[:0], rows.targets[:0])
+        earlier = self._came or Batch(rows.inputs[:0], rows.targets[:0])
         row = self._row[places]
-        new = row < 0
-        row[new] = torch.arange(len(before), len(before) + int(new.sum()))
-        came = Batch(
-            torch.cat([before.inputs, rows.inputs[new]]), torch.cat([before.targets, rows.targets[new]])
+        is_new = row < 0
+        row[is_new] = torch.arange(len(earlier), len(earlier) + int(is_new.sum()))
+        received_rows = Batch(
+            torch.cat([earlier.inputs, rows.inputs[is_new]]),
+            torch.cat([earlier.targets, rows.targets[is_new]]),
         )
-        came.inputs[row], came.targets[row] = rows.inputs, rows.targets
-        self.ids[places], self._row[places], self._came = ids, row, came
+        received_rows.inputs[row], received_rows.targets[row] = rows.inputs, rows.targets
+        self.ids[places], self._row[places], self._came = ids, row, received_rows
 
     @override
     def rows(self, ids: SampleIds) -> Batch:
         row = self._row[ids]
-        came = row >= 0
-        if self._came is None or not came.any():
+        is_received = row >= 0
+        if self._came is None or not is_received.any():
             return super().rows(ids)
-        own = super().rows(ids[~came])
-        order = torch.cat([(~came).nonzero(), came.nonzero()]).flatten().argsort()
+        base_rows = super().rows(ids[~is_received])
+        order = torch.cat([(~is_received).nonzero(), is_received.nonzero()]).flatten().argsort()
         return Batch(
-            torch.cat([own.inputs, self._came.inputs[row[came]]])[order],
-            torch.cat([own.targets, self._came.targets[row[came]]])[order],
+            torch.cat([base_rows.inputs, self._came.inputs[row[is_received]]])[order],
+            torch.cat([base_rows.targets, self._came.targets[row[is_received]]])[order],
         )
 
 
 class InMemory(Stream):
-    """All of the data set at any time; nothing arrives, nothing is kept back: the sampler's cursor is the position."""
+    """Stream of a data set in memory: all samples are always available, and the sampler's cursor is the position."""
 
     everything = True
 

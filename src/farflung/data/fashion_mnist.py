@@ -47,19 +47,19 @@ AUGMENT = RandomFlip()  # shifts as well cost a point of accuracy in trainings a
 
 
 def load(which: Which = "auto", *, augment: bool = True) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set.
+    """Loads training and test set.
 
     Args:
-      which: the full set, the packaged subset, or the full set where it is at hand.
-      augment: whether training images are mirrored at random.
+      variant: Full set, packaged subset, or the full set if available.
+      augment: Mirrors training images at random.
 
     Raises:
-      DataError: absent, truncated or altered files.
+      DataError: Files are absent, truncated or altered.
     """
-    found = locate(SOURCE, which)
-    packaged = found.kind == "packaged"
-    counts = (10_000, 2_000) if packaged else (60_000, 10_000)
-    return read(found, counts=counts, sha256=_SUBSET if packaged else _FULL, augment=augment)
+    location = locate(SOURCE, which)
+    is_packaged = location.kind == "packaged"
+    counts = (10_000, 2_000) if is_packaged else (60_000, 10_000)
+    return read(location, counts=counts, sha256=_SUBSET if is_packaged else _FULL, augment=augment)
 
 
 def read(
@@ -69,16 +69,16 @@ def read(
     sha256: tuple[str, ...] = ("", "", "", ""),
     augment: bool = True,
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Reads the four files in ``found``.
+    """Reads the four files at ``location``.
 
     Args:
-      found: the folder.
-      counts: training and test images there must be.
-      sha256: of the four files' content, in the order of ``SOURCE.files``; empty to leave one unchecked.
-      augment: whether training images are mirrored at random.
+      location: Folder of the files.
+      counts: Expected training and test images.
+      sha256: Checksums of the four files' content, in the order of ``SOURCE.files``; empty: unchecked.
+      augment: Mirrors training images at random.
 
     Raises:
-      DataError: absent, truncated or altered files.
+      DataError: Files are absent, truncated or altered.
     """
     sets = []
     for split, count in enumerate(counts):
@@ -105,16 +105,15 @@ def read_idx(path: Path, shape: tuple[int, ...], *, sha256: str = "") -> Tensor:
     """Reads a gzipped IDX file: four bytes that name type and dimensions, sizes of 32 bits, unsigned bytes.
 
     Args:
-      path: the file.
-      shape: that it must have.
-      sha256: of the unpacked content, since one content may have been packed by unlike programs; empty to leave it
-        unchecked.
+      path: Path of the file.
+      shape: Expected shape.
+      sha256: Checksum of the unpacked content, which does not depend on the packing program; empty: unchecked.
 
     Returns:
       A uint8 tensor.
 
     Raises:
-      DataError: not such a file, of another shape, truncated or altered.
+      DataError: The file is no IDX file, of another shape, truncated or altered.
     """
     start = 4 + 4 * len(shape)
     size = start + math.prod(shape)
@@ -123,12 +122,12 @@ def read_idx(path: Path, shape: tuple[int, ...], *, sha256: str = "") -> Tensor:
     magic = bytes((0, 0, 8, len(shape)))
     if content[:4] != magic or len(content) < start:
         raise DataError(f"{path}: not an IDX file of bytes in {len(shape)} dimensions")
-    found = tuple(np.frombuffer(content[4:start], ">u4").tolist())
-    if found != shape:
-        raise DataError(f"{path}: expected {_sizes(shape)} bytes, found {_sizes(found)}")
+    actual_shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
+    if actual_shape != shape:
+        raise DataError(f"{path}: expected {_sizes(shape)} bytes, found {_sizes(actual_shape)}")
     if len(content) != size:
-        many = "more" if len(content) > size else len(content)
-        raise DataError(f"{path}: expected {size} unpacked bytes, found {many}")
+        actual_size = "more" if len(content) > size else len(content)
+        raise DataError(f"{path}: expected {size} unpacked bytes, found {actual_size}")
     digest = hashlib.sha256(content).hexdigest()
     if sha256 not in ("", digest):
         raise DataError(f"{path}: wrong checksum: expected sha256 {sha256} of its content, found {digest}")

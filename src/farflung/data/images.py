@@ -1,4 +1,4 @@
-"""What happens to a batch of images when it is taken: scaling, and random shift and flip.
+"""Transforms of image batches: scaling, and random shift and flip.
 
 The random ones draw from torch's global random state, a number of values that depends on the batch size alone.
 """
@@ -17,18 +17,18 @@ __all__ = ["Chain", "Normalize", "RandomFlip", "RandomShift"]
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Bytes to floats of about zero mean and unit spread: ``(x / 255 - mean) / std`` per channel.
+    """Transform of bytes to floats of about zero mean and unit spread: ``(x / 255 - mean) / std`` per channel.
 
     Args:
-      mean: per channel, in units of 0 to 1.
-      std: per channel, in units of 0 to 1.
+      mean: Mean per channel, in units of 0 to 1.
+      std: Standard deviation per channel, in units of 0 to 1.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """``images`` of shape ``(n, channels, height, width)``, uint8, as float32."""
+        """Returns ``images`` of shape ``(n, channels, height, width)``, uint8, as float32."""
         scale = torch.tensor([1.0 / (255.0 * s) for s in self.std])
         shift = torch.tensor([m / s for m, s in zip(self.mean, self.std, strict=True)])
         return images.to(torch.float32).mul_(scale[:, None, None]).sub_(shift[:, None, None])
@@ -36,16 +36,16 @@ class Normalize:
 
 @dataclass(frozen=True, slots=True)
 class RandomShift:
-    """Moves each image by up to ``pixels`` in both directions; what comes in is 0 (the usual padded crop).
+    """Transform that shifts each image by up to ``pixels`` in both directions, padded with 0 (the usual padded crop).
 
     Args:
-      pixels: largest shift.
+      pixels: Largest shift.
     """
 
     pixels: int
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Shifted copies of ``images``, shape ``(n, channels, height, width)``."""
+        """Returns shifted copies of ``images``, shape ``(n, channels, height, width)``."""
         n, _, height, width = images.shape
         padded = F.pad(images, (self.pixels,) * 4)
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)
@@ -55,26 +55,26 @@ class RandomShift:
 
 @dataclass(frozen=True, slots=True)
 class RandomFlip:
-    """Mirrors each image left to right with probability one half."""
+    """Transform that mirrors each image left to right with probability one half."""
 
     def __call__(self, images: Tensor) -> Tensor:
-        """``images`` of shape ``(n, channels, height, width)``, some mirrored."""
+        """Returns ``images`` of shape ``(n, channels, height, width)``, some mirrored."""
         mirrored = torch.rand(len(images)) < 0.5
         return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
 class Chain:
-    """Applies several steps in order.
+    """Sequence of transforms, applied in order.
 
     Args:
-      steps: functions of a batch of inputs.
+      steps: Functions of a batch of inputs.
     """
 
     def __init__(self, *steps: Callable[[Tensor], Tensor]) -> None:
         self.steps = steps
 
     def __call__(self, images: Tensor) -> Tensor:
-        """``images`` after every step."""
+        """Returns ``images`` after every transform."""
         for step in self.steps:
             images = step(images)
         return images

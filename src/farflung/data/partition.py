@@ -1,7 +1,7 @@
-"""Splits one data set among replicas: evenly, by class, by Dirichlet shares, or by order.
+"""Partitions of a data set among replicas: even, by class, by Dirichlet shares, or by order.
 
-Each split gives one tensor of ids per part; together the parts hold every sample exactly once. Random choices
-come from NumPy's ``RandomState``, whose streams are frozen, so that a seed means the same split with every version.
+Each split gives one tensor of ids per part; together the parts hold every sample exactly once. Random choices come
+from NumPy's ``RandomState``, whose streams are frozen, so a seed gives one split with every version.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from farflung.types.data import Partition
 __all__ = ["IID", "PARTITIONS", "ByOrder", "Dirichlet", "Labels", "Partition", "Share", "describe"]
 
 _SMALLEST = 10
-"""Samples that each part of a Dirichlet split has, unless there are too few."""
+"""Minimum samples of each part of a Dirichlet split, unless the set is too small."""
 _DRAWS = 1_000
-"""Dirichlet splits that are tried for it."""
+"""Maximum number of Dirichlet draws for one split."""
 _LEAST = 1e-6
-"""The lowest concentration: below, all of a class goes to one part."""
+"""Lowest concentration; below, all samples of a class go to one part."""
 
 
 @dataclass(frozen=True, slots=True)
 class IID:
-    """A random equal split; sizes differ by at most one.
+    """Random equal split; sizes differ by at most one.
 
     >>> from farflung.data import TensorDataset
     >>> [len(part) for part in IID().split(TensorDataset(torch.zeros(10), torch.zeros(10)), 4)]
@@ -45,7 +45,7 @@ class IID:
 
 @dataclass(frozen=True, slots=True)
 class ByOrder:
-    """Consecutive runs of nearly equal length: the natural split of data that is ordered by place or time."""
+    """Split into consecutive runs of nearly equal length, for data that is ordered by place or time."""
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
         del seed
@@ -55,18 +55,18 @@ class ByOrder:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """``k`` consecutive labels for each part: part ``p`` holds labels ``p k, ..., p k + k - 1`` (modulo).
+    """Split with ``k`` consecutive labels for each part: part ``p`` holds labels ``p k, ..., p k + k - 1`` (modulo).
 
-    With 10 classes and 10 parts of one label, or 100 classes and 25 parts of four, this is the split of ScaDLES.
-    A label that several parts hold is divided evenly between them, at random.
+    With 10 classes and 10 parts of one label, or 100 classes and 25 parts of four, this is the split of ScaDLES. A
+    label that several parts hold is divided evenly between them, at random.
 
     Args:
-      k: labels each, at most the number of classes.
+      k: Labels of each part, at most the number of classes.
 
     Raises:
-      ConfigError: not a whole number of 1 or more. When a data set is split: fewer places than labels, which would
-        leave samples out; or more labels each than exist.
-      DataError: when a data set is split: it has no classes.
+      ConfigError: ``k`` is not a whole number of 1 or more. In a split: places are fewer than labels, or ``k`` is
+        larger than the number of labels.
+      DataError: In a split: the data set has no classes.
     """
 
     k: int = 1
@@ -86,32 +86,31 @@ class Labels:
             )
         random = _random(seed, "labels")
         places = [place % classes for place in range(parts * k)]
-        held: list[list[np.ndarray]] = [[] for _ in range(parts)]
+        part_pieces: list[list[np.ndarray]] = [[] for _ in range(parts)]
         for label in range(classes):
-            owners = [place // k for place, other in enumerate(places) if other == label]
+            owners = [place // k for place, place_label in enumerate(places) if place_label == label]
             members = random.permutation(np.flatnonzero(labels == label))
             for owner, piece in zip(owners, np.array_split(members, len(owners)), strict=True):
-                held[owner].append(piece)
-        return _shuffled(random, held)
+                part_pieces[owner].append(piece)
+        return _shuffled(random, part_pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Dirichlet:
-    r"""Shares of each class drawn from a Dirichlet distribution.
+    r"""Split by shares of each class that are drawn from a Dirichlet distribution.
 
     For every class, :math:`q \sim \mathrm{Dir}(\alpha, \ldots, \alpha)` over the parts, and part :math:`p` gets the
     share :math:`q_p`. Small ``alpha`` gives parts of few classes, large ``alpha`` nearly equal ones.
 
-    It is drawn again until each part has 10 samples. A part that already has its even share gets nothing of the classes
-    that follow (as in the code of Mercury and FedML), so sizes stay within about one class of each other.
+    Draws are repeated until each part has 10 samples. A part that has reached its even share gets nothing of later
+    classes, as in the code of Mercury and FedML. Sizes thus differ by about one class at most.
 
     Args:
-      alpha: concentration, at least 1e-6.
+      alpha: Concentration, at least 1e-6.
 
     Raises:
-      ConfigError: ``alpha`` out of its range. When a data set is split: no draw out of 1,000 gives every part its
-        smallest number.
-      DataError: when a data set is split: it has no classes.
+      ConfigError: ``alpha`` is out of range. In a split: none of 1,000 draws gives every part its minimum.
+      DataError: In a split: the data set has no classes.
 
     References: Hsu, Qi, Brown 2019, arXiv:1909.06335.
     """
@@ -126,18 +125,18 @@ class Dirichlet:
         total = len(labels)
         members = [np.flatnonzero(labels == label) for label in range(int(labels.max()) + 1)]
         for _ in range(_DRAWS):
-            held: list[list[np.ndarray]] = [[] for _ in range(parts)]
+            part_pieces: list[list[np.ndarray]] = [[] for _ in range(parts)]
             sizes = np.zeros(parts)
             for ids in members:
                 shares = random.dirichlet(np.full(parts, self.alpha)) * (sizes < total / parts)
-                if not shares.sum() > 0:  # underflow, or all have enough: the smallest gets all
+                if not shares.sum() > 0:  # underflow, or all parts are full: the smallest gets all
                     shares = (np.arange(parts) == sizes.argmin()).astype(float)
                 cuts = np.round(np.cumsum(shares / shares.sum())[:-1] * len(ids)).astype(int)
                 for part, piece in enumerate(np.split(random.permutation(ids), cuts)):
-                    held[part].append(piece)
+                    part_pieces[part].append(piece)
                     sizes[part] += len(piece)
             if sizes.min() >= min(_SMALLEST, total // parts):
-                return _shuffled(random, held)
+                return _shuffled(random, part_pieces)
         raise ConfigError(
             f"no Dirichlet({self.alpha}) split of {total} samples gives each of {parts} parts {_SMALLEST}; "
             "take a larger concentration or fewer parts"
@@ -150,30 +149,29 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
     "iid": IID,
     "labels": Labels,
 }
-"""All of them by name; each is made from its options."""
+"""Partitions by name; each is built from its options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One part of a partition in numbers.
+    """Sizes of one part of a partition.
 
     Args:
-      size: samples.
-      histogram: samples of each class; empty where there are no classes.
+      size: Number of samples.
+      histogram: Number of samples of each class; empty without classes.
     """
 
     size: int
     histogram: tuple[int, ...]
 
     def to_json(self) -> dict[str, Json]:
-        """For summaries."""
         return {"samples": self.size, "labels": list(self.histogram)}
 
 
 def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[Share]:
-    """Size and label histogram of each part.
+    """Returns size and label histogram of each part.
 
-    >>> describe([torch.tensor([0, 1]), torch.tensor([2, 3])], torch.tensor([0, 0, 1, 0]))
+    >>> describe_parts([torch.tensor([0, 1]), torch.tensor([2, 3])], torch.tensor([0, 0, 1, 0]))
     [Share(size=2, histogram=(2, 0)), Share(size=2, histogram=(1, 1))]
     """
     if labels is None:

@@ -1,6 +1,6 @@
 """Tiny Shakespeare: 1,115,394 characters of plays, 65 symbols; a sample is a window and the characters after it.
 
-The first nine tenths are for training. A split by order gives each replica its own plays.
+The first nine tenths are for training. A split by order gives each replica plays of its own.
 
 Reference: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks", 2015.
 """
@@ -25,26 +25,26 @@ SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test windows of ``length`` characters.
+    """Loads training and test windows of ``length`` characters.
 
     Args:
-      length: characters in a window.
-      every: characters between the starts of two training windows; ``None``: as many as in one, so that they do not
-        overlap. Test windows never do.
+      length: Characters of a window.
+      stride: Characters between the starts of two training windows; ``None``: ``length``, so that they do not
+        overlap. Test windows never overlap.
 
     Raises:
-      DataError: absent, truncated or altered file.
+      DataError: The file is absent, truncated or altered.
     """
-    found = locate(SOURCE)
-    verify(found.path("input.txt"), SOURCE.files[0])
-    return read(found, length=length, every=every)
+    location = locate(SOURCE)
+    verify(location.path("input.txt"), SOURCE.files[0])
+    return read(location, length=length, every=every)
 
 
 def read(found: Location, *, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Reads ``input.txt`` in ``found``; see :func:`load`.
+    """Reads ``input.txt`` at ``location``; see :func:`load`.
 
     Raises:
-      DataError: a symbol that is not among :data:`SYMBOLS`, or less text than two windows.
+      DataError: A symbol is not among :data:`SYMBOLS`, or the text is shorter than two windows.
     """
     path = found.path("input.txt")
     content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
@@ -52,8 +52,8 @@ def read(found: Location, *, length: int, every: int | None = None) -> tuple[Ten
     numbers[np.frombuffer(SYMBOLS.encode(), dtype=np.uint8)] = np.arange(len(SYMBOLS), dtype=np.uint8)
     text = numbers[content]
     if bool((text == 255).any()):
-        where = int((text == 255).argmax())
-        raise DataError(f"{path}: unexpected byte {content[where]} at {where}")
+        position = int((text == 255).argmax())
+        raise DataError(f"{path}: unexpected byte {content[position]} at {position}")
     border = len(text) * 9 // 10
     if min(border, len(text) - border) <= length:
         raise DataError(f"{path}: {len(text)} characters are too few for windows of {length}")
@@ -64,13 +64,13 @@ def read(found: Location, *, length: int, every: int | None = None) -> tuple[Ten
 
 
 def windows(text: npt.NDArray[np.uint8], length: int, every: int, origin: str) -> TensorDataset:
-    """Return windows of ``length`` symbols, and the symbols after each; views, however much they overlap.
+    """Returns windows of ``length`` symbols, and the symbols after each; views, however much they overlap.
 
     Args:
-      text: numbers of symbols.
-      length: symbols in a window.
-      every: symbols between the starts of two windows.
-      origin: see :class:`TensorDataset`.
+      text: Numbers of symbols.
+      length: Symbols of a window.
+      stride: Symbols between the starts of two windows.
+      origin: Source of the text; see :class:`TensorDataset`.
     """
     inputs, targets = (torch.from_numpy(text.astype(kind)) for kind in (np.uint8, np.int64))
     return TensorDataset(

@@ -1,8 +1,8 @@
-"""Where data sets are found, and how their files are fetched and verified.
+"""Sources of data sets: places of their files, download and verification.
 
-A data set called NAME is looked for in ``$FARFLUNG_DATA/NAME``, then in ``$FARFLUNG_CACHE/NAME`` (the cache is
-``~/.cache/farflung`` when the variable is not set), then among the packaged subsets. Nothing is downloaded on the
-way: ``farflung data fetch NAME`` does that, into the cache.
+A data set called NAME is searched in ``$FARFLUNG_DATA/NAME``, then in ``$FARFLUNG_CACHE/NAME`` (the cache is
+``~/.cache/farflung`` if the variable is not set), then among the packaged subsets. Nothing is downloaded in a search:
+``farflung data fetch NAME`` downloads into the cache.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 Which: TypeAlias = Literal["auto", "packaged", "full"]
-"""``packaged``: the subset inside the package, whatever else is there; ``full``: the official set or an error;
-``auto``: the official set when it is at hand, else the subset."""
+"""Variant of a data set. ``packaged``: the subset inside the package; ``full``: the official set or an error;
+``auto``: the official set if available, else the subset."""
 
 PACKAGED = Path(__file__).parent / "packaged"
 
@@ -48,16 +48,16 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file as its publishers offer it.
+    """File as its publishers offer it.
 
     Args:
-      name: path inside the data set's folder.
-      nbytes: size; ``None`` when not published.
-      url: where it is offered; empty when it has to be asked for by hand.
-      md5: of the file, as published; empty when not.
-      sha256: of the file, as published; empty when not.
-      lines_sha256: of a text's lines without the blanks at their ends, where nothing is published and these blanks have
-        changed; empty otherwise.
+      name: Path inside the data set's folder.
+      nbytes: Size; ``None`` if not published.
+      url: Address; empty if the file has to be requested from its publishers.
+      md5: Published checksum of the file; empty without one.
+      sha256: Published checksum of the file; empty without one.
+      lines_sha256: Checksum of a text's lines without trailing blanks, for files without a published one whose blanks
+        have changed; empty otherwise.
     """
 
     name: str
@@ -70,18 +70,18 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A data set: what it is called, which files hold it, and under what terms.
+    """Data set with its files and terms.
 
     Args:
-      name: also the name of its folder.
-      title: one line for a table.
-      licence: short.
-      homepage: where its publishers describe it.
-      files: the official files; together they are the data set.
-      layouts: other sets of file names that hold the same samples, tried before ``files``.
-      packaged: whether a subset is inside the package.
-      how_to_get: what to do when the files are not at hand; the command that fetches them when empty.
-      samples: training and test samples in the official files; ``None`` where that depends on how they are cut.
+      name: Name of the data set and of its folder.
+      title: Description of one line for a table.
+      licence: Short name of the licence.
+      homepage: Page of its publishers.
+      files: Official files; together they are the data set.
+      layouts: Other sets of file names with equal samples, tried before ``files``.
+      has_subset: A subset is inside the package.
+      instructions: How to obtain the files; empty: by the command that fetches them.
+      samples: Training and test samples of the official files; ``None`` if they depend on the windows.
     """
 
     name: str
@@ -96,18 +96,18 @@ class Source:
 
     @property
     def remedy(self) -> str:
-        """What to do when the files are not at hand."""
+        """Advice to a user without the files."""
         return self.how_to_get or f"fetch it with: farflung data fetch {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a data set was found.
+    """Place of a data set's files.
 
     Args:
-      folder: holds ``names``.
-      names: the files of the layout that is complete there.
-      kind: which of the three places this is.
+      folder: Folder of ``names``.
+      names: Files of the layout that is complete in it.
+      kind: Kind of place.
     """
 
     folder: Path
@@ -115,18 +115,18 @@ class Location:
     kind: Literal["folder", "cache", "packaged"]
 
     def path(self, name: str) -> Path:
-        """The path of one file."""
+        """Returns the path of one file."""
         return self.folder / name
 
 
-# --- where files are ------------------------------------------------------------------------------------------------
+# --- location of files ----------------------------------------------------------------------------------------------
 
 
 def data_folder() -> Path | None:
-    """The user's folder of data sets, from ``FARFLUNG_DATA``; ``None`` when not set.
+    """Returns the user's folder of data sets, from ``FARFLUNG_DATA``; ``None`` if not set.
 
     Raises:
-      DataError: the variable names something that is not a folder.
+      DataError: The variable names something that is not a folder.
     """
     value = os.environ.get("FARFLUNG_DATA")
     if not value:
@@ -138,18 +138,17 @@ def data_folder() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where fetched files are kept: ``FARFLUNG_CACHE``, or ``~/.cache/farflung``."""
+    """Returns the folder of fetched files: ``FARFLUNG_CACHE``, or ``~/.cache/farflung``."""
     value = os.environ.get("FARFLUNG_CACHE")
     return Path(value).expanduser() if value else Path.home() / ".cache" / "farflung"
 
 
 def find(source: Source, which: Which = "auto") -> Location | None:
-    """Where ``source`` is, or ``None`` when it is nowhere.
+    """Finds the location of ``source``; ``None`` if it is absent.
 
     Raises:
-      DataError: a folder holds some of the files but not all: using another place instead would make results
-        depend on an accident.
-      ConfigError: ``which`` is not one of the three.
+      DataError: A folder holds some of the files but not all: results must not depend on such an accident.
+      ConfigError: ``variant`` is not one of the three.
     """
     if which not in ("auto", "packaged", "full"):
         raise ConfigError(f"data={which!r} is not one of auto, packaged, full")
@@ -164,55 +163,55 @@ def find(source: Source, which: Which = "auto") -> Location | None:
 
 
 def locate(source: Source, which: Which = "auto") -> Location:
-    """Where ``source`` is.
+    """Returns the location of ``source``.
 
     Raises:
-      DataError: nowhere, with the folders tried and the command that fetches it; or incomplete.
-      ConfigError: ``which`` is not one of the three.
+      DataError: It is absent, with the searched folders and the command that fetches it; or incomplete.
+      ConfigError: ``variant`` is not one of the three.
     """
-    found = find(source, which)
-    if found is not None:
-        return found
+    location = find(source, which)
+    if location is not None:
+        return location
     if which == "packaged":
         raise DataError(f"{source.name} has no packaged subset; {source.remedy}")
     names = {"folder": "FARFLUNG_DATA", "cache": "cache"}
-    tried = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
-    raise DataMissing(f"{source.name} was not found: looked in {tried}; {source.remedy}")
+    folders = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
+    raise DataMissing(f"{source.name} was not found: looked in {folders}; {source.remedy}")
 
 
 def _folders(source: Source) -> dict[Literal["folder", "cache"], Path]:
-    """The folders in which ``source`` is looked for, in order."""
-    cache, given = cache_folder() / source.name, data_folder()
-    return {"cache": cache} if given is None else {"folder": given / source.name, "cache": cache}
+    """Lists the folders in which ``source`` is searched, in order."""
+    cache, user_folder = cache_folder() / source.name, data_folder()
+    return {"cache": cache} if user_folder is None else {"folder": user_folder / source.name, "cache": cache}
 
 
 def _complete(source: Source, folder: Path) -> tuple[str, ...] | None:
-    """The names of the first layout of which ``folder`` holds all files; ``None`` when it holds none of any."""
+    """Finds the first layout of which ``folder`` holds all files; ``None`` if it holds no file of any."""
     partial: list[str] = []
     for layout in (*source.layouts, tuple(file.name for file in source.files)):
-        absent = [name for name in layout if not (folder / name).is_file()]
-        if not absent:
+        missing = [name for name in layout if not (folder / name).is_file()]
+        if not missing:
             return layout
-        if len(absent) < len(layout) and (not partial or len(absent) < len(partial)):
-            partial = absent
+        if len(missing) < len(layout) and (not partial or len(missing) < len(partial)):
+            partial = missing
     if partial:
         raise DataError(f"{source.name} in {folder} is incomplete: no {', '.join(partial)}; {source.remedy}")
     return None
 
 
-# --- what files hold ------------------------------------------------------------------------------------------------
+# --- content of files -----------------------------------------------------------------------------------------------
 
 
 def verify(path: Path, file: File, *, called: str = "") -> None:
     """Checks size and checksum of a file.
 
     Args:
-      path: of the file.
-      file: what is known of it.
-      called: its name in an error; the path when empty.
+      path: Path of the file.
+      file: Published size and checksums.
+      label: Name of the file in an error; empty: its path.
 
     Raises:
-      DataError: they differ, in one line that names the file and both values.
+      DataError: They differ; names the file and both values in one line.
     """
     called = called or str(path)
     size = path.stat().st_size
@@ -221,24 +220,24 @@ def verify(path: Path, file: File, *, called: str = "") -> None:
     kind, expected = ("sha256", file.sha256) if file.sha256 else ("md5", file.md5)
     if expected:
         with path.open("rb") as stream:
-            found = hashlib.file_digest(stream, kind).hexdigest()
+            digest = hashlib.file_digest(stream, kind).hexdigest()
     elif file.lines_sha256:
         kind, expected = "sha256 of lines", file.lines_sha256
         lines = b"\n".join(line.rstrip() for line in path.read_bytes().splitlines())
-        found = hashlib.sha256(lines).hexdigest()
+        digest = hashlib.sha256(lines).hexdigest()
     else:
         return
-    if found != expected:
-        raise DataError(f"{called}: wrong checksum: expected {kind} {expected}, found {found}")
+    if digest != expected:
+        raise DataError(f"{called}: wrong checksum: expected {kind} {expected}, found {digest}")
 
 
 def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each regular file in a tar archive whose name is ``wanted``, in the archive's order.
+    """Yields name and content of each regular file of a tar archive for whose name ``should_read`` is true, in order.
 
-    Nothing is unpacked to disk. A leading ``./`` is taken off the names.
+    Nothing is unpacked to disk. A leading ``./`` is removed from names.
 
     Raises:
-      DataError: not a tar archive, or truncated.
+      DataError: The file is no tar archive, or truncated.
     """
     with reading(path, "not a tar archive, or truncated", DataError), tarfile.open(path) as archive:
         for member in archive:
@@ -249,34 +248,34 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
 
 
 def read_members(path: Path, names: Sequence[str]) -> list[bytes]:
-    """The contents of the files called ``names`` in a tar archive, in that order.
+    """Reads the files called ``names`` from a tar archive, in that order.
 
     Raises:
-      DataError: a broken archive, or one without them.
+      DataError: The archive is broken or lacks a file.
     """
-    found = dict(members(path, names.__contains__))
-    if absent := [name for name in names if name not in found]:
-        raise DataError(f"{path}: truncated, or another archive: no {', '.join(absent)} in it")
-    return [found[name] for name in names]
+    contents = dict(members(path, names.__contains__))
+    if missing := [name for name in names if name not in contents]:
+        raise DataError(f"{path}: truncated, or another archive: no {', '.join(missing)} in it")
+    return [contents[name] for name in names]
 
 
 # --- fetching -------------------------------------------------------------------------------------------------------
 
 
 def fetch(source: Source, *, progress: bool = False) -> Path:
-    """Downloads the official files of ``source`` that the cache does not hold, or not intact.
+    """Downloads the official files of ``source`` that are absent from the cache or damaged.
 
-    A file gets its name when it is whole and verified.
+    A file gets its name once it is complete and verified.
 
     Args:
-      source: what to fetch.
-      progress: whether a bar on stderr shows how far a file is.
+      source: Data set to fetch.
+      progress: Shows a progress bar on stderr.
 
     Returns:
       The folder that now holds every official file.
 
     Raises:
-      DataError: no address, no connection, or a wrong size or checksum.
+      DataError: No address, no connection, or a wrong size or checksum.
     """
     folder = cache_folder() / source.name
     if not all(file.url for file in source.files):
@@ -299,11 +298,11 @@ def fetch(source: Source, *, progress: bool = False) -> Path:
 def _download(url: str, path: Path, *, progress: bool) -> None:
     from torch.hub import download_url_to_file
 
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_TIMEOUT_S)  # torch waits without a deadline
+    earlier_timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT_S)  # torch has no timeout of its own
     try:
         download_url_to_file(url, str(path), progress=progress)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f"cannot download {url}: {str(error) or type(error).__name__}") from None
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(earlier_timeout_s)

@@ -1,4 +1,4 @@
-"""The streams that a recipe takes by name."""
+"""Registry of the streams that a recipe names."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ __all__ = ["STREAMS"]
 STREAMS: Registry[Stream] = Registry("farflung.data", {"in_memory": "InMemory"}) | Registry(
     "farflung.streams", {"iterator": "iterator", "kafka": "kafka", "rate": "RateLimited"}
 )
-"""All of them by name; each is made anew for every replica. Nothing else here names :mod:`farflung.streams`."""
+"""Streams by name; each is built anew for every replica. No other module of data imports :mod:`farflung.streams`."""

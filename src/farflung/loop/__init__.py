@@ -1,4 +1,4 @@
-"""farflung's own training loop: one replica, its evaluation, checkpoints and extensions."""
+"""Training loop of farflung: replica, evaluation, checkpoints and extensions."""
 
 from typing import TYPE_CHECKING
 

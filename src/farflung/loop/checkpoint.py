@@ -1,7 +1,7 @@
 """Checkpoints of a run: a folder of state trees for each saved step.
 
-A checkpoint of step ``n`` is the folder ``step-<n>`` with ``shared.safetensors``, which all replicas have alike, and
-one ``rank-<r>-of-<size>.safetensors`` for each. It counts once all of these are there; each file appears by a rename.
+A checkpoint of step ``n`` is the folder ``step-<n>``. It has ``shared.safetensors``, equal for all replicas, and one
+``rank-<r>-of-<size>.safetensors`` for each. It is complete once all of these exist; each file appears by a rename.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short hash of the names, shapes, dtypes and memory formats in a model's state."""
+    """Computes a short hash of the names, shapes, dtypes and memory formats in a model's state."""
     layout = [
         (name, tuple(t.shape), str(t.dtype), *(() if t.is_contiguous() else t.stride()))
         for name, t in model.state_dict().items()
@@ -41,10 +41,10 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def check_model(shared: State, model: nn.Module, where: str) -> None:
-    """Whether the shared tree of a checkpoint belongs to ``model``.
+    """Checks that the shared tree of a checkpoint belongs to ``model``.
 
     Raises:
-      CheckpointError: it is of another.
+      CheckpointError: It belongs to another model.
     """
     if shared.get("fingerprint") != fingerprint(model):
         raise CheckpointError(
@@ -54,10 +54,10 @@ def check_model(shared: State, model: nn.Module, where: str) -> None:
 
 
 def check_optimizer_kind(own: State, optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Whether what a replica's tree of a checkpoint holds was gathered by an optimizer of the same kind.
+    """Checks that a replica's tree of a checkpoint was saved with an optimizer of the same class.
 
     Raises:
-      CheckpointError: by another.
+      CheckpointError: Its optimizer is of another class.
     """
     kind = kind_of(optimizer)
     if own["optimizer"]["kind"] != kind:
@@ -68,15 +68,15 @@ def check_optimizer_kind(own: State, optimizer: torch.optim.Optimizer, where: st
 
 
 def share_name(share: SampleIds | None) -> str:
-    """A short hash of the samples that a replica draws from; empty where that is the whole set."""
+    """Computes a short hash of the samples that a replica draws from; empty for the whole set."""
     return "" if share is None else hashlib.sha256(share.numpy().tobytes()).hexdigest()[:16]
 
 
 def check_share(own: State, share: SampleIds | None, where: str) -> None:
-    """Whether a replica's tree of a checkpoint was trained on ``share``.
+    """Checks that a replica's tree of a checkpoint was trained on ``share``.
 
     Raises:
-      CheckpointError: on another.
+      CheckpointError: It was trained on another share.
     """
     if own.get("share", "") != share_name(share):
         raise CheckpointError(
@@ -86,15 +86,15 @@ def check_share(own: State, share: SampleIds | None, where: str) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run, as one replica sees them.
+    """Checkpoint files of one run, for one rank.
 
     Args:
-      folder: where they are; shared by the replicas of one machine.
-      rank: this replica.
-      size: number of replicas.
-      leader: whether this replica writes the shared file on its machine and removes old checkpoints.
-      keep: how many to keep.
-      any_size: whether to load checkpoints of another number of replicas too.
+      folder: Folder of the checkpoints, shared by the replicas of one machine.
+      rank: Rank of this replica.
+      size: Number of replicas.
+      is_leader: Writes the shared file on this machine and removes old checkpoints.
+      num_kept: Number of checkpoints to keep.
+      allows_any_size: Loads checkpoints of another number of replicas too.
     """
 
     def __init__(
@@ -105,9 +105,11 @@ class Checkpoints:
         self._rank, self._size, self._leader, self._keep = rank, size, leader, keep
 
     def among(self, rank: int, size: int) -> Checkpoints:
-        """The same of one of ``size`` replicas that are left, whose first one writes the shared file too."""
-        leads = self._leader or rank == 0
-        return Checkpoints(self.folder, rank, size, leader=leads, keep=self._keep, any_size=self._any_size)
+        """Returns these checkpoints for one of ``size`` remaining replicas; rank 0 writes the shared file too."""
+        is_leader = self._leader or rank == 0
+        return Checkpoints(
+            self.folder, rank, size, leader=is_leader, keep=self._keep, any_size=self._any_size
+        )
 
     def save(self, step: int, shared: State, own: State) -> Path:
         """Writes this replica's part; the checkpoint is complete once all ranks have written theirs."""
@@ -118,15 +120,15 @@ class Checkpoints:
         return folder
 
     def prune(self) -> None:
-        """Removes all but the newest ``keep`` checkpoints; to be called once all ranks have saved."""
+        """Removes all but the newest ``num_kept`` checkpoints; to be called once all ranks have saved."""
         if self._leader:
-            kept = self.complete()[-self._keep :]
+            newest_steps = self.complete()[-self._keep :]
             for folder in self.folder.glob("step-*"):
-                if kept and folder.name < f"step-{kept[0]:08d}":
+                if newest_steps and folder.name < f"step-{newest_steps[0]:08d}":
                     shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self) -> list[int]:
-        """The steps with every file in place, oldest first."""
+        """Lists the steps whose files are all in place, oldest first."""
         steps = []
         for folder in self.folder.glob("step-*"):
             match = re.fullmatch(r"step-(\d+)", folder.name)
@@ -140,10 +142,10 @@ class Checkpoints:
         return sorted(steps)
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint.
+        """Finds the step of the newest complete checkpoint.
 
         Raises:
-          CheckpointError: there is none.
+          CheckpointError: No checkpoint is complete.
         """
         steps = self.complete()
         if not steps:
@@ -151,10 +153,10 @@ class Checkpoints:
         return steps[-1]
 
     def load(self, step: int) -> tuple[State, State]:
-        """The shared tree and this replica's own.
+        """Loads the shared tree and this replica's tree.
 
         Raises:
-          CheckpointError: damaged, or saved by another number of replicas.
+          CheckpointError: The checkpoint is damaged, or was saved by another number of replicas.
         """
         folder = self.folder / f"step-{step:08d}"
         if self._any_size:
@@ -166,16 +168,16 @@ class Checkpoints:
         return load_tree(folder / "shared.safetensors"), load_tree(folder / self._own_name())
 
     def _own_of_any_size(self, folder: Path) -> State:
-        """This replica's tree; without one, that of rank 0, less its random state and its residuals."""
-        own_file = next(iter(folder.glob(f"rank-{self._rank}-of-*")), None)
-        other = next(iter(folder.glob("rank-0-of-*")))
-        own = load_tree(own_file or other)
-        if other.name != f"rank-0-of-{self._size}.safetensors":
-            own["sent"] = {}
-        if own_file is None:
-            del own["random"]
-            own["exchanges"] = {**own["exchanges"], "reducer": {}}
-        return own
+        """Loads this replica's tree; if absent, rank 0's without its random state and residuals."""
+        rank_file = next(iter(folder.glob(f"rank-{self._rank}-of-*")), None)
+        rank0_file = next(iter(folder.glob("rank-0-of-*")))
+        state = load_tree(rank_file or rank0_file)
+        if rank0_file.name != f"rank-0-of-{self._size}.safetensors":
+            state["sent"] = {}
+        if rank_file is None:
+            del state["random"]
+            state["exchanges"] = {**state["exchanges"], "reducer": {}}
+        return state
 
     def _own_name(self) -> str:
         return f"rank-{self._rank}-of-{self._size}.safetensors"

@@ -1,4 +1,4 @@
-"""The samples of a replica's steps: picked, lent, made ready, used."""
+"""Samples of a replica's steps: picked, exchanged, prepared and committed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Drawing"]
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """The samples of a step, from when they are picked until their gradient is given.
+    """Samples picked for a step, kept until their gradient has been contributed.
 
     Args:
-      ids: which.
-      weights: of each, for importance; ``None``: all weigh 1.
-      weight: of the step in the mean; ``None``: by the number of samples.
-      told: what telemetry says of the stream and the sampler.
-      pool: what they were picked from; see :class:`farflung.types.PoolView`.
+      ids: Sample ids.
+      weights: Importance weight of each sample; ``None``: all are 1.
+      weight: Weight of the step in the mean; ``None``: by the number of samples.
+      telemetry: Fields of the stream and the sampler for telemetry.
+      pool: Samples they were picked from; see :class:`farflung.types.DrawContext`.
     """
 
     ids: SampleIds
@@ -54,16 +54,16 @@ class _Drawn:
 
 @dataclass(slots=True)
 class Drawing:
-    """What a replica's steps train on.
+    """Loader of the batches that a replica trains on.
 
     Args:
-      runtime: the world.
-      parts: stream, sampler and sharing are used.
-      source: the rows of samples, and how they are made ready.
-      count: how many samples there are where all are at hand.
-      share: where this replica draws from samples of its own alone, their number over the mean of all replicas.
-      batch_size: of a step, where the stream says no other.
-      random: installed whenever something is drawn that is this replica's own.
+      runtime: Clock, messages and decisions of the replica.
+      components: Stream, sampler and sharing of the recipe.
+      source: Source of sample rows, which prepares them.
+      num_samples: Number of samples, if the stream has random access.
+      share: Number of this replica's own samples over the mean of all replicas; ``None``: samples are shared.
+      batch_size: Batch size of a step, unless the stream sets another.
+      random: Random state of this replica, installed before each draw.
     """
 
     runtime: Runtime
@@ -74,13 +74,13 @@ class Drawing:
     batch_size: int
     random: RandomState
     sent_nbytes: int = field(init=False, default=0)
-    """Bytes of samples that were lent."""
+    """Bytes of samples sent to other replicas."""
     _drawn: _Drawn | None = field(init=False, default=None)
 
     async def batch(self, step: int) -> tuple[Batch, Tensor | None]:
-        """A step's samples, waited for where a stream is slow, and their importance weights.
+        """Loads a step's batch and its importance weights, waiting for a slow stream.
 
-        They are the same until :meth:`commit`, so a step that is broken off before loses none.
+        Repeated calls return the same samples until :meth:`commit`, so an interrupted step loses none.
         """
         await self.pick(step)
         assert self._drawn is not None
@@ -96,42 +96,42 @@ class Drawing:
         return batch, weights
 
     async def pick(self, step: int) -> int:
-        """Picks a step's samples, where that has not been done, and returns their number."""
+        """Picks a step's samples unless that has been done, and returns their number."""
         if self._drawn is None:
             self._drawn = await self._draw(step)
         return len(self._drawn.ids)
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the step's samples have importance weights."""
+        """Returns True if the step's samples have importance weights."""
         return self._drawn is not None and self._drawn.weights is not None
 
     def view_of_rest(self, step: int) -> PoolView:
-        """What a step could have drawn and has not."""
+        """Builds the context of samples that the step could have drawn and has not."""
         assert self._drawn is not None
-        pool, used = self._drawn.pool, self._drawn.ids
-        rest = pool if isinstance(pool, int) else pool[~torch.isin(pool, used)]
-        return self._view(step, rest, len(used))
+        pool, used_ids = self._drawn.pool, self._drawn.ids
+        remaining = pool if isinstance(pool, int) else pool[~torch.isin(pool, used_ids)]
+        return self._view(step, remaining, len(used_ids))
 
     def weight(self, samples: int) -> float:
-        """Of the step in the mean, where so many samples make it up."""
+        """Computes the weight in the mean of a step with ``samples`` samples."""
         assert self._drawn is not None
         return samples / self.batch_size if self._drawn.weight is None else self._drawn.weight
 
     def commit(self, step: int) -> Mapping[str, Json]:
-        """The gradient of the step's samples is given: they are used. What telemetry says of how they were drawn."""
+        """Marks the step's samples as used, and returns telemetry fields of how they were drawn."""
         assert self._drawn is not None
-        drawn, self._drawn = self._drawn, None
-        used = drawn.ids.unique() if self.parts.sampler.needs_scores else drawn.ids
-        self.parts.stream.commit(used, step=step)
-        return drawn.told
+        samples, self._drawn = self._drawn, None
+        used_ids = samples.ids.unique() if self.parts.sampler.needs_scores else samples.ids
+        self.parts.stream.commit(used_ids, step=step)
+        return samples.told
 
     def state_dict(self) -> State:
-        """What the step under way has drawn; empty between steps."""
+        """Returns the samples picked for the step under way; empty between steps."""
         return {} if self._drawn is None else self._drawn.state_dict()
 
     def load_state_dict(self, drawn: State, sent_nbytes: int) -> None:
-        """Continues from :meth:`state_dict`, with as many bytes sent."""
+        """Continues from :meth:`state_dict`, and restores the number of bytes sent."""
         self._drawn = _Drawn.from_state(drawn) if drawn else None
         self.sent_nbytes = sent_nbytes
 
@@ -143,29 +143,29 @@ class Drawing:
         while arrivals.ready is not None:
             await self.runtime.wait_for_data(arrivals.ready)
             arrivals = stream.poll(self.runtime.now(), step)
-        wanted = self.batch_size if arrivals.count is None else arrivals.count
-        pool = self.count if stream.everything else arrivals.ids[:wanted]
+        num_samples = self.batch_size if arrivals.count is None else arrivals.count
+        pool = self.count if stream.everything else arrivals.ids[:num_samples]
         if self.parts.sampler.needs_scores:
-            wanted = min(wanted, self.batch_size)
-        size = self.parts.sharing.own(wanted, self.runtime.comm.size)
+            num_samples = min(num_samples, self.batch_size)
+        size = self.parts.sharing.own(num_samples, self.runtime.comm.size)
         draw = sampler.next(self._view(step, pool, size))
-        held: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
+        fields: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**held, **draw.told}, pool)
+        return _Drawn(draw.ids, draw.weights, weight, {**fields, **draw.told}, pool)
 
     def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
         comm, elastic = self.runtime.comm, self.runtime.elastic
         if elastic is not None:
             ranks = elastic.at(step).ranks
-            place = ranks.index(comm.rank) if comm.rank in ranks else 0  # one that joins draws nothing yet
-            return PoolView(step, place, len(ranks), count, pool, 1.0)
+            index = ranks.index(comm.rank) if comm.rank in ranks else 0  # a joining replica draws nothing yet
+            return PoolView(step, index, len(ranks), count, pool, 1.0)
         if self.share is None:
             return PoolView(step, comm.rank, comm.size, count, pool, 1.0)
         return PoolView(step, 0, 1, count, pool, self.share)
 
     async def _shared(self, rows: Batch, step: int) -> Batch:
-        """The step's rows after a round of the sharing."""
+        """Returns the step's rows after a round of the sharing."""
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        shared = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
+        batch = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
         self.sent_nbytes += channel.sent_nbytes
-        return shared
+        return batch

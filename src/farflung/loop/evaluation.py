@@ -1,4 +1,4 @@
-"""Evaluation on the test set, shared out among the replicas."""
+"""Evaluation on the test set, divided among the replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Score", "averaged", "evaluate"]
 
 BATCH = 256
 _AGAIN = 16
-"""The first part of exchanges that sum the scores of lost replicas' shares."""
+"""First part number of exchanges that sum the scores of lost replicas' shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +38,49 @@ class Score:
 async def averaged(
     runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
 ) -> AsyncIterator[None]:
-    """Inside, what differs between replicas is alike on all; afterwards each has its own again.
+    """Averages state that differs between replicas; restores each replica's values at exit.
 
     Args:
-      runtime: the world.
-      model: the replica's.
-      number: of the exchange; alike on all ranks.
-      stands: what :meth:`farflung.engine.Engine.consensus_parameters` says.
+      runtime: Clock and messages of the replica.
+      model: Model of the replica.
+      number: Number of the exchange, equal on all ranks.
+      consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
     """
-    found, compared, known, values = _differing(model, stands)
-    indices = await unlike(runtime, compared, number, purpose=Purpose.EVALUATION)
-    means = [tensor.detach() for tensor in (*found, *(compared[index] for index in indices))]
-    places = [tensor.detach() for tensor in known]
-    own = [tensor.clone() for tensor in (*means, *places)]
+    trained_params, candidates, anchors, anchor_values = _differing(model, stands)
+    indices = await unlike(runtime, candidates, number, purpose=Purpose.EVALUATION)
+    means = [tensor.detach() for tensor in (*trained_params, *(candidates[index] for index in indices))]
+    anchor_data = [tensor.detach() for tensor in anchors]
+    saved_values = [tensor.clone() for tensor in (*means, *anchor_data)]
     await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
-    load(places, values)
+    load(anchor_data, anchor_values)
     try:
         yield
     finally:
-        load([*means, *places], own)
+        load([*means, *anchor_data], saved_values)
 
 
 def _differing(
     model: nn.Module, stands: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Finds what may differ between replicas.
+    """Splits a model's tensors by how replicas reach equal values.
 
     Args:
-      model: the replica's.
-      stands: parameters that are known alike on all, by name; ``None``: those of the model that train differ.
+      model: Model of the replica.
+      consensus: Parameters equal on all ranks, by name; ``None``: the trained parameters differ.
 
     Returns:
-      Parameters that differ, whose means are to be taken; what nothing trains and is a number, such as running
-      statistics, whose means are taken where it differs; parameters that need none, and what stands in their place.
+      Trained parameters to average; untrained numbers such as running statistics, averaged where they differ;
+      parameters with consensus values; these values.
     """
     parameters = dict(model.named_parameters())
-    trained: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
-    others = [p for p in parameters.values() if not p.requires_grad]
-    known = stands or {}
+    trained_params: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
+    frozen_params = [p for p in parameters.values() if not p.requires_grad]
+    consensus_values = stands or {}
     return (
-        trained if stands is None else [],
-        [tensor for tensor in (*model.buffers(), *others) if _has_mean(tensor)],
-        [parameters[name] for name in known],
-        list(known.values()),
+        trained_params if stands is None else [],
+        [tensor for tensor in (*model.buffers(), *frozen_params) if _has_mean(tensor)],
+        [parameters[name] for name in consensus_values],
+        list(consensus_values.values()),
     )
 
 
@@ -102,45 +102,45 @@ async def evaluate(
 ) -> Score:
     """Evaluates the model: each replica scores its share, and one exchange sums the scores, equal on all ranks.
 
-    The model is scored as it is at the call. Random numbers are drawn from a state of the evaluation's own, so training
-    is unchanged by it.
+    The model is scored as it is at the call. The evaluation has a random state of its own, so training is unchanged
+    by it.
 
     Args:
-      runtime: the world.
-      workload: what is trained.
-      model: the replica's.
-      data: the test set.
-      step: of the evaluation.
-      stands: what :meth:`farflung.engine.Engine.consensus_parameters` says.
-      goes_on: whether the model may be trained on before this ends.
-      seed: the run's.
-      device: of the model.
+      runtime: Clock and messages of the evaluation.
+      workload: Loss and metric to evaluate.
+      model: Model of the replica.
+      data: Test set.
+      step: Step of the evaluation.
+      consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
+      is_concurrent: True if training of the model may continue before this ends.
+      seed: Seed of the run.
+      device: Device of the model.
     """
     comm = runtime.comm
     random = RandomState.of(workload, derive(seed, "evaluation", step, comm.rank), device)
 
-    means, compared, known, stood = _differing(model, stands)
-    kept = [*means, *known]
-    if goes_on and (kept or compared):
-        kept += _others(model, kept)
-    values = [tensor.detach().clone() for tensor in kept]
-    standing = values[len(means) : len(means) + len(known)]
-    for value, stands_here in zip(standing, stood, strict=True):
-        value.copy_(stands_here)
-    averaged = values[: len(means)]
-    at_call = dict(zip(map(id, kept), values, strict=True))
-    found = [at_call.get(id(tensor), tensor) for tensor in compared]
-    for index in await unlike(runtime, found, step, purpose=Purpose.EVALUATION):
+    means, candidates, anchors, anchor_values = _differing(model, stands)
+    tensors = [*means, *anchors]
+    if goes_on and (tensors or candidates):
+        tensors += _others(model, tensors)
+    values = [tensor.detach().clone() for tensor in tensors]
+    anchor_copies = values[len(means) : len(means) + len(anchors)]
+    for value, anchor_value in zip(anchor_copies, anchor_values, strict=True):
+        value.copy_(anchor_value)
+    to_average = values[: len(means)]
+    snapshots = dict(zip(map(id, tensors), values, strict=True))
+    candidate_values = [snapshots.get(id(tensor), tensor) for tensor in candidates]
+    for index in await unlike(runtime, candidate_values, step, purpose=Purpose.EVALUATION):
         if not goes_on:
-            kept.append(compared[index])
-            values.append(compared[index].detach().clone())
-            found[index] = values[-1]
-        averaged.append(found[index])
-    await average(runtime, averaged, step, Purpose.EVALUATION, first_part=1)
+            tensors.append(candidates[index])
+            values.append(candidates[index].detach().clone())
+            candidate_values[index] = values[-1]
+        to_average.append(candidate_values[index])
+    await average(runtime, to_average, step, Purpose.EVALUATION, first_part=1)
 
     def score(share: Tensor) -> Tensor:
         random.install()
-        with _holding(kept, values):
+        with _holding(tensors, values):
             return _score(workload, model, data, share, device)
 
     total = await _shared_out(runtime, torch.arange(len(data)), score, step)
@@ -151,7 +151,7 @@ async def evaluate(
 
 
 async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], Tensor], step: int) -> Tensor:
-    """Sums the scores of all ids, of which each replica takes a share; the others score the shares of lost ones."""
+    """Sums the scores of all ids, a share for each replica; remaining replicas rescore the shares of lost ones."""
     comm, part = runtime.comm, 0
     ranks = range(comm.size) if runtime.elastic is None else runtime.elastic.at(step - 1).ranks
     shares = dict(zip(ranks, ids.tensor_split(len(ranks)), strict=True))
@@ -159,63 +159,61 @@ async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], T
     while True:
         share = shares[comm.rank]
         sums = await runtime.compute(Cost("evaluate", len(share)), partial(score, share))
-        here = torch.zeros(0 if runtime.elastic is None else comm.size, dtype=sums.dtype)
-        here[comm.rank : comm.rank + 1] = 1
-        _, summed = await sum_everywhere(
-            runtime, torch.empty(0), torch.cat([sums, here]), step, part=part, purpose=Purpose.EVALUATION
+        presence = torch.zeros(0 if runtime.elastic is None else comm.size, dtype=sums.dtype)
+        presence[comm.rank : comm.rank + 1] = 1
+        _, totals = await sum_everywhere(
+            runtime, torch.empty(0), torch.cat([sums, presence]), step, part=part, purpose=Purpose.EVALUATION
         )
-        total = total + summed[: len(sums)]
-        left = [] if runtime.elastic is None else summed[len(sums) :].nonzero().flatten().tolist()
-        missing = [shares[rank] for rank in shares if left and rank not in left]
+        total = total + totals[: len(sums)]
+        present_ranks = [] if runtime.elastic is None else totals[len(sums) :].nonzero().flatten().tolist()
+        missing = [shares[rank] for rank in shares if present_ranks and rank not in present_ranks]
         if not sum(map(len, missing)):
             return total
-        shares = dict(zip(left, torch.cat(missing).tensor_split(len(left)), strict=True))
+        shares = dict(zip(present_ranks, torch.cat(missing).tensor_split(len(present_ranks)), strict=True))
         part = part + 1 if part else _AGAIN
 
 
 def _others(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a model's state has beside these tensors."""
-    among = {id(tensor) for tensor in tensors}
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in among]
+    """Lists the tensors of a model's state that are not among ``tensors``."""
+    excluded_ids = {id(tensor) for tensor in tensors}
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in excluded_ids]
 
 
 @contextmanager
 def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the tensors have other values; a backward pass that is due for them does not notice."""
-    own = [tensor.data for tensor in tensors]
+    """Replaces the values of tensors inside the context; a pending backward pass does not notice."""
+    saved_values = [tensor.data for tensor in tensors]
     try:
         for tensor, value in zip(tensors, values, strict=True):
             tensor.data = value
         yield
     finally:
-        for tensor, value in zip(tensors, own, strict=True):
+        for tensor, value in zip(tensors, saved_values, strict=True):
             tensor.data = value
 
 
 @contextmanager
 def _forward_once(model: nn.Module) -> Iterator[None]:
-    """Inside, the model returns its last output again for the same inputs: loss and metric share one forward pass."""
-    forward, own = model.forward, vars(model).get("forward")
+    """Caches the last output for identical inputs, so that loss and metric share one forward pass."""
+    forward, instance_forward = model.forward, vars(model).get("forward")
     inputs: tuple[Any, ...] | None = None
     output: Any = None
 
-    def remembered(*given: Any, **named: Any) -> Any:
+    def forward_cached(*args: Any, **kwargs: Any) -> Any:
         nonlocal inputs, output
-        if named:
-            return forward(*given, **named)
-        if inputs is None or len(given) != len(inputs) or any(map(is_not, given, inputs)):
-            inputs, output = given, forward(*given)
+        if kwargs:
+            return forward(*args, **kwargs)
+        if inputs is None or len(args) != len(inputs) or any(map(is_not, args, inputs)):
+            inputs, output = args, forward(*args)
         return output
 
-    vars(model)["forward"] = (
-        remembered  # not by setattr, which modules of TorchScript have their own way with
-    )
+    vars(model)["forward"] = forward_cached  # not by setattr, which modules of TorchScript override
     try:
         yield
     finally:
         del vars(model)["forward"]
-        if own is not None:
-            vars(model)["forward"] = own
+        if instance_forward is not None:
+            vars(model)["forward"] = instance_forward
 
 
 def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:

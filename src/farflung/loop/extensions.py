@@ -1,4 +1,4 @@
-"""The extensions of farflung's own loop: numbers of its parts, balanced batches, members that join."""
+"""Extensions of farflung's training loop: metadata of components, joins, and a trace of exchanges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Joins", "StepNumbers", "Trace"]
 
 
 class StepNumbers(Extension):
-    """Adds the numbers of a recipe's parts to a step's metadata, and its samples if ranks take different numbers."""
+    """Extension that adds metadata of a recipe's components to a step's, and its samples if batch sizes differ."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = (parts.stream, parts.sampler, parts.sharing)
@@ -37,12 +37,12 @@ class StepNumbers(Extension):
 
 
 class Joins(Extension):
-    """Offers the state of the run to replicas that join it, and emits an event for each change of the members.
+    """Extension that publishes the state of the run for joining replicas, and reports changes of members.
 
     Args:
-      runtime: has the members, if some may be lost.
-      telemetry: gets the events.
-      offer: offers the state for those that begin at a step.
+      runtime: Runtime with the members of an elastic run.
+      telemetry: Receiver of the events.
+      offer_state: Publishes the state for replicas that begin at a step.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Joins(Extension):
 
 
 class Trace(Extension):
-    """Emits an event for each exchange that has arrived.
+    """Extension that emits an event for each exchange that has arrived.
 
     Args:
-      telemetry: where events go.
-      runtime: has the clock.
+      telemetry: Receiver of the events.
+      runtime: Runtime with the clock.
     """
 
     def __init__(self, telemetry: Telemetry, runtime: Runtime) -> None:

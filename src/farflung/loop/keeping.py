@@ -1,4 +1,4 @@
-"""Background tasks of a replica, evaluations and checkpoints, and what a checkpoint holds of it."""
+"""Background tasks of a replica, such as evaluations, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class BackgroundTasks:
-    """A part of a replica's time of their own, or off the clock, beside what follows.
+    """Tasks of an untimed runtime during training; without one, they take time of their own.
 
     Args:
-      runtime: the world.
-      engine: of the replica.
-      time_s: takes the time.
+      runtime: Clock and messages of the replica.
+      engine: Engine of the replica.
+      time_s: Time split that the duration is added to.
     """
 
     runtime: Runtime
@@ -59,11 +59,11 @@ class BackgroundTasks:
         errand: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
         tell: Callable[..., None],
     ) -> Pending[T]:
-        """One of them, begun: where it is off the clock, training may go on.
+        """Starts a task; in an untimed runtime, training may continue during it.
 
         Args:
-          errand: in which runtime; leaves the replica as it is. Off the clock it begins at once.
-          tell: of its result, and of when it was through and how long it took (``t``, ``duration_s``).
+          coroutine_fn: Coroutine function of the runtime, which leaves the replica unchanged.
+          report: Called with the result, the time of its end (``t``) and its duration (``duration_s``).
         """
         off_clock, begin = self.runtime.off_clock, self.runtime.now()
         if off_clock is None:
@@ -74,38 +74,38 @@ class BackgroundTasks:
             tell(result, t=end, duration_s=end - begin)
             return done(result)
 
-        async def told() -> T:
+        async def run_task() -> T:
             result = await errand(off_clock)
             tell(result, t=begin, duration_s=0.0)
             return result
 
-        for each in self._under_way:
-            if each.error is not None:
-                raise each.error
-        task = off_clock.launch(told())
-        self._under_way = [*(each for each in self._under_way if not each.done), task]
+        for pending in self._under_way:
+            if pending.error is not None:
+                raise pending.error
+        task = off_clock.launch(run_task())
+        self._under_way = [*(pending for pending in self._under_way if not pending.done), task]
         return task
 
     async def end(self) -> None:
-        """Waits for those that are under way."""
-        for each in self._under_way:
-            await each
+        """Waits for all pending tasks."""
+        for task in self._under_way:
+            await task
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Writes a replica's checkpoints, and continues from them.
+    """Writer and loader of a replica's checkpoints.
 
     Args:
-      workload: its name.
-      training: the settings.
-      model: the replica's.
-      optimizer: of the model.
-      random: what models draw from in training.
-      drawing: the samples; its stream and sampler are kept too.
-      engine: with what is in flight.
-      extensions: of the run.
-      share: the samples that the replica draws from alone; ``None``: there are none.
+      workload: Name of the workload.
+      training: Settings of the run.
+      model: Model of the replica.
+      optimizer: Optimizer of the model.
+      random: Random state of training.
+      batch_loader: Loader of the samples; its stream and sampler are saved too.
+      engine: Engine with the exchanges in flight.
+      extensions: Extensions of the run.
+      share: Samples that this replica alone draws from; ``None``: there are none.
     """
 
     workload: str
@@ -127,46 +127,46 @@ class Keeping:
         background: BackgroundTasks,
         telemetry: Telemetry,
     ) -> None:
-        """A checkpoint of the whole replica; whole when every replica has written its part.
+        """Saves a checkpoint of the replica; complete when every replica has written its part.
 
         Args:
-          checkpoints: the files.
-          step: after so many.
-          exchanges: what :meth:`farflung.engine.Engine.state_dict` gave.
-          counted: what else the replica has counted, by name.
-          background: by which it is written.
-          telemetry: is told.
+          checkpoints: Checkpoint files.
+          step: Number of completed steps.
+          exchanges: Result of :meth:`farflung.engine.Engine.state_dict`.
+          counts: Other counts of the replica, by name.
+          background: Tasks that the writing is added to.
+          telemetry: Receiver of the event.
         """
-        shared, own = self.state(step, exchanges, counted)
+        shared_state, replica_state = self.state(step, exchanges, counted)
 
         async def write(runtime: Runtime) -> Path:
-            folder = checkpoints.save(step, shared, own)
+            folder = checkpoints.save(step, shared_state, replica_state)
             await barrier(runtime, step, Purpose.CHECKPOINT)
             checkpoints.prune()
             return folder
 
-        def tell(folder: Path, **when: Json) -> None:
-            telemetry.emit("checkpoint", **when, step=step, path=f"{folder.parent.name}/{folder.name}")
+        def report_checkpoint(folder: Path, **times: Json) -> None:
+            telemetry.emit("checkpoint", **times, step=step, path=f"{folder.parent.name}/{folder.name}")
 
-        await background.run(write, tell)
+        await background.run(write, report_checkpoint)
 
     def state(self, step: int, exchanges: State, counted: State) -> tuple[State, State]:
-        """What all replicas have alike, and what is this one's own."""
-        kept, running = self.model.state_dict(), dict(self.model.named_buffers())
-        buffers = {name: t for name, t in kept.items() if name in running}
-        parameters = {name: t for name, t in kept.items() if name not in running}
-        diverged, drawing = self.engine.diverged, self.drawing
-        shared: State = {
+        """Returns the state that all replicas share, and the state of this replica."""
+        model_state, live_buffers = self.model.state_dict(), dict(self.model.named_buffers())
+        buffers = {name: t for name, t in model_state.items() if name in live_buffers}
+        parameters = {name: t for name, t in model_state.items() if name not in live_buffers}
+        has_diverged, drawing = self.engine.diverged, self.drawing
+        shared_state: State = {
             "step": step,
             "fingerprint": fingerprint(self.model),
             "workload": self.workload,
             "training": self.training.to_json(),
-            "model": {**parameters, **((self.engine.anchor_parameters() if diverged else None) or {})},
+            "model": {**parameters, **((self.engine.anchor_parameters() if has_diverged else None) or {})},
             "exchanges": exchanges["shared"],
         }
-        own: State = {
+        replica_state: State = {
             "buffers": buffers,
-            "parameters": parameters if diverged else {},
+            "parameters": parameters if has_diverged else {},
             "optimizer": optimizer_state(self.optimizer),
             "random": self.random.state_dict(),
             "sampler": drawing.parts.sampler.state_dict(),
@@ -174,27 +174,27 @@ class Keeping:
             "drawn": drawing.state_dict(),
             "exchanges": exchanges["own"],
             "shared_nbytes": drawing.sent_nbytes,
-            "extensions": {each.key: each.state_dict() for each in self.extensions if each.key},
+            "extensions": {ext.key: ext.state_dict() for ext in self.extensions if ext.key},
             "share": share_name(self.share),
             **counted,
         }
-        return shared, own
+        return shared_state, replica_state
 
     def resume(self, checkpoints: Checkpoints, step: int, take: Callable[[State], None]) -> None:
         """Continues from the checkpoint of ``step``.
 
         Args:
-          checkpoints: the files.
-          step: after so many.
-          take: gets what the replica had counted then, and how many steps it had done as ``step``.
+          checkpoints: Checkpoint files.
+          step: Number of completed steps.
+          restore_counts: Receives the saved counts, and the number of completed steps as ``step``.
 
         Raises:
-          CheckpointError: damaged, or of another model or share of the data.
+          CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
         """
         self.take_over(*checkpoints.load(step), f"{checkpoints.folder}, step {step}", take)
 
     def take_over(self, shared: State, own: State, where: str, take: Callable[[State], None]) -> None:
-        """Continues from what all replicas had alike and what is this one's own; see :meth:`resume`."""
+        """Restores the shared state and the state of this replica; see :meth:`resume`."""
         check_model(shared, self.model, where)
         check_share(own, self.share, where)
         check_optimizer_kind(own, self.optimizer, where)
@@ -213,10 +213,10 @@ class Keeping:
         drawing.load_state_dict(own["drawn"], own["shared_nbytes"])
         exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
         self.engine.load_state_dict(exchanges)
-        saved = own["extensions"]
+        extension_states = own["extensions"]
         keys = {extension.key for extension in self.extensions}
-        if missing := {name for name, state in saved.items() if state} - keys:
+        if missing := {name for name, state in extension_states.items() if state} - keys:
             raise ValueError(f"it has the state of {', '.join(sorted(missing))}")
         for extension in self.extensions:
             if extension.key:
-                extension.load_state_dict(saved.get(extension.key, {}))
+                extension.load_state_dict(extension_states.get(extension.key, {}))

@@ -1,4 +1,4 @@
-"""Parameters kept once for simulated replicas that never differ in them."""
+"""Parameters stored once for simulated replicas that never differ in them."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ class _Replica(Protocol):
 
 
 def keep_once(replicas: Sequence[_Replica]) -> bool:
-    """Shares one copy of parameters and optimizer among the replicas of a virtual world, where that changes no bit.
+    """Shares one copy of parameters and optimizer among the replicas of a virtual world, if that changes no bit.
 
-    Under the synchronous schedule every replica applies the same mean to the same parameters, and no replica steps
-    before all have computed their gradients, so the old parameters are not needed again. One replica steps for all; a
-    thousand replicas then take the memory of their gradients alone. Buffers, such as the statistics of a batch norm,
-    are kept by each replica. Not for worlds in which replicas are lost or come back.
+    Under the synchronous schedule every replica applies the same mean to the same parameters. No replica steps before
+    all have computed their gradients, so the old parameters are not needed again. One replica steps for all, and a
+    thousand replicas take the memory of their gradients alone. Each replica keeps its buffers, such as the statistics
+    of a batch norm. Not for worlds in which replicas are lost or join again.
 
-    A sampler or sharing may use a model between its steps, when other replicas have stepped already, and a stream may
-    have replicas begin their steps at different times. Copies are shared only where neither can happen.
+    A sampler or sharing may use a model between its steps, when other replicas have stepped already. A stream may
+    have replicas begin their steps at different times. Copies are shared only if neither can happen.
 
     Args:
-      replicas: all of the world, before the first step or after a resume.
+      replicas: All replicas of the world, before the first step or after a resume.
 
     Returns:
-      Whether it was done; not with other parts, or where parameters differ.
+      True if parameters are shared; False with other components or different parameters.
     """
     first = list(replicas[0].model.parameters())
-    for other in replicas:
-        pairs = zip(first, other.model.parameters(), strict=True)
-        if not _in_step(other.parts) or not all(torch.equal(a, b) for a, b in pairs):
+    for replica in replicas:
+        pairs = zip(first, replica.model.parameters(), strict=True)
+        if not _in_step(replica.parts) or not all(torch.equal(a, b) for a, b in pairs):
             return False
-    together = Lockstep(replicas[0].model)
-    for other in replicas:
-        for own, kept in zip(other.model.parameters(), first, strict=True):
-            own.data = kept.data
-        other.optimizer, other.lockstep = replicas[0].optimizer, together
+    lockstep = Lockstep(replicas[0].model)
+    for replica in replicas:
+        for parameter, shared_parameter in zip(replica.model.parameters(), first, strict=True):
+            parameter.data = shared_parameter.data
+        replica.optimizer, replica.lockstep = replicas[0].optimizer, lockstep
     return True
 
 
 def _in_step(parts: _Parts) -> bool:
-    """Whether nothing but the step itself reads the parameters, and no replica waits for anything but messages."""
+    """Returns True if only the step itself reads the parameters, and replicas wait for messages alone."""
     kinds = [type(part) for part in (parts.schedule, parts.sampler, parts.stream, parts.sharing)]
     return kinds == [Synchronous, Uniform, InMemory, NoSharing]
 
 
 class Lockstep:
-    """Whose turn it is to step.
+    """State that lets the first replica at a step update the shared parameters.
 
     Args:
-      model: the one whose parameters the optimizer has.
+      model: Model whose parameters the optimizer updates.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,14 +84,14 @@ class Lockstep:
         self._next = 0
 
     def take(self, parameters: Iterable[nn.Parameter], step: int) -> list[nn.Parameter]:
-        """For the first to come at a step: the optimizer's parameters, with its gradients; for others nothing.
+        """Returns the optimizer's parameters with this replica's gradients if it is first at a step, else [].
 
-        The optimizer's own replica needs its gradients no more or has not merged them yet.
+        The optimizer's own replica has already used its gradients, or has not merged them yet.
         """
         if step < self._next:
             return []
         self._next = step + 1
-        kept = list(self._model.parameters())
-        for one, own in zip(kept, parameters, strict=True):
-            one.grad = own.grad
-        return kept
+        shared_parameters = list(self._model.parameters())
+        for target, source in zip(shared_parameters, parameters, strict=True):
+            target.grad = source.grad
+        return shared_parameters

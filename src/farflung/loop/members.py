@@ -1,4 +1,4 @@
-"""The members of the families that one replica trains with."""
+"""Components of a recipe that one replica trains with."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["Parts"]
 
 @dataclass(frozen=True)
 class Parts:
-    """The members of the families that one replica trains with; fresh for each replica.
+    """Components of a recipe that one replica trains with; new for each replica.
 
     Raises:
-      ConfigError: members that do not go together.
+      ConfigError: Components are incompatible.
     """
 
     reducer: Reducer
@@ -37,30 +37,30 @@ class Parts:
     sharing: Sharing = field(default_factory=NoSharing)
     scaling: RateScaling = field(default_factory=NoScaling)
     bucket_nbytes: int = BUCKET_NBYTES
-    """Of the gradient buckets that the reducer carries."""
+    """Size of the gradient buckets that the reducer exchanges."""
 
     def __post_init__(self) -> None:
         _check_movable(self.sharing, self.stream, self.sampler)
-        alone = self.stream.everything and not self.sharing.data_leaves_device
-        if self.sampler.is_balanced and not alone:
+        is_unshared = self.stream.everything and not self.sharing.data_leaves_device
+        if self.sampler.is_balanced and not is_unshared:
             raise ConfigError(
                 f"{BALANCED}: shares out samples that all replicas have: leave out --stream and --sharing"
             )
 
     @cached_property
     def hold_shares(self) -> bool:
-        """Whether each replica needs samples of its own; where they stream in, it has those."""
+        """Returns True if each replica needs samples of its own, beyond those that a stream brings."""
         return (self.sampler.needs_scores and self.stream.everything) or self.sharing.moves_samples
 
     @cached_property
     def even(self) -> bool:
-        """Whether all replicas take as many samples as each other, in every step."""
-        lends = self.sharing.data_leaves_device and not self.sharing.moves_samples
-        return self.stream.everything and not self.sampler.is_balanced and not lends
+        """Returns True if all replicas have equal batch sizes in every step."""
+        lends_samples = self.sharing.data_leaves_device and not self.sharing.moves_samples
+        return self.stream.everything and not self.sampler.is_balanced and not lends_samples
 
     @property
     def needs_all(self) -> str:
-        """Why a run with these members ends with the first replica that is lost; empty: it may go on."""
+        """Reason why a run with these components ends when a replica is lost; empty if it can continue."""
         if not self.schedule.reach:
             return (
                 f"schedule {self.schedule!r} needs all replicas: choose synchronous, pipelined, delayed, local_sgd, "
@@ -81,15 +81,15 @@ class Parts:
 
     @property
     def scales(self) -> bool:
-        """Whether the learning rate follows what gradients weigh."""
+        """Returns True if the learning rate follows the weight of gradients."""
         return self.scaling != NoScaling()
 
 
 def _check_movable(sharing: Sharing, stream: Stream, sampler: Sampler) -> None:
-    """Whether samples can change owner, where a sharing would have them do so.
+    """Checks that samples can change owner, if the sharing moves them.
 
     Raises:
-      ConfigError: the stream or the sampler is of the wrong kind; says what to do.
+      ConfigError: The stream or the sampler is of the wrong kind.
     """
     if not sharing.moves_samples:
         return

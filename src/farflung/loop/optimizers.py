@@ -1,4 +1,4 @@
-"""What a replica does with its optimizer besides stepping: the learning rate of a step, and its state as a tree."""
+"""Learning rate of a step, and optimizer state as a tree."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def set_rate(
     size: int,
     scale: float | None = None,
 ) -> float | None:
-    """Sets the learning rate of a step; equal on all replicas, because what it follows from is.
+    """Sets the learning rate of a step, equal on all replicas.
 
     Args:
-      optimizer: of the replica.
-      training: has the rate that is changed, and how much there is to do.
-      rates: what :meth:`farflung.config.Training.make_rates` has made.
-      step: how many steps have been done before.
-      samples: how many samples all replicas together have drawn before.
-      size: number of replicas.
-      scale: what :meth:`farflung.types.RateScaling.factor` says of the step; ``None``: no step is scaled.
+      optimizer: Optimizer of the replica.
+      training: Settings with the initial rate and the length of the run.
+      rates: Schedule from :meth:`farflung.config.Training.make_rate_schedule`.
+      step: Number of completed steps.
+      samples: Number of samples that all replicas have drawn in these steps.
+      size: Number of replicas.
+      scale: Factor of :meth:`farflung.types.RateScaling.compute_factor` for the step; ``None``: no step is scaled.
 
     Returns:
-      The rate; ``None`` where it never changes and the optimizer is left alone.
+      The rate; ``None`` if it never changes and the optimizer is left unchanged.
     """
     if rates == Constant() and scale is None:
         return None
@@ -55,32 +55,32 @@ def set_rate(
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Json]:
-    """The class and the settings of an optimizer by name, a list with one for each group, for comparing ranks.
+    """Returns class and settings of an optimizer by name, with a list entry for each group, to compare ranks.
 
-    What says how it computes and not what (``fused`` and the like) is left out: it may differ between machines.
+    Settings of the implementation (``fused`` and the like) are left out, since they may differ between machines.
     """
     groups = optimizer.param_groups
     names = sorted({name for group in groups for name in group} - {"params", *_WAYS})
-    told: dict[str, Json] = {
+    settings: dict[str, Json] = {
         f"optimizer's {name}": [_plain(group.get(name)) for group in groups] for name in names
     }
-    return {"optimizer": kind_of(optimizer), **told}
+    return {"optimizer": kind_of(optimizer), **settings}
 
 
 _WAYS = frozenset({"capturable", "differentiable", "foreach", "fused", "param_names"})
 
 
 def _plain(value: object) -> Json:
-    """A setting as JSON; a number in a tensor is that number."""
+    """Converts a setting to JSON; a tensor of one number becomes that number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return value if value is None or isinstance(value, bool | int | float | str) else text_of(value)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
-    """What it has gathered for each parameter, by number; its settings are those of the training."""
+    """Returns the optimizer's state of each parameter, by number, without the settings."""
     return {
         "kind": kind_of(optimizer),
         "state": {str(index): dict(entry) for index, entry in optimizer.state_dict()["state"].items()},
@@ -88,6 +88,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Continues from :func:`optimizer_state`."""
+    """Restores the state from :func:`get_optimizer_state`."""
     entries = {int(index): entry for index, entry in state.get("state", {}).items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})

@@ -1,4 +1,4 @@
-"""The replica: one coroutine that trains, the same on the wall clock and in virtual time."""
+"""Training coroutine of one replica, for the wall clock and for virtual time."""
 
 from __future__ import annotations
 
@@ -70,23 +70,22 @@ def _never() -> bool:
 
 @dataclass(slots=True)
 class Replica:
-    """One member of a run.
+    """Replica of a run: model, optimizer, data and state of one rank.
 
     Args:
-      runtime: the world.
-      workload: what is trained.
-      training: for how long and with what settings.
-      parts: with which members of the families.
-      telemetry: where events go.
-      checkpoints: where state is kept, if it is.
-      stop_asked: whether this replica was asked to stop; then all stop after the same step.
-      share: the training samples that this replica draws from, alone and in passes of its own; ``None``: all
-        replicas draw from the whole set, in passes over it that they share.
-      trace: whether to tell of every exchange.
-      device: where model, gradients and optimizer are; samples, random state and checkpoints come to it.
+      runtime: Clock, computation, messages and decisions of the replica.
+      workload: Model, loss and data sets to train.
+      training: Length and settings of the run.
+      components: Schedule, reducer, sampler, stream and sharing.
+      telemetry: Receiver of the events.
+      checkpoints: Checkpoint files; ``None``: none are written.
+      is_stop_requested: Returns True once this replica is asked to stop; all replicas then stop after one step.
+      share: Training samples that this replica alone draws from; ``None``: all share passes over the whole set.
+      should_trace: Emits an event for each exchange.
+      device: Device of model, gradients and optimizer.
 
     Raises:
-      ConfigError: parts or settings that do not go together.
+      ConfigError: Components or settings are incompatible.
     """
 
     runtime: Runtime
@@ -117,16 +116,16 @@ class Replica:
     _stop: StopAgreement = field(init=False)
     _rates: RateSchedule = field(init=False)
     _rate: float | None = field(init=False, default=None)
-    """The learning rate of this step, where it changes."""
+    """Learning rate of this step, if the rate changes."""
     _samples: int = field(init=False, default=0)
     _begin: float = field(init=False, default=0.0)
-    """When this leg of the run began."""
+    """Time at which this leg of the run began."""
     _from_step: int = field(init=False, default=0)
-    """The steps that had been done by then."""
+    """Number of steps completed before this leg."""
     _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
-    """What earlier legs took up to the checkpoint that this one goes on from."""
+    """Time of earlier legs up to the checkpoint that was resumed."""
     _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
-    """What had been sent when the checkpoint was written that this leg goes on from."""
+    """Bytes that had been sent when the resumed checkpoint was written."""
     _background: BackgroundTasks = field(init=False)
     _keeping: Keeping = field(init=False)
 
@@ -144,13 +143,13 @@ class Replica:
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
             share_of_mean = len(self.share) * comm.size / len(self._train)
             self._train = self.held = Holding(self._train, self.share)
-        parts = self.parts
-        if parts.sampler.needs_scores and parts.stream.everything and self.share is None:
+        components = self.parts
+        if components.sampler.needs_scores and components.stream.everything and self.share is None:
             raise ConfigError(
-                f"sampler {type(parts.sampler).__name__} picks from a replica's own samples: give each a share "
+                f"sampler {type(components.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        self._source = parts.stream.open(
+        self._source = components.stream.open(
             Feed(
                 self._train,
                 comm.rank,
@@ -165,13 +164,13 @@ class Replica:
         self.optimizer = self.training.make_optimizer(self.model.parameters())
         self._rates = self.training.make_rates()
         self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
-        self.buckets = GradientBuckets(self.model.named_parameters(), parts.bucket_nbytes)
+        self.buckets = GradientBuckets(self.model.named_parameters(), components.bucket_nbytes)
         self._stop = StopAgreement(self.runtime, self.stop_asked)
         self.engine = Engine(
             self.runtime,
             self.buckets,
-            parts.reducer,
-            parts.schedule,
+            components.reducer,
+            components.schedule,
             seed=seed,
             optimizer=self.optimizer,
             on_nonfinite=self.training.on_nonfinite,
@@ -180,15 +179,15 @@ class Replica:
         self.accumulated = AccumulatedGradient(self.model)
         self.drawing = Drawing(
             self.runtime,
-            parts,
+            components,
             self._source,
             len(self._train),
             share_of_mean,
             self.training.batch_size,
             self._random,
         )
-        self._extensions = [StepNumbers(parts), Joins(self.runtime, self.telemetry, self._offer_state)]
-        for part in (parts.sharing, parts.schedule, parts.sampler):
+        self._extensions = [StepNumbers(components), Joins(self.runtime, self.telemetry, self._offer_state)]
+        for part in (components.sharing, components.schedule, components.sampler):
             self._extensions += part.extensions(self)
         if self.trace:
             self._extensions.append(Trace(self.telemetry, self.runtime))
@@ -205,7 +204,7 @@ class Replica:
             self._extensions,
             self.share,
         )
-        if parts.scales and not parts.schedule.moves_gradients:
+        if components.scales and not components.schedule.moves_gradients:
             raise ConfigError(
                 f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
@@ -213,45 +212,42 @@ class Replica:
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule of the recipe."""
         return self.parts.schedule
 
     @property
     def reducer(self) -> Reducer:
-        """Reducer of the recipe."""
         return self.parts.reducer
 
     @property
     def sampler(self) -> Sampler:
-        """Sampler of the recipe."""
         return self.parts.sampler
 
     def ask_to_stop(self) -> None:
-        """Asks all replicas to stop, without waiting for the end of a step; callable from any thread."""
+        """Requests all replicas to stop, before the end of this step; callable from any thread."""
         self._stop.ask()
 
     @property
     def bucket_specs(self) -> list[TensorSpec]:
-        """Of the gradients in each bucket."""
+        """Tensor specs of the gradient buckets."""
         return [bucket.spec for bucket in self.buckets.buckets]
 
     @property
     def sent_nbytes(self) -> int:
-        """Payload bytes sent so far, in exchanges that are through."""
+        """Payload bytes sent so far in exchanges that have ended."""
         return (
             self.engine.sent_nbytes
             + self.drawing.sent_nbytes
             + sum(extension.sent_nbytes for extension in self._extensions)
         )
 
-    # --- the whole run ----------------------------------------------------------------------------------------
+    # --- whole run --------------------------------------------------------------------------------------------
 
     async def run(self) -> Summary:
-        """Trains to the end, or until a replica is asked to stop; closes the stream.
+        """Trains to the last step, or until a replica is asked to stop, and closes the stream.
 
         Raises:
-          NonFinite: a loss is not finite; raised at the same step on all replicas.
-          RunLost: a replica was lost.
+          NonFinite: A loss is not finite; raised at the same step on all replicas.
+          RunLost: A replica was lost.
         """
         try:
             return await self._run()
@@ -262,35 +258,35 @@ class Replica:
         if self.runtime.elastic is not None and self.runtime.elastic.joins:
             self._stop.listen(-1)
             await self._join()
-        last = self.runtime.decisions.first_replayed(STOP, self.step_done)
-        if last is not None:
-            self._stop.replay(last)
+        stop_step = self.runtime.decisions.first_replayed(STOP, self.step_done)
+        if stop_step is not None:
+            self._stop.replay(stop_step)
         self._stop.listen(self.step_done)
         begin = self._begin = self.runtime.now()
         self._from_step = self.step_done
-        stopped, scored = False, None
-        placed = {} if self.device == HOST else {"device": str(self.device)}
-        self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **placed)
-        while self.step_done < self.training.steps and not stopped:
+        is_stopped, pending_score = False, None
+        device_field = {} if self.device == HOST else {"device": str(self.device)}
+        self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **device_field)
+        while self.step_done < self.training.steps and not is_stopped:
             await self.step()
-            finished = self.step_done == self.training.steps
-            stopped = not finished and await self._stop.is_last(self.step_done - 1)
-            if stopped and self.runtime.comm.rank == 0:
+            is_finished = self.step_done == self.training.steps
+            is_stopped = not is_finished and await self._stop.is_last(self.step_done - 1)
+            if is_stopped and self.runtime.comm.rank == 0:
                 self.runtime.decisions.record(Decision(STOP, self.step_done - 1, True, timing=False))
-            if stopped or finished or _is_due(self.step_done, self.training.checkpoint_every):
+            if is_stopped or is_finished or _is_due(self.step_done, self.training.checkpoint_every):
                 await self.save()
-            if finished:
+            if is_finished:
                 await self.flush()
-            if finished or _is_due(self.step_done, self.training.evaluate_every):
-                scored = await self._evaluated()
-        if scored is None and not stopped:
-            scored = await self._evaluated()
+            if is_finished or _is_due(self.step_done, self.training.evaluate_every):
+                pending_score = await self._evaluated()
+        if pending_score is None and not is_stopped:
+            pending_score = await self._evaluated()
         for extension in self._extensions:
             await extension.finish()
         end, leg = self.runtime.now(), self._leg()
-        whole = leg.after(self._before)
+        total = leg.after(self._before)
         await self._background.end()
-        score = None if scored is None else scored.result()
+        score = None if pending_score is None else pending_score.result()
         sent = await self.runtime.launch(self._count_sent())
         summary = Summary(
             steps=self.step_done,
@@ -300,9 +296,9 @@ class Replica:
             bytes_sent=self.sent_nbytes,
             sent=sent,
             schedule_nbytes=self.engine.peak_nbytes,
-            duration_s=whole.duration_s,
-            time_s=whole.time_s,
-            stopped=stopped,
+            duration_s=total.duration_s,
+            time_s=total.time_s,
+            stopped=is_stopped,
             reducer=self.engine.reducer_states.report(),
             sampling=self.parts.sampler.report(),
             last_leg=leg if leg.from_step else None,
@@ -311,10 +307,10 @@ class Replica:
         return summary
 
     async def _count_sent(self) -> dict[str, list[int]]:
-        """Returns the bytes sent to each rank so far, by kind; to be launched, so that no exchange goes on meanwhile.
+        """Returns the bytes sent to each rank so far, by kind; must be launched, so that no exchange proceeds.
 
-        As in :attr:`sent_nbytes`, exchanges in flight are not counted, nor are messages that measure the network before
-        the run.
+        Excludes exchanges in flight, as :attr:`sent_nbytes` does, and messages that measured the network before the
+        run.
         """
         sent = Sent(self.runtime.comm.size, self._sent_before)
         sent.add_all(self.runtime.comm.sent)
@@ -328,65 +324,67 @@ class Replica:
         return {kind: counts for kind, counts in sent.to_json().items() if kind != Purpose.MEASURE.kind}
 
     def _leg(self) -> Leg:
-        """What this leg of the run has taken so far.
+        """Builds the time split of this leg so far.
 
-        What is left over after all parts is no part where it may be rounding alone: the parts of a step are a dozen
-        differences and sums of times, none of which is off by more than half of the clock's last place.
+        The remainder is reported only if it exceeds rounding error. The parts of a step are a dozen differences and
+        sums of times, each off by at most half of the clock's last place.
         """
-        end, spent = self.runtime.now(), self.time_s
-        duration, steps = end - self._begin, self.step_done - self._from_step
-        known = math.fsum(
-            (spent.compute, spent.exposed_communication, spent.data_wait, spent.scoring, spent.evaluation)
+        end, times = self.runtime.now(), self.time_s
+        duration_s, steps = end - self._begin, self.step_done - self._from_step
+        accounted_s = math.fsum(
+            (times.compute, times.exposed_communication, times.data_wait, times.scoring, times.evaluation)
         )
-        left, rounding = duration - known, 16 * (steps + 1) * math.ulp(end)
-        return Leg(self._from_step, duration, replace(spent, other=left if abs(left) > rounding else 0.0))
+        other_s, rounding_s = duration_s - accounted_s, 16 * (steps + 1) * math.ulp(end)
+        return Leg(
+            self._from_step, duration_s, replace(times, other=other_s if abs(other_s) > rounding_s else 0.0)
+        )
 
     async def step(self) -> StepOutcome:
-        """One step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
-        now, step = self.runtime.now, self.step_done
-        begin = now()
+        """Runs one step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
+        read_clock, step = self.runtime.now, self.step_done
+        begin_s = read_clock()
         for extension in self._extensions:
             await extension.before_step(step)
         self._set_rate(step)
-        metadata, fetched = await self._compute(step)
-        computed = now()
+        metadata, fetched_s = await self._compute(step)
+        computed_s = read_clock()
         for extension in self._extensions:
             await extension.while_waiting(step)
-        scored = now() if self.parts.sampler.needs_scores else computed
+        scored_s = read_clock() if self.parts.sampler.needs_scores else computed_s
         has_gradient = await self.engine.settle()
-        merged = now()
+        merged_s = read_clock()
         if has_gradient:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self.buckets.clear()
-        updated = now()
+        updated_s = read_clock()
         outcome = await self.engine.finish(updated=has_gradient)
-        waited_s = self.engine.times.arrived_s - computed
-        result = StepResult(step, metadata.samples, outcome, computed - fetched, waited_s)
+        waited_s = self.engine.times.arrived_s - computed_s
+        result = StepResult(step, metadata.samples, outcome, computed_s - fetched_s, waited_s)
         if not self.parts.even:
             result.report["batch"] = metadata.samples
         result.report.update(self.drawing.commit(step))
         for extension in self._extensions:
             await extension.after_step(result)
         split = TimeSplit(
-            (computed - fetched) + (updated - merged),
-            (merged - scored) + (now() - updated),
-            fetched - begin,
-            scoring=scored - computed,
+            (computed_s - fetched_s) + (updated_s - merged_s),
+            (merged_s - scored_s) + (read_clock() - updated_s),
+            fetched_s - begin_s,
+            scoring=scored_s - computed_s,
         )
         if self.runtime.elastic is not None:
             self._samples += metadata.samples * self.runtime.elastic.counted(step)
         elif self.parts.even:
             self._samples += metadata.samples * self.runtime.comm.size
         self._count(outcome)
-        self._record(metadata, result, split, begin)
+        self._record(metadata, result, split, begin_s)
         self.step_done += 1
         return outcome
 
     async def _compute(self, step: int) -> tuple[StepMetadata, float]:
-        """Draws a batch and runs forward and backward; returns metadata, and the time at which samples were there."""
+        """Draws a batch and runs forward and backward; returns metadata and the time when the samples had arrived."""
         batch, weights = await self.drawing.batch(step)
-        fetched = self.runtime.now()
+        fetched_s = self.runtime.now()
         with ExitStack() as stack:
             for extension in self._extensions:
                 stack.enter_context(extension.computing(step))
@@ -400,39 +398,39 @@ class Replica:
                 lambda ready: self.backward(loss, ready),
                 self.engine.bucket_ready,
             )
-        return metadata, fetched
+        return metadata, fetched_s
 
     async def _join(self) -> None:
-        """Follows the run from a snapshot of its state up to the step that this replica begins at."""
-        elastic, begins, first, begin = self.runtime.elastic, False, 0, self.runtime.now()
+        """Loads a snapshot of the run, and follows its steps until this replica becomes a member."""
+        elastic, is_member, first_step, begin_s = self.runtime.elastic, False, 0, self.runtime.now()
         assert elastic is not None
-        while not begins:
+        while not is_member:
             with suppress(StateOutdated):
-                shared, optimizer, own = map(unpack_tree, await elastic.given())
-                shared["step"] = own.pop("step")
-                shared["model"] = {**self.model.state_dict(), **shared["model"]}
+                shared_state, optimizer, replica_state = map(unpack_tree, await elastic.given())
+                shared_state["step"] = replica_state.pop("step")
+                shared_state["model"] = {**self.model.state_dict(), **shared_state["model"]}
                 self._keeping.take_over(
-                    shared, {**optimizer, **own}, "the state of the run", self._go_on_from
+                    shared_state, {**optimizer, **replica_state}, "the state of the run", self._go_on_from
                 )
                 self.engine.restart(from_anchors=True)
-                first, given = self.step_done, self.runtime.now()
+                first_step, received_s = self.step_done, self.runtime.now()
                 while await elastic.follows(self.step_done):
                     await self._follow(elastic)
-                begins = True
+                is_member = True
         self.engine.restart(from_anchors=True)
-        now = self.runtime.now()
+        end_s = self.runtime.now()
         self.telemetry.emit(
             "joined",
-            t=now,
+            t=end_s,
             step=self.step_done,
-            duration_s=now - begin,
-            state_s=given - begin,
-            followed=self.step_done - first,
+            duration_s=end_s - begin_s,
+            state_s=received_s - begin_s,
+            followed=self.step_done - first_step,
             nbytes=elastic.given_nbytes,
         )
 
     async def _follow(self, elastic: Elastic) -> None:
-        """Carries out a step by the results of its exchanges, to which this replica gives nothing."""
+        """Carries out a step from the results of its exchanges, without a contribution of this replica."""
         step = self.step_done
         self._set_rate(step)
         samples = await self.drawing.pick(step)
@@ -450,25 +448,25 @@ class Replica:
         self.step_done += 1
 
     async def _offer_state(self, elastic: Elastic, step: int) -> None:
-        """Offers the state of the run to replicas that join it."""
+        """Publishes the state of the run for replicas that join it."""
         exchanges = await self.runtime.launch(self.engine.state_dict())
-        counted: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
-        shared, own = self._keeping.state(step, exchanges, counted)
-        del own["random"]
-        own["parameters"] = {}
-        own["exchanges"] = without_contributions(own["exchanges"])
-        own["sampler"] = {**own["sampler"], "latest": self.parts.sampler.latest()}
-        anchors = self.engine.anchor_parameters() or {}  # which are among the state of exchanges too
-        shared["model"] = {name: t for name, t in shared["model"].items() if name not in anchors}
-        own["step"] = shared.pop("step")  # in blocks of local steps, replicas have the rest in common
-        optimizer = {"optimizer": own.pop("optimizer")}
-        await elastic.offer(step, [pack_tree(part) for part in (shared, optimizer, own)])
+        counts: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
+        shared_state, replica_state = self._keeping.state(step, exchanges, counts)
+        del replica_state["random"]
+        replica_state["parameters"] = {}
+        replica_state["exchanges"] = without_contributions(replica_state["exchanges"])
+        replica_state["sampler"] = {**replica_state["sampler"], "latest": self.parts.sampler.latest()}
+        anchors = self.engine.anchor_parameters() or {}  # these are in the state of exchanges too
+        shared_state["model"] = {name: t for name, t in shared_state["model"].items() if name not in anchors}
+        replica_state["step"] = shared_state.pop("step")  # the remainder is equal in blocks of local steps
+        optimizer = {"optimizer": replica_state.pop("optimizer")}
+        await elastic.offer(step, [pack_tree(part) for part in (shared_state, optimizer, replica_state)])
 
     async def flush(self) -> None:
-        """Merges what is still under way, as the steps to come would; afterwards all replicas are alike.
+        """Merges exchanges in flight as later steps would; afterwards all replicas are equal.
 
-        A mean is applied at the learning rate of the step that it is due at: behind the last one, where a rate that
-        falls to 0 has come to 0.
+        A mean is applied at the learning rate of the step that it is due at. Past the last step, a rate that decays
+        to 0 is 0.
         """
 
         async def update(step: int) -> None:
@@ -479,7 +477,7 @@ class Replica:
         self._count(await self.engine.flush(update))
 
     def _count(self, outcome: StepOutcome) -> None:
-        """The samples of the steps that all replicas have heard of, where they may take unlike numbers."""
+        """Adds the samples of steps that all replicas have reported, if their batch sizes differ."""
         if not self.parts.even:
             self._samples += int(outcome.sums.get("samples", 0))
 
@@ -495,17 +493,17 @@ class Replica:
         )
 
     def _scale_rate(self, step: int) -> None:
-        """Sets the rate of a step by what the gradient weighs that the optimizer is about to step on."""
+        """Sets a step's learning rate by the weight of the gradient that the optimizer is about to apply."""
         if self.parts.scales:
             self._set_rate(step, self.engine.merged_weight / self._first_size)
 
     @property
     def _first_size(self) -> int:
-        """The replicas that the run began with."""
+        """Number of replicas at the start of the run."""
         elastic = self.runtime.elastic
         return self.runtime.comm.size if elastic is None else len(elastic.changes[0].ranks)
 
-    # --- its pieces -------------------------------------------------------------------------------------------
+    # --- parts of a step --------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
         """Returns the weighted mean loss, and the step's metadata."""
@@ -521,7 +519,7 @@ class Replica:
         return loss * share, StepMetadata(value, weight / share, len(batch))
 
     def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
-        """What the sampler judges samples by, under the model as it is; what that draws at a step is its own."""
+        """Builds a function that scores samples under the current model and its own random state."""
         seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 
@@ -533,26 +531,26 @@ class Replica:
         return score
 
     def losses(self) -> Callable[[SampleIds], Tensor]:
-        """What gives the losses of samples beside a step's batch; what that draws at a step is its own."""
+        """Builds a function that computes losses of samples outside the batch, under its own random state."""
         seed = derive(self.training.seed, "fill", self.step_done, self.runtime.comm.rank)
         random = RandomState.of(self.workload, seed, self.device)
 
-        def losses(ids: SampleIds) -> Tensor:
+        def compute_losses(ids: SampleIds) -> Tensor:
             random.install()
             batch = self._source.prepare(self._source.rows(ids), train=True)
             self.model.train()
             return self.workload.loss(self.model, batch_on(batch, self.device))
 
-        return losses
+        return compute_losses
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """Autograd, telling of each bucket as it fills."""
+        """Runs autograd, and calls ``ready`` for each bucket as it fills."""
         self._random.install()
         self.buckets.backward(loss, ready)
         wait_for(self.device)
 
     def update(self) -> None:
-        """The optimizer's step on the merged gradient, clipped where that is asked for."""
+        """Clips the merged gradient if requested, and steps the optimizer."""
         parameters: Iterable[nn.Parameter] = self.model.parameters()
         if self.lockstep is not None:
             parameters = self.lockstep.take(parameters, self.step_done)
@@ -563,14 +561,14 @@ class Replica:
         self.optimizer.step()
 
     async def evaluate(self) -> Score:
-        """Loss and metric on the test set, each replica taking a share of it; equal on all."""
+        """Returns loss and metric on the test set, equal on all replicas; each replica scores a share."""
         return await (await self._evaluated())
 
     async def _evaluated(self) -> Pending[Score]:
-        """The same, begun: where it is off the clock, training may go on."""
-        step, sent, goes_on = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
+        """Starts an evaluation; in an untimed runtime, training may continue during it."""
+        step, nbytes, is_concurrent = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
 
-        def evaluation(runtime: Runtime) -> Coroutine[Pending[Any], None, Score]:
+        def run_evaluation(runtime: Runtime) -> Coroutine[Pending[Any], None, Score]:
             return evaluate(
                 runtime,
                 self.workload,
@@ -578,49 +576,49 @@ class Replica:
                 self._test,
                 step,
                 stands=self.engine.consensus_parameters(),
-                goes_on=goes_on,
+                goes_on=is_concurrent,
                 seed=self.training.seed,
                 device=self.device,
             )
 
-        def tell(score: Score, **when: Json) -> None:
-            found: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": sent}
-            self.telemetry.emit("evaluation", **when, step=step, **found)
+        def report_score(score: Score, **times: Json) -> None:
+            results: dict[str, Json] = {"accuracy": score.metric, "loss": score.loss, "bytes_sent": nbytes}
+            self.telemetry.emit("evaluation", **times, step=step, **results)
 
-        return await self._background.run(evaluation, tell)
+        return await self._background.run(run_evaluation, report_score)
 
     async def trained(self) -> State:
-        """The state of the model that is evaluated: what differs between replicas is averaged. Once, after the run."""
-        # The number after the last evaluation's, since no exchange comes twice.
+        """Returns the evaluated state, averaged where replicas differ; to be called once, after the run."""
+        # The number after the last evaluation's, since exchange numbers are unique.
         async with averaged(self.runtime, self.model, self.step_done + 1, self.engine.consensus_parameters()):
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """A checkpoint of the whole replica, if it keeps any; whole when every replica has written its part."""
+        """Starts a checkpoint of the replica if it has checkpoints; complete when every replica has written it."""
         if self.checkpoints is None:
             return
 
         async def snapshot() -> tuple[State, dict[str, list[int]]]:
             return await self.engine.state_dict(), await self._count_sent()
 
-        exchanges, sent = await self.runtime.launch(snapshot())
-        time = self._leg().after(self._before).to_json()
-        counted: State = {"samples": self._samples, "sent": sent, "time": time}
+        exchanges, sent_counts = await self.runtime.launch(snapshot())
+        total_time = self._leg().after(self._before).to_json()
+        counts: State = {"samples": self._samples, "sent": sent_counts, "time": total_time}
         checkpoints = self.checkpoints
         if self.runtime.elastic is not None:
             ranks = await _present(self.runtime, self.step_done)
             checkpoints = checkpoints.among(ranks.index(self.runtime.comm.rank), len(ranks))
         await self._keeping.save(
-            checkpoints, self.step_done, exchanges, counted, self._background, self.telemetry
+            checkpoints, self.step_done, exchanges, counts, self._background, self.telemetry
         )
 
     def resume(self, step: int) -> None:
         """Continues from the checkpoint of ``step``.
 
         Raises:
-          CheckpointError: damaged, or of another model or share of the data.
+          CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
         """
         assert self.checkpoints is not None
         self._keeping.resume(self.checkpoints, step, self._go_on_from)
@@ -663,9 +661,9 @@ def _is_due(step: int, every: int) -> bool:
 
 
 async def _present(runtime: Runtime, step: int) -> list[int]:
-    """Returns the ranks of all replicas that come to a checkpoint, alike on all; lost ones are not among them."""
-    here = torch.zeros(runtime.comm.size, dtype=torch.float64)
-    here[runtime.comm.rank] = 1
-    nothing = torch.empty(0)
-    _, summed = await sum_everywhere(runtime, nothing, here, step, part=1, purpose=Purpose.CHECKPOINT)
-    return [int(rank) for rank in summed.nonzero()]
+    """Returns the ranks of all replicas that take part in a checkpoint, equal on all; lost ranks are excluded."""
+    presence = torch.zeros(runtime.comm.size, dtype=torch.float64)
+    presence[runtime.comm.rank] = 1
+    empty = torch.empty(0)
+    _, totals = await sum_everywhere(runtime, empty, presence, step, part=1, purpose=Purpose.CHECKPOINT)
+    return [int(rank) for rank in totals.nonzero()]

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and how a run ended."""
+"""Time split of a run, and its summary."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Leg", "Summary", "TimeSplit"]
 
 @dataclass(slots=True)
 class TimeSplit:
-    """Where a replica's time went, in seconds."""
+    """Time of a replica by activity, in seconds."""
 
     compute: float = 0.0
     exposed_communication: float = 0.0
     data_wait: float = 0.0
     evaluation: float = 0.0
-    """Evaluations and checkpoints; 0 in virtual time, unless they are counted there."""
+    """Time of evaluations and checkpoints; 0 in virtual time, unless they are counted there."""
     other: float = 0.0
     scoring: float = 0.0
-    """Of samples, while exchanges were under way."""
+    """Time of scoring samples while exchanges were in flight."""
 
     def to_json(self) -> dict[str, Json]:
         return {
@@ -34,17 +34,17 @@ class TimeSplit:
         }
 
     def __add__(self, other: TimeSplit) -> TimeSplit:
-        return TimeSplit(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+        return TimeSplit(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A part of a run between its beginning or a resume and its end or a checkpoint, or several of them in a row.
+    """Part of a run between its beginning or a resume and its end or a checkpoint, or several in a row.
 
     Args:
-      from_step: the steps that had been done when it began.
-      duration_s: seconds on the run's clock.
-      time_s: where they went.
+      from_step: Number of steps completed before it.
+      duration_s: Seconds on the run's clock.
+      time_s: Duration by activity.
     """
 
     from_step: int
@@ -63,36 +63,36 @@ class Leg:
 
     @staticmethod
     def from_state(state: State) -> Leg:
-        """From what :meth:`to_json` gave a checkpoint."""
+        """Restores a leg from the :meth:`to_json` of a checkpoint."""
         return Leg(state["from_step"], state["duration_s"], TimeSplit(**state["time_s"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How a run ended: all figures are of the whole run, over every leg of one that was resumed.
+    """Figures of a whole run, over all legs of a resumed one.
 
-    What was done after the checkpoint that a run goes on from is done again, and counts once.
+    Steps after the checkpoint that a run resumed from are done again, and count once.
     """
 
     steps: int
     samples: int
     final_accuracy: float | None
-    """The last one measured; ``None`` where the run was stopped before any."""
+    """Last measured accuracy; ``None`` if the run stopped before any evaluation."""
     final_loss: float | None
     bytes_sent: int
     duration_s: float
     time_s: TimeSplit
     stopped: bool
     sent: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Bytes to each rank, by kind; see :class:`farflung.comm.Purpose`."""
+    """Bytes sent to each rank, by kind; see :class:`farflung.comm.Purpose`."""
     schedule_nbytes: int = 0
-    """The most memory that the schedule took up beside model, gradient and optimizer."""
+    """Peak memory of the schedule, beyond model, gradient and optimizer."""
     reducer: Mapping[str, Json] = field(default_factory=dict)
-    """Figures of the reducer's own; see :meth:`farflung.types.Reducer.report`."""
+    """Figures of the reducer; see :meth:`farflung.types.Reducer.report`."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
-    """What drawing by scores was worth; see :meth:`farflung.sampling.Gain.report`."""
+    """Predicted gain of importance sampling; see :meth:`farflung.sampling.Gain.report`."""
     last_leg: Leg | None = None
-    """What was done since the run was resumed; ``None`` for a run in one piece."""
+    """Leg since the run was resumed; ``None`` for a run in one piece."""
 
     def to_json(self) -> dict[str, Json]:
         return {

@@ -1,4 +1,4 @@
-"""Virtual time: one heap of ``(time, priority, sequence)``."""
+"""Virtual clock: one heap of ``(time, priority, sequence)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["VirtualClock"]
 
 
 class VirtualClock:
-    """A heap of callbacks at virtual times; ties are broken by priority, then by the order of calls of :meth:`at`."""
+    """Heap of callbacks at virtual times; ties are broken by priority, then in order of :meth:`call_at` calls."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -20,20 +20,20 @@ class VirtualClock:
         self._sequence = 0
 
     def now(self) -> float:
-        """Virtual seconds since the beginning."""
+        """Returns the virtual seconds since the beginning."""
         return self._now
 
     def at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
-        """Runs ``fn`` when the clock shows ``t``; lower ``priority`` first among equal times."""
+        """Calls ``fn`` when the clock shows ``t``; of equal times, the lowest ``priority`` first."""
         self._sequence += 1
         heapq.heappush(self._heap, (max(t, self._now), priority, self._sequence, fn))
 
     def soon(self, fn: Callable[[], None]) -> None:
-        """Runs ``fn`` before the clock moves on."""
+        """Calls ``fn`` before the clock moves on."""
         self._soon.append(fn)
 
     def run(self) -> None:
-        """Runs callbacks until none is left."""
+        """Runs callbacks until none remains."""
         while True:
             while self._soon:
                 self._soon.popleft()()
@@ -43,5 +43,5 @@ class VirtualClock:
             fn()
 
     def due(self) -> float:
-        """Returns the time of the next callback; infinity where there is none."""
+        """Returns the time of the next callback; infinity without one."""
         return self._now if self._soon else self._heap[0][0] if self._heap else math.inf

@@ -1,4 +1,4 @@
-"""Messages that share capacities: what leaves of one is a flow in a :class:`farflung.network.Fabric`."""
+"""Messages that share capacities: each message in transmission is a flow in a :class:`farflung.network.Fabric`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from farflung.tasks import Pending
 __all__ = ["Flows"]
 
 UNLIMITED_BPS = 1e21
-"""At which a message takes less time than the clock can tell, in the place of a limit that was lifted."""
+"""Bandwidth that stands for no limit; a message takes less time than the clock can resolve."""
 AFTER_ALL_ELSE = 1
-"""Priority on the clock: rates are worked out once all that begins or ends at one time has done so."""
+"""Clock priority that computes rates after all flows of one time have begun or ended."""
 PIECES_AHEAD = 2
-"""Pieces of a message that no other overtakes: the one that leaves, and the one that the kernel has unsent."""
+"""Pieces of a message that no other overtakes: one in transmission, and one unsent in the kernel."""
 
 
 @dataclass(slots=True)
 class _Message:
-    """Bits are those that each connection of its line carries.
+    """Message from one rank to another; bits are those that each connection of its queue carries.
 
     Args:
-      bits: that no flow has taken yet.
-      whole: all of them.
-      arrived: called when the last one is there.
-      left: done when it has left.
+      remaining_bits: Bits that no flow has taken yet.
+      total_bits: Bits of the message.
+      on_arrival: Called when the last bit arrives.
+      departure: Completes when the last bit has left.
     """
 
     bits: float
@@ -42,18 +42,18 @@ class _Message:
     arrived: Callable[[float], None]
     left: Pending[None] = field(default_factory=Pending)
     room: float = math.inf
-    """How many may leave before a more urgent message does."""
+    """Bits that may leave before a more urgent message does."""
     began_s: float = 0.0
-    """When its first bit left."""
+    """Time at which its first bit left."""
 
 
 _Queued: TypeAlias = tuple[int, int, _Message]
-"""Priority, number, and the message."""
+"""Priority, number and message."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """The messages of one rank to another, of which one leaves at a time, over all connections of the pair."""
+    """Messages of one rank to another, sent one at a time over all connections of the pair."""
 
     path: Path
     src: int
@@ -61,12 +61,12 @@ class _Line:
     piece: int
     """Bytes of a piece."""
     tcp: Tcp | None
-    """What each connection knows of its rate, where it has to find it."""
+    """Congestion state of each connection, if rates are found by TCP."""
     queue: list[_Queued] = field(default_factory=list)
-    """A heap."""
+    """Heap of messages."""
     sending: _Queued | None = None
     flow: Flow | None = None
-    """What the network takes of it now."""
+    """Current flow in the network."""
     sent: int = 0
     passed: float = 0.0
     """Bits of the messages that have left."""
@@ -74,17 +74,17 @@ class _Line:
 
 
 class Flows:
-    """Messages share links, nodes' capacities and media max-min fairly.
+    """Messages that share links, node capacities and media max-min fairly.
 
-    Those of one sender to one receiver leave one at a time: the smallest priority first, equal ones in their order.
-    Where a more urgent message comes, :data:`PIECES_AHEAD` pieces of the one under way still leave before it, and the
-    rest follows. They arrive in the order in which they have left; a delay never puts one before its predecessor.
+    Messages of one sender to one receiver leave one at a time, by priority and then in their order. If a more urgent
+    message comes, :data:`COMMITTED_PIECES` pieces of the current one leave first, and its remainder follows later.
+    Messages arrive in the order in which they have left; a delay never puts one before its predecessor.
 
     Args:
-      clock: virtual time.
-      wiring: of the network.
-      seed: of the jitter.
-      sealed: whether connections are encrypted.
+      clock: Virtual clock.
+      wiring: Wiring of the network.
+      seed: Seed of the jitter.
+      is_encrypted: Connections are encrypted.
     """
 
     def __init__(self, clock: VirtualClock, wiring: Wiring, seed: int, *, sealed: bool = False) -> None:
@@ -126,7 +126,7 @@ class Flows:
         return line
 
     def limit(self, src: int, dst: int, capacity: Capacity) -> None:
-        """From now on all messages of one rank to another together get no more bandwidth than this."""
+        """Limits the bandwidth of all messages from one rank to another, from now on."""
         capacity = map_capacity(capacity, lambda bps: min(bps, UNLIMITED_BPS))
         ceiling = self._ceilings.get((src, dst))
         if ceiling is not None:
@@ -147,19 +147,19 @@ class Flows:
         line = self._lines.get((src, dst))
         if line is None:
             return 0
-        begun = [entry[2] for entry in (*line.queue, *([] if line.sending is None else [line.sending]))]
-        flying = 0.0 if line.flow is None else line.flow.left_at(self._clock.now())
-        bits = line.passed + sum(message.whole - message.bits for message in begun) - flying
+        messages = [entry[2] for entry in (*line.queue, *([] if line.sending is None else [line.sending]))]
+        in_flight = 0.0 if line.flow is None else line.flow.left_at(self._clock.now())
+        bits = line.passed + sum(message.whole - message.bits for message in messages) - in_flight
         return int(bits * line.path.connections / 8)
 
     def _start(self, line: _Line) -> None:
-        """The most urgent messages of a line go on; what takes no time has left at once."""
+        """Starts the most urgent messages of a queue; those that take no time leave at once."""
         while line.queue and line.sending is None:
             line.sending = heappop(line.queue)
             self._go_on(line)
 
     def _go_on(self, line: _Line) -> None:
-        """More of the message that leaves, or none if it has left or has to give way."""
+        """Continues the current message of a queue, unless it has left or has to yield."""
         assert line.sending is not None
         message = line.sending[2]
         if not message.bits:
@@ -174,7 +174,7 @@ class Flows:
             self._flow(line, message, min(message.bits, message.room))
 
     def _fly(self, line: _Line, message: _Message) -> None:
-        """As much of a message sets out as its connection sends before it hears from the other end."""
+        """Starts a flow of as many bits as the connection sends before an acknowledgement."""
         assert line.tcp is not None
         if message.bits == message.whole:
             message.began_s = self._clock.now()
@@ -191,27 +191,27 @@ class Flows:
             self._passed(line)
 
     def _give_way(self, line: _Line, message: _Message) -> None:
-        """A more urgent message follows the pieces that have been handed over, and what is in the network's hands."""
+        """Limits the current message to committed pieces and data in flight, so that an urgent one follows."""
         if message.room < math.inf:
             return
-        now, piece = self._clock.now(), 8.0 * line.piece
-        left = 0.0 if line.flow is None else line.flow.left_at(now)
-        gone = message.whole - message.bits - left
-        room = (gone // piece + PIECES_AHEAD) * piece - gone
-        if left > room and line.flow is not None and (line.tcp is None or line.tcp.filled):
-            self._fabric.shorten(line.flow, now, room)
-            message.bits += left - room
+        time_s, piece = self._clock.now(), 8.0 * line.piece
+        in_flight_bits = 0.0 if line.flow is None else line.flow.left_at(time_s)
+        sent_bits = message.whole - message.bits - in_flight_bits
+        room_bits = (sent_bits // piece + PIECES_AHEAD) * piece - sent_bits
+        if in_flight_bits > room_bits and line.flow is not None and (line.tcp is None or line.tcp.filled):
+            self._fabric.shorten(line.flow, time_s, room_bits)
+            message.bits += in_flight_bits - room_bits
             if line.tcp is not None:
-                line.tcp.hold_back(left - room)
+                line.tcp.hold_back(in_flight_bits - room_bits)
             self._settle_soon()
-        message.room = max(0.0, room - left)
+        message.room = max(0.0, room_bits - in_flight_bits)
 
     def _passed(self, line: _Line) -> None:
-        """The network has taken all of a line that was under way."""
+        """Handles the end of a queue's flow."""
         line.flow = None
-        left = self._clock.now() if line.tcp is None else line.tcp.passed(self._clock.now())
-        if left > self._clock.now():
-            self._clock.at(left, partial(self._continue, line))
+        departure_s = self._clock.now() if line.tcp is None else line.tcp.passed(self._clock.now())
+        if departure_s > self._clock.now():
+            self._clock.at(departure_s, partial(self._continue, line))
         else:
             self._continue(line)
 
@@ -220,21 +220,21 @@ class Flows:
         self._start(line)
 
     def _leave(self, line: _Line, message: _Message) -> None:
-        """The last bit of a message has left."""
+        """Finishes a message whose last bit has left, and schedules its arrival."""
         line.sending = None
         delay = line.path.latency_s
         if line.path.jitter_s:
-            drawn = uniform(self._seed, line.src, line.dst, line.sent)
-            delay += line.path.jitter_s * (2.0 * drawn - 1.0)
+            random = uniform(self._seed, line.src, line.dst, line.sent)
+            delay += line.path.jitter_s * (2.0 * random - 1.0)
         if line.tcp is not None and line.path.loss:
-            lost, again = (uniform(self._seed, line.src, line.dst, line.sent, which) for which in (1, 2))
-            bits, took_s = message.whole * line.path.connections, self._clock.now() - message.began_s
-            path, last = line.path, not line.queue
-            delay += repaired_s(bits, took_s, path.round_trip_s, path.loss, (lost, again), last=last)
+            lost, repeat = (uniform(self._seed, line.src, line.dst, line.sent, index) for index in (1, 2))
+            bits, duration_s = message.whole * line.path.connections, self._clock.now() - message.began_s
+            path, is_last = line.path, not line.queue
+            delay += repaired_s(bits, duration_s, path.round_trip_s, path.loss, (lost, repeat), last=is_last)
         line.sent += 1
         line.passed += message.whole
-        arrives = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
-        self._clock.at(arrives, partial(message.arrived, arrives))
+        arrival_s = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
+        self._clock.at(arrival_s, partial(message.arrived, arrival_s))
         message.left.set(None)
 
     def _settle_soon(self) -> None:
@@ -245,16 +245,16 @@ class Flows:
     def _settle(self) -> None:
         self._settling = False
         self._fabric.settle(self._clock.now())
-        due = self._fabric.due()
-        if due < self._wakes_at:
-            self._wakes_at = due
-            self._clock.at(due, self._wake)
+        next_s = self._fabric.due()
+        if next_s < self._wakes_at:
+            self._wakes_at = next_s
+            self._clock.at(next_s, self._wake)
 
     def _wake(self) -> None:
-        now = self._clock.now()
-        if now < self._wakes_at:
-            return  # an earlier moment has been set since, and has had its turn
+        time_s = self._clock.now()
+        if time_s < self._wakes_at:
+            return  # an earlier wake-up was scheduled since, and has run
         self._wakes_at = math.inf
-        for flow in self._fabric.ended(now):
+        for flow in self._fabric.ended(time_s):
             self._passed(self._flying.pop(flow))
         self._settle_soon()

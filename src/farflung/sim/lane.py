@@ -1,4 +1,4 @@
-"""What a modelled device computes for exchanges."""
+"""Virtual coding processor: work of a modelled device for exchanges."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from farflung.types import CodingCost
 __all__ = ["Lane"]
 
 ROUNDING_S = 1e-9
-"""What sums of seconds may differ by; work that is closer to its end is through."""
+"""Tolerance of sums of seconds; work that is closer to its end is done."""
 
 
 class Lane:
-    """The communication thread of a modelled device, beside the processor that trains; see
-    :class:`farflung.types.CodingLane`.
+    """Communication thread of a modelled device; see :class:`farflung.types.CodingProcessor`.
 
     The thread codes, adds, takes a fixed time for each message that it sends or receives, and copies and encrypts
-    their bytes: one piece of work after the other, in the order they were asked for. A message sets out once its first
-    256 KiB are ready, while the others follow. At the receiver all but the last 256 KiB are worked on while the rest
-    is on its way.
+    their bytes. It does one piece of work after the other, in the order of requests. A message starts once its first
+    256 KiB are ready, while the others follow. The receiver processes all but the last 256 KiB while the last ones
+    arrive.
 
-    Left out: that processors share memory and its bandwidth, that a system with few processors does not serve a
-    thread at once, and that the thread codes between two pieces of a message.
+    The model omits shared memory bandwidth, the wait of a thread for a processor, and coding between two pieces of a
+    message.
 
     Args:
-      rates: of the device.
-      encrypted: whether messages are.
-      slowdown: how many times as long everything takes now.
-      now: seconds for which the device has been running.
-      at: calls something when ``now`` is so much, and never if the device crashes before.
+      rates: Coding rates of the device.
+      is_encrypted: Messages are encrypted.
+      slowdown: Returns the factor by which everything is slower now.
+      read_running_s: Returns the seconds for which the device has been running.
+      call_when_running: Calls a function at a running time; never if the device crashes before.
     """
 
     def __init__(
@@ -48,44 +47,44 @@ class Lane:
         self._rates, self._slowdown, self._now, self._running_at = rates, slowdown, now, at
         self._byte_s = rates.copy_s_per_byte + (rates.encrypt_s_per_byte if encrypted else 0.0)
         self._through_at = 0.0
-        """When the thread is through with all it was asked for."""
+        """Running time at which all requested work is done."""
         self.busy_s = 0.0
-        """For how long the thread works in all, for what it was asked for so far."""
+        """Total seconds of all requested work."""
         self.not_charged: dict[str, None] = {}
-        """The methods for some of whose work there is no rate, in the order in which they came."""
+        """Methods without a rate for some of their work, in the order of requests."""
 
     def charge(self, cost: CodingCost) -> None:
-        """Takes a piece of coding on, behind all that was asked for before."""
+        """Enqueues a piece of coding after all earlier work."""
         if (cost.operation, cost.method) not in self._rates.operations:
             self.not_charged[cost.method] = None
         self._take(self._rates.seconds(cost))
 
     def through(self) -> Pending[None]:
-        """Done when all that was asked for so far is."""
+        """Waits until all work requested so far is done."""
         if self._through_at <= self._now():
             return done(None)
-        through: Pending[None] = Pending()
-        self._at(self._through_at, partial(through.set, None))
-        return through
+        pending: Pending[None] = Pending()
+        self._at(self._through_at, partial(pending.set, None))
+        return pending
 
     def send(self, nbytes: int, leave: Callable[[float], None]) -> None:
         """Sends a message of ``nbytes`` bytes.
 
-        ``leave`` is called when its first piece is ready, with the seconds after which its last piece is.
+        ``on_first_piece`` is called when its first piece is ready, with the seconds until the last piece is.
         """
         piece_s, all_s = self._seconds(nbytes)
         self._take(piece_s)
-        first_at = self._through_at
+        first_ready_s = self._through_at
         self._take(all_s - piece_s)
-        self._at(first_at, partial(leave, self._through_at - first_at))
+        self._at(first_ready_s, partial(leave, self._through_at - first_ready_s))
 
     def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None]) -> None:
         """Receives a message whose last byte has arrived.
 
         Args:
-          nbytes: of the message.
-          since_s: how long ago the first byte could have arrived.
-          deliver: called when the message can be used.
+          nbytes: Bytes of the message.
+          elapsed_s: Seconds since the first byte could have arrived.
+          deliver: Called when the message can be used.
         """
         piece_s, all_s = self._seconds(nbytes)
         self._take(all_s - piece_s, since_s)
@@ -93,34 +92,33 @@ class Lane:
         self._at(self._through_at, deliver)
 
     def _seconds(self, nbytes: int) -> tuple[float, float]:
-        """Returns the seconds that the first or last piece of a message takes, and those of the whole message."""
+        """Computes the seconds of the first or last piece of a message, and of the whole message."""
         message_s, byte_s = self._rates.message_s, self._byte_s
         piece_s = message_s + byte_s * min(nbytes, MOST_PIECE_NBYTES)
         return piece_s, message_s + byte_s * nbytes
 
     def beside(self, seconds: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when a processor has worked for ``seconds`` that stands still while the thread works."""
-        ends, before = self._now() + seconds, self._worked_s()
+        """Calls ``fn`` after ``seconds`` of work on a processor that stands still while the thread works."""
+        end_s, worked_s = self._now() + seconds, self._worked_s()
 
-        def look() -> None:
-            due = ends + (self._worked_s() - before)
-            if due <= self._now() + ROUNDING_S:
+        def check() -> None:
+            due_s = end_s + (self._worked_s() - worked_s)
+            if due_s <= self._now() + ROUNDING_S:
                 fn()
             else:
-                self._running_at(due + self._ahead_s(), look)
+                self._running_at(due_s + self._ahead_s(), check)
 
-        self._running_at(ends + self._ahead_s(), look)
+        self._running_at(end_s + self._ahead_s(), check)
 
     def _ahead_s(self) -> float:
-        """For how long the thread will work, as far as is known."""
+        """Returns the seconds of work that remain, as far as is known."""
         return max(self._through_at - self._now(), 0.0)
 
     def _worked_s(self) -> float:
-        """For how long it has worked."""
         return self.busy_s - self._ahead_s()
 
     def _take(self, seconds: float, since_s: float = 0.0) -> None:
-        """Takes a piece of work on, which could have begun so long ago."""
+        """Enqueues a piece of work, which could have begun ``elapsed_s`` ago."""
         if seconds:
             seconds *= self._slowdown()
             self._through_at = max(self._through_at, self._now() - since_s) + seconds

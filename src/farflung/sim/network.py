@@ -1,4 +1,4 @@
-"""The network of a virtual world: the ranks' mailboxes, and the links between them."""
+"""Virtual network: the ranks' mailboxes, and the links between them."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from farflung.types import (
 __all__ = ["LinkModel", "UntimedSums", "VirtualCommunicator", "VirtualNetwork"]
 
 LinkModel = Link
-"""Another name of :class:`farflung.network.Link`."""
+"""Alias of :class:`farflung.network.Link`."""
 
 
 class VirtualNetwork:
-    """Messages on a modelled clock: tensors change hands by reference, only their arrival is computed.
+    """Network on a virtual clock: tensors are passed by reference, and only their arrival is modelled.
 
-    Messages of one rank to another arrive in the order they were sent, those of one priority. All else is matched by
-    tag, so nothing depends on it but the times.
+    Messages of one rank to another and of one priority arrive in the order they were sent. All others are matched by
+    tag, so only times depend on their order.
 
     Args:
-      clock: virtual time.
-      size: number of ranks.
-      network: a profile, or one link that every ordered pair has for itself.
-      seed: of the jitter.
-      encrypted: whether messages are.
-      mailboxes: where messages arrive, one for each rank; its own when not given.
+      clock: Virtual clock.
+      size: Number of ranks.
+      network: Profile, or one link that each ordered pair has for itself.
+      seed: Seed of the jitter.
+      is_encrypted: Messages are encrypted.
+      mailboxes: Mailboxes of the ranks; new ones when not given.
 
     Raises:
-      ConfigError: the profile is of another number of nodes.
+      ConfigError: The profile has another number of nodes.
     """
 
     def __init__(
@@ -73,41 +73,41 @@ class VirtualNetwork:
         self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
         self._clock = clock
         self.pauses: Pauses | None = None
-        """The links that are cut; ``None`` in a world without faults."""
+        """Links that are cut; ``None`` in a world without faults."""
         self.membership: Membership | None = None
-        """The members of a view that is not whole; ``None``: the view is whole."""
+        """Members of an elastic view; ``None``: all ranks are members."""
         self.heard_s: dict[tuple[int, int], float] = {}
-        """When a message has arrived last, by sender and receiver."""
+        """Time of the last arrival, by sender and receiver."""
         self.message_counts: Counter[int] = Counter()
-        """Messages from and to each rank so far."""
+        """Number of messages from and to each rank."""
         self.lanes: Sequence[Lane | None] = [None] * size
-        """What the devices compute for exchanges is charged to; see :meth:`charge`."""
+        """Coding processors of the ranks; see :meth:`set_coding_processors`."""
         self._charged = False
         self.untimed_sums: UntimedSums | None = None
-        """What carries out ``direct`` without messages, on a network where none takes time and none is lost."""
+        """Implementation of ``direct`` without messages, for a network without delays and losses."""
         self._wiring = Wiring(self.profile)
         self._flows = Flows(clock, self._wiring, seed, sealed=encrypted)
 
     def charge(self, lanes: Sequence[Lane | None]) -> None:
-        """Charges devices for exchanges that begin from now on."""
+        """Sets the coding processors that later exchanges are charged to."""
         self.lanes, self._charged = lanes, any(lanes)
 
     def communicator(self, rank: int) -> VirtualCommunicator:
-        """A communicator of one rank, which counts what is sent through it."""
+        """Creates a communicator of one rank, with counts of its own."""
         return VirtualCommunicator(self, rank, len(self.mailboxes))
 
     def carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
-        """Sends a message; done when its last byte has left.
+        """Sends a message; completes when its last byte has left.
 
-        Fails with :class:`farflung.errors.PeerLost` where the sender knows no present member of rank ``dst``.
+        Fails with :class:`farflung.errors.PeerLost` if the sender knows no present member of rank ``dst``.
         """
         if self.membership is None:
             return self._carry(src, dst, tag, payload, priority)
         if not self.membership.reaches(src, dst):
             return failed(PeerLost(dst, "its connection is gone"))
-        left = self._carry(src, dst, tag, payload, priority)
-        self.membership.sent(src, left)
-        return left
+        departure = self._carry(src, dst, tag, payload, priority)
+        self.membership.sent(src, departure)
+        return departure
 
     def _carry(self, src: int, dst: int, tag: Tag, payload: Payload, priority: int) -> Pending[None]:
         mailbox, view, members = self.mailboxes[dst], self.mailboxes[src].view, self.membership
@@ -115,7 +115,7 @@ class VirtualNetwork:
 
         self.message_counts[src] += 1
 
-        def arrived(_: float) -> None:
+        def deliver(_: float) -> None:
             self.message_counts[dst] += 1
             self.heard_s[src, dst] = self._clock.now()
             if members is None or members.connection(src, dst) is connection:
@@ -123,68 +123,67 @@ class VirtualNetwork:
 
         nbytes = payload.nbytes
         if not self._charged:
-            return self._route(src, dst, nbytes, priority, arrived)
-        left: Pending[None] = Pending()
+            return self._route(src, dst, nbytes, priority, deliver)
+        departure: Pending[None] = Pending()
         path, clock, receiver = self._wiring.path(src, dst), self._clock, self.lanes[dst]
 
-        def leave(rest_s: float) -> None:
-            """Puts the message on the network; its last piece is ready after so many seconds."""
-            begins = clock.now() + path.latency_s - path.jitter_s
-            ready = begins + rest_s
+        def send_bytes(delay_s: float) -> None:
+            """Sends the bytes; the last piece is ready after ``delay_s``."""
+            first_byte_s = clock.now() + path.latency_s - path.jitter_s
+            ready_s = first_byte_s + delay_s
 
-            def come(t: float) -> None:
-                if t < ready:
-                    clock.at(ready, lambda: come(ready))
+            def handle_arrival(t: float) -> None:
+                if t < ready_s:
+                    clock.at(ready_s, lambda: handle_arrival(ready_s))
                 elif receiver is None:
-                    arrived(t)
+                    deliver(t)
                 else:
-                    receiver.receive(nbytes, t - begins, lambda: arrived(clock.now()))
+                    receiver.receive(nbytes, t - first_byte_s, lambda: deliver(clock.now()))
 
-            self._route(src, dst, nbytes, priority, come).on_done(lambda _: left.set(None))
+            self._route(src, dst, nbytes, priority, handle_arrival).on_done(lambda _: departure.set(None))
 
         sender = self.lanes[src]
         if sender is None:
-            leave(0.0)
+            send_bytes(0.0)
         else:
-            sender.send(nbytes, leave)
-        return left
+            sender.send(nbytes, send_bytes)
+        return departure
 
     def _route(
         self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
-        """Bytes from one device to another, through a relay where there is one."""
+        """Routes bytes from one rank to another, through a relay if the pair has one."""
         relay = None if self.membership is None else self.membership.relay(src, dst)
         if relay is None:
             return self._move(src, dst, nbytes, priority, arrived)
 
-        def passes(_: float) -> None:
+        def forward(_: float) -> None:
             self._move(relay, dst, nbytes, priority, arrived)
 
-        return self._move(src, relay, nbytes, priority, passes)
+        return self._move(src, relay, nbytes, priority, forward)
 
     def _move(
         self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
     ) -> Pending[None]:
-        """Bytes from one device to another."""
-        heard = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
-        return self._flows.send(src, dst, nbytes, priority, heard)
+        handle_arrival = arrived if self.pauses is None else self.pauses.on_the_way(src, dst, arrived)
+        return self._flows.send(src, dst, nbytes, priority, handle_arrival)
 
     def signal(self, src: int, dst: int, heard: Callable[[], None]) -> None:
-        """A message without a payload, behind those of priority 0."""
+        """Sends a message without a payload, after those of priority 0."""
         self._move(src, dst, 0, 0, lambda _: heard())
 
     def notice(self, src: int, dst: int, seen: Callable[[], None]) -> None:
-        """What one device sees of another without a message, one delay later."""
+        """Reports an event of ``src`` to ``dst`` without a message, one link delay later."""
         self._clock.at(self._clock.now() + self.profile.link(src, dst).latency_s, seen)
 
     def limit(self, src: int, dst: int, *, bandwidth_bps: float = math.inf, loss: float = 0.0) -> None:
-        """From now on there is less bandwidth from one rank to another.
+        """Limits the bandwidth from one rank to another from now on.
 
         Args:
-          src: the sender.
-          dst: the receiver.
-          bandwidth_bps: no more than this, in bits per second.
-          loss: share of packets that are lost besides the profile's; see :meth:`farflung.network.Link.goodput_bps`.
+          src: Sender.
+          dst: Receiver.
+          bandwidth_bps: Upper limit in bits per second.
+          loss: Share of packets lost, added to the profile's; see :meth:`farflung.network.Link.compute_goodput_bps`.
         """
         goodput = self.profile.goodput_bps(self.profile.site_index(src), self.profile.site_index(dst), loss)
         self._flows.limit(src, dst, map_capacity(goodput, lambda bps: min(bps, bandwidth_bps)))
@@ -197,21 +196,21 @@ class VirtualNetwork:
         return self._clock.now()
 
     def ends_wait(self, rank: int, deadline_s: float | None) -> None:
-        """A wait that begins now at a rank fails after so many seconds, where it has a deadline of its own."""
+        """Schedules the failure of a wait that begins now at a rank, if it has a deadline of its own."""
         if deadline_s is not None and deadline_s < math.inf:
-            due = self._clock.now() + deadline_s
-            self._clock.at(due, lambda: self.mailboxes[rank].fail_due(due))
+            due_s = self._clock.now() + deadline_s
+            self._clock.at(due_s, lambda: self.mailboxes[rank].fail_due(due_s))
 
     def waits_for(self, rank: int) -> str | None:
-        """Describes the sender and the message that a rank waits for; ``None``: it waits for none."""
-        waiting = self.mailboxes[rank].any_wait()
-        if waiting is None:
+        """Describes the sender and the message that a rank waits for; ``None``: it does not wait."""
+        wait = self.mailboxes[rank].any_wait()
+        if wait is None:
             return None
-        return f"{'any rank' if waiting.src is None else f'rank {waiting.src}'} ({waiting.what})"
+        return f"{'any rank' if wait.src is None else f'rank {wait.src}'} ({wait.what})"
 
 
 class VirtualCommunicator(Group):
-    """One rank's end of a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
+    """Communicator of one rank in a :class:`VirtualNetwork`; see :class:`farflung.types.Communicator`."""
 
     def __init__(self, network: VirtualNetwork, rank: int, size: int) -> None:
         super().__init__(network.mailboxes[rank], rank, size, Sent(size))
@@ -237,8 +236,8 @@ class VirtualCommunicator(Group):
 
     def moved_nbytes(self, rank: int | None = None) -> int:
         ranks = range(self.size) if rank is None else (rank,)
-        carried = self._network.carried_nbytes
-        return sum(carried(self.rank, each) + carried(each, self.rank) for each in ranks if each != self.rank)
+        sent = self._network.carried_nbytes
+        return sum(sent(self.rank, peer) + sent(peer, self.rank) for peer in ranks if peer != self.rank)
 
     def relay(self, one: int, other: int) -> None:
         assert self._network.membership is not None
@@ -250,7 +249,7 @@ class VirtualCommunicator(Group):
         return sums.direct if sums is not None and name == "direct" else collective_named(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """Fails: there is no backend in virtual time."""
+        """Fails, since virtual time has no backend."""
         del tensor, tag
         return failed(
             Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")
@@ -258,9 +257,9 @@ class VirtualCommunicator(Group):
 
 
 class UntimedSums:
-    """All-reduces over all ranks in which no message takes time: each ends when its last rank joins.
+    """All-reduce over all ranks without message times: each ends when its last rank joins.
 
-    Bits and bytes are those of :func:`farflung.comm.collectives.direct`, without its 2 n (n - 1) messages.
+    Bits and bytes equal those of :func:`farflung.comm.collectives.direct`, without its 2 n (n - 1) messages.
     """
 
     def __init__(self) -> None:
@@ -270,7 +269,7 @@ class UntimedSums:
     async def direct(
         self, channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sums as :func:`farflung.comm.collectives.direct` does."""
+        """Sums like :func:`farflung.comm.collectives.direct`."""
         assert coding is None
         rank, size = channel.rank, channel.size
         if size == 1:
@@ -280,12 +279,12 @@ class UntimedSums:
         sent[rank] = 0
         channel.count(sent)
         tag = channel.tag(channel.hops(1))
-        joined = self._joined.setdefault(tag, {})
-        joined[rank] = tensor, side
+        inputs = self._joined.setdefault(tag, {})
+        inputs[rank] = tensor, side
         total: Pending[tuple[Tensor, Tensor]] = self._totals.setdefault(tag, Pending())
-        if len(joined) == size:
+        if len(inputs) == size:
             del self._joined[tag], self._totals[tag]
-            tensors, sides = zip(*(joined[each] for each in range(size)), strict=True)
+            tensors, sides = zip(*(inputs[peer] for peer in range(size)), strict=True)
             total.set((sum_in_order(tensors), sum_in_order(sides)))
         sums = await total
         return tensor.copy_(sums[0]), sums[1].clone()

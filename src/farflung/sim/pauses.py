@@ -1,4 +1,4 @@
-"""Links that carry nothing for a while, and replicas that stand still."""
+"""Pauses of links and replicas in virtual time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ __all__ = ["Pauses"]
 
 
 class Pauses:
-    """Holds up what happens to a rank, or on the way from one rank to another, while it is stopped.
+    """Pauses of ranks and links: their events wait until they resume.
 
-    What was half-way when it was stopped is half-way when it goes on: events are due in *running* seconds, those for
-    which their key was not stopped.
+    An event keeps its remaining time over a pause. It is due in *running* seconds, for which its key was not paused.
 
     Args:
-      clock: virtual time.
+      clock: Virtual clock.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -28,48 +27,48 @@ class Pauses:
         self._last_due: dict[tuple[int, int], float] = {}
 
     def stop(self, key: Hashable) -> None:
-        """From now on nothing happens to it."""
+        """Pauses a rank or a link."""
         self._since.setdefault(key, self._clock.now())
 
     def go_on(self, key: Hashable) -> None:
-        """What was held up goes on."""
+        """Resumes a rank or a link, and its pending events."""
         if key in self._since:
             self._lost_s[key] = self.lost_s(key)
             del self._since[key]
-            for due, fn in self._held.pop(key, []):
-                self.wait(key, due, fn)
+            for due_s, fn in self._held.pop(key, []):
+                self.wait(key, due_s, fn)
 
     def stopped(self, key: Hashable) -> bool:
         return key in self._since
 
     def lost_s(self, key: Hashable) -> float:
-        """Seconds for which it has been stopped so far."""
-        before = self._lost_s.get(key, 0.0)
-        return before + self._clock.now() - self._since[key] if key in self._since else before
+        """Returns the seconds of all pauses so far."""
+        earlier_s = self._lost_s.get(key, 0.0)
+        return earlier_s + self._clock.now() - self._since[key] if key in self._since else earlier_s
 
     def wait(self, key: Hashable, due: float, fn: Callable[[float], None]) -> None:
-        """Calls ``fn(time)`` as soon as ``due`` running seconds have passed; at once if they have."""
+        """Calls ``fn(time)`` as soon as ``due_s`` running seconds have passed; at once if they have."""
         if key in self._since:
             self._held.setdefault(key, []).append((due, fn))
             return
-        at = due + self.lost_s(key)
-        if at <= self._clock.now():
+        call_s = due + self.lost_s(key)
+        if call_s <= self._clock.now():
             fn(self._clock.now())
         else:
-            self._clock.at(at, partial(self.wait, key, due, fn))
+            self._clock.at(call_s, partial(self.wait, key, due, fn))
 
     def on_the_way(self, src: int, dst: int, arrived: Callable[[float], None]) -> Callable[[float], None]:
-        """What to call when a message sent now would arrive, in the place of ``arrived``.
+        """Returns the function to call at the arrival of a message sent now, in place of ``on_arrival``.
 
-        A message needs as much time without a cut as it would have taken, and never overtakes one sent before. What it
-        takes meanwhile from capacities that others share is not given back.
+        A message needs as much time without a cut as it would have taken, and never overtakes an earlier one. Shared
+        capacity that it takes meanwhile is not given back.
         """
         key = (src, dst)
-        lost_then = self.lost_s(key)
+        paused_s = self.lost_s(key)
 
-        def came(t: float) -> None:
-            due = max(t - lost_then, self._last_due.get((src, dst), 0.0))
-            self._last_due[src, dst] = due
-            self.wait(key, due, arrived)
+        def handle_arrival(t: float) -> None:
+            due_s = max(t - paused_s, self._last_due.get((src, dst), 0.0))
+            self._last_due[src, dst] = due_s
+            self.wait(key, due_s, arrived)
 
-        return came
+        return handle_arrival

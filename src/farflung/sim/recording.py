@@ -1,4 +1,4 @@
-"""Records the traffic of a run while it goes on; see :mod:`farflung.sim.traffic`."""
+"""Recorder of a run's traffic; see :mod:`farflung.sim.traffic`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 
 class TrafficRecorder(JsonLinesFile):
-    """Writes the traffic of a run while it goes on; nothing is written twice.
+    """Writer of a run's traffic; nothing is written twice.
 
     Args:
-      path: the file; replaced.
-      size: number of ranks.
+      path: File, which is replaced.
+      size: Number of ranks.
 
     Raises:
-      StorageError: when it is made or at any call: the file cannot be written.
+      StorageError: The file cannot be written; raised at construction or at any call.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -59,26 +59,26 @@ class TrafficRecorder(JsonLinesFile):
         self._learned: dict[tuple[str, int], tuple[Op, ...]] = {}
 
     def begin(self, rank: int, step: int) -> int:
-        """A rank begins an exchange of a step; how many of that step it began before."""
-        latest, count = self._begun.get(rank, (step, 0))
-        number = count if latest == step else 0
+        """Counts an exchange that a rank begins, and returns how many it has begun before at this step."""
+        latest_step, count = self._begun.get(rank, (step, 0))
+        number = count if latest_step == step else 0
         self._begun[rank] = step, number + 1
         return number
 
     def end(self, rank: int, step: int, number: int, ops: tuple[Op, ...], result: Reduced) -> None:
-        """A rank is through with an exchange."""
+        """Records a rank's completed exchange."""
         if ops not in self._journeys:
             self._journeys[ops] = len(self._journeys)
             self.add({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
-        ended = self._open.setdefault((step, number), {})
-        ended[rank] = self._journeys[ops]
-        if len(ended) == self._size:
+        traces = self._open.setdefault((step, number), {})
+        traces[rank] = self._journeys[ops]
+        if len(traces) == self._size:
             del self._open[step, number]
             self.add(
                 {
                     "step": step,
                     "number": number,
-                    "journeys": [ended[rank] for rank in range(self._size)],
+                    "journeys": [traces[rank] for rank in range(self._size)],
                     "weight": result.weight,
                     "metadata": result.metadata.tolist(),
                     "learns": result.learn is not None,
@@ -86,24 +86,24 @@ class TrafficRecorder(JsonLinesFile):
             )
 
     def learned(self, together: bool, step: int, number: int, ops: tuple[Op, ...]) -> None:
-        """A rank has learned from an exchange, by itself or together with the others of its step."""
+        """Records a rank's update of the reducer state, from one exchange or jointly from all of a step."""
         kind = "learn_together" if together else "learn"
         if ops != self._learned.get((kind, number), ()):
             self._learned[kind, number] = ops
             self.add({"step": step, "number": number, kind: [list(op) for op in ops]})
 
     def filled(self, rank: int, step: int, order: list[int]) -> None:
-        """A backward pass has filled its buckets in this order."""
+        """Records the order in which a backward pass has filled its buckets."""
         if order != sorted(order):
             self.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
 
 
 @dataclass(slots=True)
 class RecordedReplica(Replica):
-    """A replica whose traffic is recorded.
+    """Replica whose traffic is recorded.
 
     Args:
-      recorder: keeps it.
+      recorder: Recorder of the traffic.
     """
 
     recorder: TrafficRecorder | None = None
@@ -118,21 +118,21 @@ class RecordedReplica(Replica):
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         order: list[int] = []
 
-        def filled(index: int) -> None:
+        def record_ready(index: int) -> None:
             order.append(index)
             ready(index)
 
-        Replica.backward(self, loss, filled)
+        Replica.backward(self, loss, record_ready)
         if self.recorder is not None:
             self.recorder.filled(self.runtime.comm.rank, self.step_done, order)
 
 
 class _RecordingReducer(Reducer):
-    """A reducer whose journeys are recorded.
+    """Reducer whose traces are recorded.
 
     Args:
-      reducer: does the work.
-      recorder: keeps them.
+      reducer: Reducer that does the work.
+      recorder: Recorder of the traces.
     """
 
     def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
@@ -154,35 +154,35 @@ class _RecordingReducer(Reducer):
     @override
     async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
         number = self._recorder.begin(channel.rank, step)
-        watched = _WatchedChannel(channel)
-        result = await self._reducer.reduce(cast(Channel, watched), slot, own, step=step)
-        self._recorder.end(channel.rank, step, number, watched.taken(), result)
-        learn, together = result.learn, result.learn_together
-        if learn is not None:
-            result = replace(result, learn=self._kept(learn, watched, False, step, number))
-        if together is not None:
-            result = replace(result, learn_together=self._kept(together, watched, True, step, number))
+        proxy = _WatchedChannel(channel)
+        result = await self._reducer.reduce(cast(Channel, proxy), slot, own, step=step)
+        self._recorder.end(channel.rank, step, number, proxy.taken(), result)
+        update, joint_update = result.learn, result.learn_together
+        if update is not None:
+            result = replace(result, learn=self._kept(update, proxy, False, step, number))
+        if joint_update is not None:
+            result = replace(result, learn_together=self._kept(joint_update, proxy, True, step, number))
         return result
 
     def _kept(
         self, learn: Callable[[S], S], watched: _WatchedChannel, together: bool, step: int, number: int
     ) -> Callable[[S], S]:
-        """What a result teaches, and a note of what that costs."""
+        """Wraps an update so that the cost is recorded."""
 
-        def kept(states: S) -> S:
-            learned = learn(states)
+        def record_update(states: S) -> S:
+            new_states = learn(states)
             self._recorder.learned(together, step, number, watched.taken())
-            return learned
+            return new_states
 
-        return kept
+        return record_update
 
 
 class _WatchedChannel:
-    """A channel that keeps what it is asked for.
+    """Channel that records its operations.
 
-    A collective without a codec is kept as a whole by the name it was asked for, so ``auto`` as that: what it does
-    may depend on the network and on when the ranks join. What it computes is not kept then, all else is, whether or
-    not the device's rates know it.
+    A collective without a codec is recorded as one operation by its requested name, such as ``auto``. Its messages
+    may depend on the network and on when the ranks join. Its computations are not recorded then. All others are, even
+    if the device has no rate for them.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -193,7 +193,7 @@ class _WatchedChannel:
         return getattr(self._channel, name)
 
     def taken(self) -> tuple[Op, ...]:
-        """What was asked for since this was asked last."""
+        """Returns the operations since the last call."""
         ops, self._ops = tuple(self._ops), []
         return ops
 
@@ -219,7 +219,7 @@ class _WatchedChannel:
     def collective(self, name: str) -> AllReduce:
         inner = self._channel.collective(name)
 
-        async def kept(
+        async def record_collective(
             channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
         ) -> tuple[Tensor, Tensor]:
             if coding is not None:
@@ -229,4 +229,4 @@ class _WatchedChannel:
             )
             return await inner(self._channel, tensor, side)
 
-        return kept
+        return record_collective

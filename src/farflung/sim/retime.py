@@ -1,4 +1,4 @@
-"""A run once more without its arithmetic: the same replica, whose gradients are sizes and nothing else."""
+"""Replay of a run without its arithmetic: replicas whose gradients have sizes and no values."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ S = TypeVar("S")
 
 @dataclass(slots=True)
 class Retimed(Replica):
-    """A replica that goes through the motions of a run: it draws batches, moves what was moved, and computes nothing.
+    """Replica that draws batches and sends what a run has sent, and computes nothing.
 
     Args:
-      traffic: of the run.
-      checkpointed: whether the run kept checkpoints; then all wait for each other where it did.
+      traffic: Traffic of the run.
+      has_checkpoints: The run wrote checkpoints; all replicas then wait for each other at these steps.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -79,10 +79,10 @@ class Retimed(Replica):
     @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         del loss
-        rank, every = self.runtime.comm.rank, range(len(self.buckets.buckets))
-        order = self.traffic.fills.get((self.step_done, rank), every)
-        if sorted(order) != [*every]:
-            raise DataError(f"the run's traffic has no order of {len(every)} buckets: simulate it again")
+        rank, buckets = self.runtime.comm.rank, range(len(self.buckets.buckets))
+        order = self.traffic.fills.get((self.step_done, rank), buckets)
+        if sorted(order) != [*buckets]:
+            raise DataError(f"the run's traffic has no order of {len(buckets)} buckets: simulate it again")
         for index in order:
             ready(index)
 
@@ -92,33 +92,35 @@ class Retimed(Replica):
 
 
 def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
-    """A sink for one retimed replica: what depends on neither clock nor network is as it was.
+    """Builds a sink for one retimed replica, which changes only times and bytes of the stored events.
 
     Args:
-      stored: the events of the same replica in the run.
-      sinks: where the events go.
+      stored_events: Events of the same replica in the run.
+      sinks: Sinks that receive the events.
 
     Raises:
-      DataError: when the replica tells of something else than it did in the run.
+      DataError: The replica emits another event than it did in the run.
     """
-    # Not in one row: an evaluation is told of when all have come to it, which may be steps later or not.
+    # By key: an evaluation is reported when all ranks have reached it, which may be steps later.
     expected: dict[tuple[Json, ...], deque[Event]] = {}
     for event in stored:
         expected.setdefault(_named(event), deque()).append(event)
 
-    def sink(event: Event) -> None:
-        left = expected.get(_named(event))
-        if not left or not (TIMES | BYTES) & left[0].keys() <= event.keys():
+    def emit_retimed(event: Event) -> None:
+        queue = expected.get(_named(event))
+        if not queue or not (TIMES | BYTES) & queue[0].keys() <= event.keys():
             raise DataError(
                 f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
                 "simulate it again"
             )
-        was = left.popleft()
-        timed: Event = {key: event[key] if key in TIMES | BYTES else value for key, value in was.items()}
-        for each in sinks:
-            each(timed)
+        stored_event = queue.popleft()
+        result: Event = {
+            key: event[key] if key in TIMES | BYTES else value for key, value in stored_event.items()
+        }
+        for target in sinks:
+            target(result)
 
-    return sink
+    return emit_retimed
 
 
 def _named(event: Event) -> tuple[Json, ...]:
@@ -126,7 +128,7 @@ def _named(event: Event) -> tuple[Json, ...]:
 
 
 class _Mover(Reducer):
-    """A reducer that repeats recorded journeys of another one."""
+    """Reducer that replays recorded traces of another one."""
 
     def __init__(self, traffic: Traffic, reducer: Reducer) -> None:
         self._traffic, self.codec = traffic, getattr(reducer, "codec", None)
@@ -142,39 +144,39 @@ class _Mover(Reducer):
         del slot
         number = self._begun[1] if self._begun[0] == step else 0
         self._begun = step, number + 1
-        exchanged = self._traffic.exchanges.get((step, number))
-        if exchanged is None:
+        record = self._traffic.exchanges.get((step, number))
+        if record is None:
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
-        for op in self._traffic.journeys[exchanged.journeys[channel.rank]]:
+        for op in self._traffic.journeys[record.journeys[channel.rank]]:
             await _again(op, channel)
-        metadata = torch.tensor(exchanged.metadata, dtype=torch.float64)
-        learning = self._traffic.learning(step, number)
-        together = self._traffic.learning(step, number, together=True)
+        metadata = torch.tensor(record.metadata, dtype=torch.float64)
+        update_ops = self._traffic.learning(step, number)
+        joint_ops = self._traffic.learning(step, number, together=True)
         return Reduced(
             own.tensor,
-            exchanged.weight,
+            record.weight,
             metadata,
-            partial(_relearned, channel, learning) if exchanged.learns else None,
-            partial(_relearned, channel, together) if together else None,
+            partial(_relearned, channel, update_ops) if record.learns else None,
+            partial(_relearned, channel, joint_ops) if joint_ops else None,
         )
 
 
 async def _again(op: Op, channel: Channel) -> None:
-    """One entry of a journey."""
-    kind, *rest = op
+    """Replays one operation of a trace."""
+    kind, *fields = op
     if kind == "whole":
-        collective, dtype, numel, side = rest
+        collective, dtype, numel, side = fields
         all_reduce = channel.collective(str(collective))
         await all_reduce(channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side)))
     elif kind == "compute":
         _compute(op, channel)
     elif kind == "hops":
-        channel.hops(int(rest[0]))
+        channel.hops(int(fields[0]))
     elif kind == "send":
-        dst, hop, nbytes = map(int, rest)
+        dst, hop, nbytes = map(int, fields)
         channel.send(Payload((_hollow("uint8", nbytes),)), dst, hop)
     else:
-        src, hop = map(int, rest)
+        src, hop = map(int, fields)
         await channel.recv(src, hop)
 
 
@@ -184,19 +186,19 @@ def _compute(op: Op, channel: Channel) -> None:
 
 
 def _relearned(channel: Channel, ops: Sequence[Op], states: S) -> S:
-    """The states as they are, after what learning has computed."""
+    """Replays the computations of an update, and returns the states unchanged."""
     for op in ops:
         _compute(op, channel)
     return states
 
 
 def _hollow(dtype: str, numel: int) -> Tensor:
-    """A tensor that has a size and no content."""
+    """Creates a tensor that has a size and no content."""
     return torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
 
 
 class _Hollow:
-    """A workload whose samples have a number and nothing else."""
+    """Workload whose samples have a number and no content."""
 
     name = "retimed"
     defaults: ClassVar[Mapping[str, Json]] = {}
@@ -221,7 +223,7 @@ class _Hollow:
 
 
 class _Numbers:
-    """The samples of a data set as sizes without content."""
+    """Data set whose samples have sizes and no content."""
 
     labels: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Virtual time: one heap of ``(time, priority, sequence)`` drives all replicas in one thread, deterministically."""
+"""Virtual world: one heap of ``(time, priority, sequence)`` drives all replicas in one thread, deterministically."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ T = TypeVar("T")
 
 DEADLINE_S = 60.0
 SELDOM = 100
-"""How many times as seldom as elsewhere all objects are searched for cyclic garbage."""
+"""Factor by which full searches for cyclic garbage are rarer in a simulation."""
 
 
 class VirtualWorld:
-    """``size`` replicas on one clock.
+    """World of ``size`` replicas on one virtual clock.
 
     Args:
-      size: number of replicas.
-      network: a profile, or the link of each ordered pair; without one, messages take no time.
-      seconds_per_sample: what a forward pass costs per sample; a backward pass costs twice that.
-      device: a profile in the place of ``seconds_per_sample``, or one for each replica.
-      seed: of jitter and stragglers.
-      faults: what goes wrong; replicas tell :attr:`injector` of their steps.
-      deadline_s: how long a replica that is waited for may be silent where something goes wrong, in virtual seconds.
-      decisions: where decisions are kept; a fresh log when not given.
-      count_evaluation: whether evaluations and checkpoints take time; see :attr:`VirtualRuntime.off_clock`.
-      whole: whether the view ends with the first replica that is lost, as it has to where every exchange needs all of
-        them; otherwise its messages alone fail, and so do those of a replica whose coroutine has ended. Then faults may
-        have replicas leave, and join: one to which that happens first is not there at the start.
-
-      absent: ranks that are not there at the start, beside those whose first fault is to join.
+      size: Number of replicas.
+      network: Profile, or the link of each ordered pair; without one, messages take no time.
+      seconds_per_sample: Seconds of a forward pass per sample; a backward pass takes twice as long.
+      device: Device profile in place of ``seconds_per_sample``, or one for each replica.
+      seed: Seed of jitter and stragglers.
+      faults: Faults to inject; replicas report their steps to :attr:`injector`.
+      deadline_s: Virtual seconds that an awaited replica may be silent, if the plan has faults.
+      decisions: Log of decisions; a new one when not given.
+      count_evaluation: Lets evaluations and checkpoints take time; see :attr:`VirtualRuntime.untimed`.
+      needs_all_members: Ends the view with the first lost replica, because every exchange needs all. If False, only
+        messages of lost or ended replicas fail, and faults may have replicas leave and join. A replica whose first
+        fault is to join is absent at the start.
+      absent_ranks: Ranks absent at the start, besides those whose first fault is to join.
 
     Raises:
-      ConfigError: profiles or faults for another number of replicas.
-      Unsupported: faults that virtual time cannot carry.
+      ConfigError: Profiles or faults are for another number of replicas.
+      Unsupported: Virtual time does not support a fault.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class VirtualWorld:
         faults = faults or FaultPlan()
         self.clock = VirtualClock()
         self.encrypted = network is not None
-        """Whether messages are, as those of real runs are that leave a machine."""
+        """True if messages are encrypted, as those of real runs between machines are."""
         self.network = VirtualNetwork(
             self.clock, size, network or Link(), seed=seed, encrypted=self.encrypted
         )
         self.off_clock: VirtualNetwork | None = None
-        """Carries messages that take no virtual time; losses and deadlines apply to it as to the network."""
+        """Network whose messages take no virtual time; it has the losses and deadlines of :attr:`network`."""
         if not count_evaluation:
             self.off_clock = VirtualNetwork(self.clock, size, Link(), mailboxes=self.network.mailboxes)
             if whole and not faults.faults:
@@ -92,10 +91,10 @@ class VirtualWorld:
         if self.off_clock is not None:
             self.off_clock.membership = self.network.membership
         self.injector = FaultInjector(faults, self.stage)
-        """A sink for the events of all replicas."""
+        """Sink for the events of all replicas."""
         self.runtimes = [
-            VirtualRuntime(self, rank, one)
-            for rank, one in enumerate(_devices(size, device, seconds_per_sample))
+            VirtualRuntime(self, rank, profile)
+            for rank, profile in enumerate(_devices(size, device, seconds_per_sample))
         ]
         self.stage.leaves = self._leaves
         self.stage.events = lambda rank: self.runtimes[rank].events
@@ -113,26 +112,27 @@ class VirtualWorld:
         *,
         again: Callable[[VirtualRuntime], Coroutine[Pending[Any], None, T]] | None = None,
     ) -> list[T]:
-        """Drives one coroutine for each replica to its end.
+        """Drives one coroutine of each replica to its end.
 
         Args:
-          coroutines: by rank; that of a rank that is absent at the start begins when the rank is admitted.
-          again: makes the coroutine of a rank that is admitted again, from a new runtime; its result counts.
+          coroutines: Coroutines by rank; that of an absent rank begins when the rank is admitted.
+          build_rejoined: Builds the coroutine of a rank that is admitted again, from a new runtime; its result
+            counts.
 
         Returns:
-          The results in rank order, without ranks that crashed, left by a fault, hang for ever, or were never admitted.
+          The results in rank order, without ranks that crashed, left by a fault, hang for ever, or were never
+          admitted.
 
         Raises:
-          ConfigError: a rank is admitted again, and ``again`` is not given.
-          RunLost: a rank was lost; or all ranks that do not hang wait and no message is on its way; names what each
-            rank waits for.
-          BaseException: the error of the first replica that failed.
+          ConfigError: A rank is admitted again, and ``build_rejoined`` is not given.
+          RunLost: A rank was lost, or all ranks that do not hang wait and no message is in flight.
+          BaseException: The error of the first replica that failed.
         """
-        first = dict(enumerate(coroutines))
+        waiting = dict(enumerate(coroutines))
 
         def begin(rank: int) -> Task[T]:
-            if rank in first:
-                return Task(first.pop(rank), self.runtimes[rank].soon)
+            if rank in waiting:
+                return Task(waiting.pop(rank), self.runtimes[rank].soon)
             if again is None:
                 raise ConfigError(
                     f"rank {rank} comes in again: say what it runs by run(coroutines, again=...)"
@@ -140,91 +140,91 @@ class VirtualWorld:
             runtime = self._renewed(rank)
             return Task(again(runtime), runtime.soon)
 
-        if len(first) != len(self.runtimes):
-            raise ConfigError(f"{len(first)} coroutines for {len(self.runtimes)} replicas")
+        if len(waiting) != len(self.runtimes):
+            raise ConfigError(f"{len(waiting)} coroutines for {len(self.runtimes)} replicas")
         try:
             with RandomState.scope(), _settled_memory():
                 self.stage.watch(begin)
                 self.clock.run()
         finally:
-            for coroutine in first.values():
+            for coroutine in waiting.values():
                 coroutine.close()
         if self.stage.error is not None:
             raise self.stage.error
         running, errors, hung = self.stage.running, self.stage.errors, self.stage.find_hung()
-        lost = self.stage.crashed | hung
-        if errors and lost.issuperset(running):
+        lost_ranks = self.stage.crashed | hung
+        if errors and lost_ranks.issuperset(running):
             raise next(iter(errors.values()))
-        if hung and lost.issuperset(running):
+        if hung and lost_ranks.issuperset(running):
             ranks = ", ".join(map(str, sorted(hung)))
             raise RunLost(f"all replicas that are left hang for ever, as the fault plan says: rank {ranks}")
-        left = [rank for rank in sorted(running) if rank not in lost]
-        stuck = [rank for rank in left if not running[rank].done]
+        remaining = [rank for rank in sorted(running) if rank not in lost_ranks]
+        stuck = [rank for rank in remaining if not running[rank].done]
         if stuck:
-            networks = [one for one in (self.network, self.off_clock) if one is not None]
-            waits = [next(filter(None, (one.waits_for(rank) for one in networks)), "") for rank in stuck]
+            networks = [net for net in (self.network, self.off_clock) if net is not None]
+            waits = [next(filter(None, (net.waits_for(rank) for net in networks)), "") for rank in stuck]
             raise RunLost(
                 f"nothing is on its way at {self.clock.now():.6f} virtual seconds: "
                 + "; ".join(
-                    f"rank {rank} waits for {what or 'something other than a message'}"
-                    for rank, what in zip(stuck, waits, strict=True)
+                    f"rank {rank} waits for {wait or 'something other than a message'}"
+                    for rank, wait in zip(stuck, waits, strict=True)
                 )
             )
-        return [running[rank].result() for rank in left]
+        return [running[rank].result() for rank in remaining]
 
     def _renewed(self, rank: int) -> VirtualRuntime:
-        """A runtime for a replica that comes in again; nothing comes to it that was for the one before."""
+        """Creates the runtime of a rank that is admitted again; messages to its earlier runtime do not reach it."""
         self.network.mailboxes[rank] = Mailbox()
         runtime = self.runtimes[rank] = VirtualRuntime(self, rank, self.runtimes[rank].device)
-        self.network.charge([one.lane for one in self.runtimes])
+        self.network.charge([member.lane for member in self.runtimes])
         return runtime
 
     def settle_collective(
         self, name: str, nbytes: Sequence[int], *, step: int = 0, fresh: bool = False
     ) -> str:
-        """What ``auto`` stands for from now on, by the world's profile; recorded, and takes no time.
+        """Resolves ``auto`` by the world's profile; the decision is recorded, and takes no time.
 
         Args:
-          name: the collective that was asked for; any but ``auto`` is settled already.
-          nbytes: of the tensors summed in a step.
-          step: the first of the run.
-          fresh: whether to leave aside what the run that is replayed decided, as on another network than its own.
+          name: Requested collective; any but ``auto`` is returned unchanged.
+          nbytes: Sizes of the tensors summed in a step.
+          step: First step of the run.
+          ignores_replay: Decides again instead of following the replayed run, as on another network.
 
         Returns:
-          The name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
+          Name of the collective that the replicas use; for ``auto`` those of all sizes, the largest tensor's first.
 
         Raises:
-          UnknownName: no such collective.
+          UnknownName: The collective does not exist.
         """
         collective_named(name)
         if name != AUTO:
             return name
-        found = collectives_of(nbytes, len(self.runtimes), self.network.profile)
+        collectives = collectives_of(nbytes, len(self.runtimes), self.network.profile)
         if fresh:
-            decision = Decision(COLLECTIVE, step, found, timing=False)
+            decision = Decision(COLLECTIVE, step, collectives, timing=False)
             self.decisions.record(decision)
         else:
-            decision = self.decisions.decide(COLLECTIVE, step, lambda: found, timing=False)
+            decision = self.decisions.decide(COLLECTIVE, step, lambda: collectives, timing=False)
         names = [adopt_collectives(runtime.comm, decision) for runtime in self.runtimes]
         return names[0]
 
 
 @contextmanager
 def _settled_memory() -> Iterator[None]:
-    """Spares the collector of cyclic garbage what is there already, and most searches of messages on their way.
+    """Reduces the work of the cyclic garbage collector during a simulation.
 
     Models and modules stay until the end. Messages are no garbage either, and among a thousand replicas there are a
-    million of them at a time: to go through all took a third of a simulation.
+    million of them at a time: full searches took a third of a simulation.
     """
-    mine, (first, second, third) = not gc.get_freeze_count(), gc.get_threshold()
-    if mine:
+    owns_freeze, (young, middle, old) = not gc.get_freeze_count(), gc.get_threshold()
+    if owns_freeze:
         gc.freeze()
-    gc.set_threshold(first, second, SELDOM * third)
+    gc.set_threshold(young, middle, SELDOM * old)
     try:
         yield
     finally:
-        gc.set_threshold(first, second, third)
-        if mine:
+        gc.set_threshold(young, middle, old)
+        if owns_freeze:
             gc.unfreeze()
 
 
@@ -242,7 +242,7 @@ def _devices(
 
 
 class VirtualRuntime:
-    """One replica's seam to a :class:`VirtualWorld`; see :class:`farflung.types.Runtime`."""
+    """Runtime of one replica in a :class:`VirtualWorld`; see :class:`farflung.types.Runtime`."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class VirtualRuntime:
         self._world = world
         self._forwards = 0
         self.lane: Lane | None = None
-        """What its exchanges compute is charged to."""
+        """Coding processor that exchanges are charged to."""
         if device.coding is not None:
             stage = world.stage
             self.lane = Lane(
@@ -285,55 +285,53 @@ class VirtualRuntime:
         return self._world.clock.now()
 
     def sleep_until(self, t: float) -> Pending[None]:
-        """Done when the clock shows ``t``."""
-        reached: Pending[None] = Pending()
-        self._world.clock.at(t, lambda: reached.set(None))
-        return reached
+        """Completes when the clock shows ``t``."""
+        pending: Pending[None] = Pending()
+        self._world.clock.at(t, lambda: pending.set(None))
+        return pending
 
     def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
-        """The index of whichever completes first."""
+        """Completes with the index of the first to complete."""
         return tasks.first_of(pendings)
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
-        """Done at a time; the clock stands still for what another thread completes."""
+        """Completes at a time; the clock stands still for a result of another thread."""
         if isinstance(ready, Pending):
             ready.block()
             return ready
-        arrived = self.sleep_until(ready)
-        self._world.stage.waits_for_data(self.comm.rank, arrived)
-        return arrived
+        pending = self.sleep_until(ready)
+        self._world.stage.waits_for_data(self.comm.rank, pending)
+        return pending
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
-        """Computes now, and is done when the modelled seconds have passed.
+        """Computes now, and completes when the modelled seconds have passed.
 
-        A forward pass is computed at the end of its time instead, just before its backward pass: else the activations
-        of all replicas would be there at once.
+        A forward pass is computed at the end of its time, just before its backward pass. Otherwise the activations of
+        all replicas would exist at once.
         """
         self.events += 1
-        finished: Pending[T] = Pending()
+        pending: Pending[T] = Pending()
         seconds = self._seconds(cost)
         if cost.kind == "forward":
-            self._after(seconds, lambda: _complete(finished, fn))
+            self._after(seconds, lambda: _complete(pending, fn))
         else:
             value = fn()
-            self._after(seconds, lambda: finished.set(value))
-        return finished
+            self._after(seconds, lambda: pending.set(value))
+        return pending
 
     def backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes now; each bucket is ready when the device has come to it; see
-        :meth:`farflung.devices.DeviceProfile.ready_at`.
-        """
+        """Computes now; buckets are ready at :meth:`farflung.devices.DeviceProfile.compute_ready_shares`."""
         self.events += 1
         order: list[int] = []
         fn(order.append)
-        finished: Pending[None] = Pending()
+        pending: Pending[None] = Pending()
         seconds = self._seconds(cost)
         for bucket, share in zip(order, self.device.ready_at(order, cost.numels), strict=True):
             self._after(seconds * share, partial(on_ready, bucket))
-        self._after(seconds, lambda: finished.set(None))
-        return finished
+        self._after(seconds, lambda: pending.set(None))
+        return pending
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Starts an exchange on the same clock."""
@@ -351,9 +349,9 @@ class VirtualRuntime:
         return self._world.stage.slowed(self.comm.rank) * self.device.seconds(cost, self._moment())
 
     def _slowdown(self) -> float:
-        """How many times as long everything takes now."""
-        slowed = self._world.stage.slowed(self.comm.rank)
-        return slowed * (
+        """Returns the factor by which everything is slower now."""
+        slowdown = self._world.stage.slowed(self.comm.rank)
+        return slowdown * (
             self.device.slowdown_at(self._moment()) if self.device.stragglers else self.device.slowdown
         )
 
@@ -369,11 +367,11 @@ class VirtualRuntime:
 
 
 class _OffClock(VirtualRuntime):
-    """A replica's seam to what takes no time: see :attr:`farflung.types.Runtime.off_clock`."""
+    """Runtime of a replica whose operations take no time; see :attr:`farflung.types.Runtime.untimed`."""
 
     @override
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
-        """Starts at once, with the replica as it is now."""
+        """Starts at once, with the replica's current state."""
         return Task(exchange, self.soon, at_once=True)
 
 

@@ -1,4 +1,4 @@
-"""Virtual time as a stage for faults: replicas that crash, hang or slow down, links that are cut."""
+"""Fault environment in virtual time: replicas that crash, hang or slow down, links that are cut."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from farflung.types import Json
 __all__ = ["CARRIED", "VirtualStage", "check_plan"]
 
 CARRIED = frozenset(FAULTS).difference(MEMBERSHIP)
-"""The kinds of faults that virtual time carries in every view; in one that is not whole members may come and go too."""
+"""Kinds of faults that virtual time supports in every view; elastic views also support those of membership."""
 
 
 def check_plan(plan: FaultPlan, size: int, *, whole: bool = True) -> None:
-    """Whether virtual time can carry a plan.
+    """Checks that virtual time supports a plan.
 
     Args:
-      plan: what goes wrong.
-      size: number of replicas.
-      whole: whether every exchange needs all of them.
+      plan: Faults to inject.
+      size: Number of replicas.
+      needs_all_members: True if every exchange needs all replicas.
 
     Raises:
-      Unsupported: a kind of fault that it does not carry.
-      ConfigError: a rank that there is not.
+      Unsupported: A kind of fault is not supported.
+      ConfigError: A rank does not exist.
     """
     for fault in plan.faults:
         if whole and fault.kind in MEMBERSHIP:
@@ -49,22 +49,22 @@ def check_plan(plan: FaultPlan, size: int, *, whole: bool = True) -> None:
 
 
 class VirtualStage(Stage):
-    """Applies faults in virtual time; detects lost ranks as the wall clock does, by closed connections and deadlines.
+    """Fault environment in virtual time; detects lost ranks by closed connections and deadlines.
 
     Each peer detects a crash one link delay later; messages sent before it arrive. Admission and leaving are those of
-    :class:`farflung.sim.membership.Membership`. Deadlines are checked only where the plan has faults.
+    :class:`farflung.sim.membership.Membership`. Deadlines are checked only if the plan has faults.
 
     Args:
-      clock: virtual time.
-      network: of the world.
-      plan: what will go wrong.
-      deadline_s: how long a rank that is waited for may be silent.
-      whole: whether the first loss ends the view; otherwise the members go on without ranks that end, leave or crash.
-      absent: ranks that are not there at the start, beside those whose first fault is to join.
+      clock: Virtual clock.
+      network: Network of the world.
+      plan: Faults to inject.
+      deadline_s: Seconds that an awaited rank may be silent.
+      needs_all_members: Ends the view with the first loss. If False, members continue without ended and lost ranks.
+      absent_ranks: Ranks absent at the start, besides those whose first fault is to join.
 
     Raises:
-      Unsupported: a fault that is not carried.
-      ConfigError: a fault of a rank that there is not.
+      Unsupported: A fault is not supported.
+      ConfigError: A fault names a rank that does not exist.
     """
 
     def __init__(
@@ -88,33 +88,33 @@ class VirtualStage(Stage):
             )
         self._begin: Callable[[int], Pending[Any]]
         self.leaves: Callable[[int], bool] = lambda rank: False
-        """Has a replica of an elastic run leave it; whether it is one."""
+        """Requests a replica of an elastic run to leave; returns True if it is one."""
         self.crashed: set[int] = set()
-        """The ranks that have crashed."""
+        """Ranks that have crashed."""
         self._waiting_for_data: set[int] = set()
         self._detectors = [FailureDetector(rank, partial(self._traffic, rank)) for rank in range(size)]
         self._carried_nbytes: dict[tuple[int, int], int] = {}
-        """Bytes that have left one rank for another up to the last look or cut."""
+        """Bytes that have left one rank for another, up to the last check or cut."""
         self.events: Callable[[int], int] = lambda rank: 0
-        """Counts the computations of a replica."""
+        """Returns the number of computations of a replica."""
         self._pauses: Pauses | None = None
         if plan.faults:
             self._pauses = network.pauses = Pauses(clock)
         self._stays = [0] * size
-        """The number of ended memberships of each rank; callbacks of an earlier one are dropped."""
+        """Number of ended memberships of each rank; callbacks of an earlier one are dropped."""
         self.running: dict[int, Pending[Any]] = {}
-        """The tasks of the ranks that have begun and not left."""
+        """Tasks of the ranks that have begun and not left."""
         self._watching = False
         self.errors: dict[int, RunLost] = {}
-        """The errors of ranks that ended in a view that is not whole, and went on for others."""
+        """Errors of ranks that ended in an elastic view, which the others continue."""
         self.error: BaseException | None = None
-        """The error of the first replica that failed."""
+        """Error of the first replica that failed."""
 
-    # --- what goes wrong ----------------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------------------
 
     @override
     def now(self) -> float:
-        """See :class:`farflung.faults.Stage`; the first step begins when virtual time does."""
+        """Returns the virtual time; the first step begins at 0. See :class:`farflung.faults.FaultEnvironment`."""
         return self._clock.now()
 
     @override
@@ -123,8 +123,8 @@ class VirtualStage(Stage):
 
     @override
     def is_over(self) -> bool:
-        left = [task for rank, task in self.running.items() if rank not in self.crashed]
-        return bool(left) and all(task.done for task in left)
+        remaining = [task for rank, task in self.running.items() if rank not in self.crashed]
+        return bool(remaining) and all(task.done for task in remaining)
 
     @override
     def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
@@ -145,10 +145,10 @@ class VirtualStage(Stage):
             if rank in self._members:
                 self._members.crashes(rank)
         else:
-            lost = PeerLost(rank, "its connection was closed from its end")
+            error = PeerLost(rank, "its connection was closed from its end")
             for peer, mailbox in enumerate(self._network.mailboxes):
                 if peer != rank:
-                    self._network.notice(rank, peer, partial(mailbox.end, lost))
+                    self._network.notice(rank, peer, partial(mailbox.end, error))
         if rank in self.running:
             self.crashed.add(rank)
 
@@ -182,29 +182,29 @@ class VirtualStage(Stage):
         if not self._watching:
             self._look()
 
-    # --- what the replicas feel ---------------------------------------------------------------------------------
+    # --- effects on replicas ------------------------------------------------------------------------------------
 
     def slowed(self, rank: int) -> float:
-        """How many times as long a replica computes."""
+        """Returns the factor by which a replica computes slower."""
         return self.standing.slowdown(rank)
 
     def running_s(self, rank: int) -> float:
-        """For how long a replica has been running, in virtual seconds since the beginning."""
+        """Returns the virtual seconds that a replica has been running since the beginning."""
         return self._clock.now() - (0.0 if self._pauses is None else self._pauses.lost_s(rank))
 
     def when_running(self, rank: int, due_s: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when :meth:`running_s` of a replica is ``due_s``; never if it crashes or leaves before."""
+        """Calls ``fn`` when :meth:`get_running_s` of a replica is ``due_s``; never if it crashes or leaves before."""
         if self._pauses is None:
             self._clock.at(due_s, fn)
             return
-        pauses, stay = self._pauses, self._stays[rank]
+        pauses, incarnation = self._pauses, self._stays[rank]
         self._clock.at(
             due_s + pauses.lost_s(rank),
-            lambda: pauses.wait(rank, due_s, lambda _: self._in_stay(rank, stay, fn)),
+            lambda: pauses.wait(rank, due_s, lambda _: self._in_stay(rank, incarnation, fn)),
         )
 
     def waits_for_data(self, rank: int, arrived: Pending[None]) -> None:
-        """Marks a rank as waiting for samples until ``arrived``."""
+        """Marks a rank as waiting for samples until ``arrival``."""
         if self._pauses is not None:
             self._waiting_for_data.add(rank)
             arrived.on_done(lambda _: self._waiting_for_data.discard(rank))
@@ -213,7 +213,7 @@ class VirtualStage(Stage):
         return rank in self.crashed or (self._pauses is not None and self._pauses.stopped(rank))
 
     def find_hung(self) -> set[int]:
-        """Returns the ranks that stand still in the midst of their work."""
+        """Returns the ranks that a fault suspends before their end."""
         return {
             rank
             for rank, task in self.running.items()
@@ -221,16 +221,16 @@ class VirtualStage(Stage):
         }
 
     def soon_of(self, rank: int) -> Callable[[Callable[[], None]], None]:
-        """What queues the steps of a replica's coroutines: at once, when it goes on, or never."""
+        """Builds the function that queues coroutine steps of a replica: at once, when it resumes, or never."""
         if self._pauses is None:
             return self._clock.soon
-        pauses, stay = self._pauses, self._stays[rank]
+        pauses, incarnation = self._pauses, self._stays[rank]
 
-        def soon(fn: Callable[[], None]) -> None:
-            due = self._clock.now() - pauses.lost_s(rank)
-            self._clock.soon(lambda: pauses.wait(rank, due, lambda _: self._in_stay(rank, stay, fn)))
+        def call_soon(fn: Callable[[], None]) -> None:
+            due_s = self._clock.now() - pauses.lost_s(rank)
+            self._clock.soon(lambda: pauses.wait(rank, due_s, lambda _: self._in_stay(rank, incarnation, fn)))
 
-        return soon
+        return call_soon
 
     def _in_stay(self, rank: int, stay: int, fn: Callable[[], None]) -> None:
         if self._stays[rank] == stay and rank not in self.crashed:
@@ -238,13 +238,13 @@ class VirtualStage(Stage):
         elif isinstance(task := getattr(fn, "__self__", None), Task):
             task.drop()
 
-    # --- how it ends --------------------------------------------------------------------------------------------
+    # --- end of tasks -------------------------------------------------------------------------------------------
 
     def watch(self, begin: Callable[[int], Pending[Any]]) -> None:
-        """Begins and follows the replicas: the first error ends the view for all.
+        """Starts the replicas; the first error ends the view for all.
 
         Args:
-          begin: has a replica begin, for the first time or again.
+          start_task: Starts a replica, for the first time or again.
         """
         self._begin = begin
         for rank in range(self.size):
@@ -277,80 +277,80 @@ class VirtualStage(Stage):
                     mailbox.end(task.error)
 
     def _look(self) -> None:
-        """Ends the view when the oldest wait is too old; looks again when it may be."""
+        """Ends the view if the oldest wait has passed its deadline; otherwise schedules the next check."""
         self._watching = False
         alive = [rank for rank, task in self.running.items() if not task.done]
         if self.error is not None or not alive:
             return
-        now, again = self._clock.now(), math.inf
+        time_s, next_check_s = self._clock.now(), math.inf
         if self.crashed.issuperset(alive):
             if self._members is not None and self._clock.due() < math.inf:
-                self._look_at(now + self._deadline_s)  # others may come in
+                self._look_at(time_s + self._deadline_s)  # others may be admitted
             elif self._members is None or len(self.crashed) == len(self.running):
-                closed = PeerLost(alive[0], "its connection was closed from its end")
-                self.error = next(iter(self.errors.values()), closed)
+                error = PeerLost(alive[0], "its connection was closed from its end")
+                self.error = next(iter(self.errors.values()), error)
             return
         for rank in alive:
-            waiting, detector = self._network.mailboxes[rank].oldest(), self._detectors[rank]
+            wait, detector = self._network.mailboxes[rank].oldest(), self._detectors[rank]
             if self._silent(rank):
                 continue
-            if waiting is None:
+            if wait is None:
                 detector.rest()
                 continue
             peers = [peer for peer in range(self.size) if peer != rank]
             for peer in peers:
                 detector.hear(peer, self._network.heard_s.get((peer, rank), -math.inf))
-            check = detector.check(waiting, peers, now, self._deadline_s)
+            check = detector.check(wait, peers, time_s, self._deadline_s)
             if check.failure is not None:
-                failed, why = check.failure
-                passed = DeadlinePassed(failed, waiting.what, now - waiting.since, why=why)
+                failed_rank, reason = check.failure
+                deadline_error = DeadlinePassed(failed_rank, wait.what, time_s - wait.since, why=reason)
                 if self._members is not None:
-                    self._network.mailboxes[rank].fail(waiting, passed)
+                    self._network.mailboxes[rank].fail(wait, deadline_error)
                     self._watching = True
                     self._clock.soon(self._look)
                 else:
-                    self._network.mailboxes[rank].end(passed)
+                    self._network.mailboxes[rank].end(deadline_error)
                 return
             if check.asks:
                 self._answer(rank, peers)
-            again = min(again, check.due_s)
+            next_check_s = min(next_check_s, check.due_s)
         if self._clock.due() < math.inf:
-            again = min(again, now + self._deadline_s / QUESTIONS)
-        if again < math.inf:
-            self._look_at(again)
+            next_check_s = min(next_check_s, time_s + self._deadline_s / QUESTIONS)
+        if next_check_s < math.inf:
+            self._look_at(next_check_s)
 
     def _look_at(self, t: float) -> None:
         self._watching = True
         self._clock.at(t, self._look)
 
-    # --- signs of life ------------------------------------------------------------------------------------------
+    # --- failure detection ----------------------------------------------------------------------------------------
 
     def _answer(self, rank: int, peers: Iterable[int]) -> None:
-        """Has those that a question of a rank reaches, and that reach the rank, answer at once."""
-        now = self._clock.now()
+        """Collects reports from the peers that a question of a rank reaches, and whose answer reaches it."""
+        time_s = self._clock.now()
         for peer in peers:
             if self._silent(peer) or self._is_cut(rank, peer) or self._is_cut(peer, rank):
                 continue
             if self._members is not None and not self._members.reaches(rank, peer):
                 continue
-            waiting = self._network.mailboxes[peer].any_wait()
-            blocked_on = None if waiting is None else waiting.src
-            others = [other for other in range(self.size) if other != peer]
+            wait = self._network.mailboxes[peer].any_wait()
+            blocked_on = None if wait is None else wait.src
+            peers_of_peer = [target for target in range(self.size) if target != peer]
             body: dict[str, Json] = {
                 "for": "data" if peer in self._waiting_for_data else blocked_on,
                 "count": self.events(peer) + self._network.message_counts[peer],
-                "nbytes": sum(self._traffic(peer, other).moved_nbytes for other in others),
+                "nbytes": sum(self._traffic(peer, target).moved_nbytes for target in peers_of_peer),
             }
-            self._detectors[rank].hear_report(peer, body, now, self._deadline_s)
-            self._detectors[rank].hear(peer, now)
+            self._detectors[rank].hear_report(peer, body, time_s, self._deadline_s)
+            self._detectors[rank].hear(peer, time_s)
 
     def _traffic(self, rank: int, peer: int) -> Traffic:
-        """Returns what the links between two ranks have carried; nothing more while they are cut."""
-        for way in ((rank, peer), (peer, rank)):
-            if not self._is_cut(*way):
-                self._carried_nbytes[way] = self._network.carried_nbytes(*way)
-        heard, sent = (self._carried_nbytes.get(way, 0) for way in ((peer, rank), (rank, peer)))
-        return Traffic(heard, heard + sent)
+        """Returns the traffic between two ranks; it does not grow while their links are cut."""
+        for link in ((rank, peer), (peer, rank)):
+            if not self._is_cut(*link):
+                self._carried_nbytes[link] = self._network.carried_nbytes(*link)
+        received, sent = (self._carried_nbytes.get(link, 0) for link in ((peer, rank), (rank, peer)))
+        return Traffic(received, received + sent)
 
     def _is_cut(self, src: int, dst: int) -> bool:
         return self._pauses is not None and self._pauses.stopped((src, dst))

@@ -1,11 +1,11 @@
-"""What the exchanges of a run moved, so that they can be timed again: sizes and order, no gradients.
+"""Recorded traffic of a run's exchanges, so that they can be timed again: sizes and order, no gradients.
 
-A file of JSON lines. ``{"journey": n, "ops": [...]}`` is what one rank does in an exchange; the same journey is there
-once, however often it is taken. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the journey of
-each rank, and what it brought beside the mean. ``{"step": s, "number": k, "learn": [...]}`` is what each rank computes
-when the result of an exchange is merged, from that step on; ``learn_together`` likewise, once all of its step are.
-``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, where that is not
-the order of their numbers.
+The file has JSON lines. ``{"journey": n, "ops": [...]}`` is the trace of one rank in an exchange; equal traces are
+stored once. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the trace of each rank, and its
+results besides the mean. ``{"step": s, "number": k, "learn": [...]}`` is the computation of each rank's state update
+when the result of an exchange is merged, from that step on. ``learn_together`` is that of the joint update of a step.
+``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, if they did not
+fill by number.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from farflung.types import Json
 __all__ = ["Exchanged", "Op", "Traffic"]
 
 Op: TypeAlias = "tuple[str | int, ...]"
-"""``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)``,
-``("compute", operation, method, numel)`` or ``("whole", collective, dtype, numel, side)``."""
+"""``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)``, ``("compute", operation, method,
+numel)`` or ``("whole", collective, dtype, numel, side)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """One exchange of all ranks.
+    """Record of one exchange of all ranks.
 
     Args:
-      journeys: what each rank did, by the number of its journey.
-      weight: the sum of the weights.
-      metadata: of all ranks, summed.
-      learns: whether the reducer's state changed when the result was merged.
+      traces: Trace number of each rank.
+      weight: Sum of the weights.
+      metadata: Sum of the metadata of all ranks.
+      has_update: True if the reducer's state changed when the result was merged.
     """
 
     journeys: tuple[int, ...]
@@ -44,13 +44,13 @@ class Exchanged:
 
 @dataclass(slots=True)
 class Traffic:
-    """What :class:`farflung.sim.TrafficRecorder` has written.
+    """Traffic recorded by :class:`farflung.sim.TrafficRecorder`.
 
     Args:
-      journeys: by number.
-      exchanges: by step and by how many began before it at that step.
-      fills: orders of buckets that are not those of their numbers, by step and rank.
-      learned: what learning computes from a step on, by whether it is together, number, and that step.
+      traces: Operations of each trace, by number.
+      exchanges: Exchanges by step, and by number within the step.
+      fills: Bucket orders that are not by number, by step and rank.
+      update_ops: Operations of updates from a step on, by joint or not, number, and that step.
     """
 
     journeys: dict[int, tuple[Op, ...]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Traffic:
         """Reads a file.
 
         Raises:
-          DataError: absent or damaged; names it.
+          DataError: The file is absent or damaged; names it.
         """
         if not path.exists():
             raise DataError(f"{path}: there is none; only runs of farflung simulate record their traffic")
@@ -72,10 +72,10 @@ class Traffic:
         return traffic
 
     def learning(self, step: int, number: int, *, together: bool = False) -> tuple[Op, ...]:
-        """What learning from an exchange computes."""
-        known = self.learned.get((together, number), {})
-        since = max((first for first in known if first <= step), default=None)
-        return () if since is None else known[since]
+        """Finds the operations of the update after an exchange."""
+        ops_by_step = self.learned.get((together, number), {})
+        latest_step = max((step_begun for step_begun in ops_by_step if step_begun <= step), default=None)
+        return () if latest_step is None else ops_by_step[latest_step]
 
     def _take(self, row: dict[str, Json]) -> None:
         if "journey" in row:
@@ -84,8 +84,8 @@ class Traffic:
             self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
         elif "journeys" not in row:
             (kind,) = row.keys() & {"learn", "learn_together"}
-            known = self.learned.setdefault((kind == "learn_together", cast(int, row["number"])), {})
-            known[cast(int, row["step"])] = _ops(row[kind])
+            ops_by_step = self.learned.setdefault((kind == "learn_together", cast(int, row["number"])), {})
+            ops_by_step[cast(int, row["step"])] = _ops(row[kind])
         else:
             self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = Exchanged(
                 tuple(cast("list[int]", row["journeys"])),
@@ -100,16 +100,16 @@ def _ops(ops: Json) -> tuple[Op, ...]:
 
 
 def _op(op: list[str | int]) -> Op:
-    """One entry of a journey.
+    """Parses one operation of a trace.
 
     Raises:
-      ValueError: it is none.
+      ValueError: It is not an operation.
     """
-    kind, *numbers = op
-    words = _WORDS.get(kind, 0)
-    if len(numbers) != _NUMBERS[kind] or not all(type(one) is str for one in numbers[:words]):
+    kind, *fields = op
+    num_strings = _WORDS.get(kind, 0)
+    if len(fields) != _NUMBERS[kind] or not all(type(entry) is str for entry in fields[:num_strings]):
         raise ValueError(f"{op}: not an entry of a journey")
-    if not all(type(one) is int and 0 <= one < 1 << 62 for one in numbers[words:]):
+    if not all(type(entry) is int and 0 <= entry < 1 << 62 for entry in fields[num_strings:]):
         raise ValueError(f"{op}: not an entry of a journey")
     return tuple(op)
 

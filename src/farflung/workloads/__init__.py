@@ -1,4 +1,4 @@
-"""Tasks to train: a model, a per-sample loss, a metric and data for each; any torch module and data sets are one."""
+"""Workloads: a model, a per-sample loss, a metric and data; any torch module with data sets can be one."""
 
 from farflung.workloads.classification import Classification
 from farflung.workloads.models import resnet, vgg

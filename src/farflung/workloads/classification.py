@@ -1,4 +1,4 @@
-"""Classifiers: cross-entropy per sample, accuracy per sample; and what all workloads share."""
+"""Classification workloads with cross-entropy and accuracy per sample, and helpers of all workloads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Classification", "build", "mercury_settings", "settings"]
 
 @dataclass(slots=True)
 class Classification:
-    """A workload that puts each sample into one of several classes.
+    """Workload that assigns each sample to one of several classes.
 
     Args:
       name: ``family/model``.
-      network: makes the model; its output is one row of logits per sample.
-      load: gives the training and the test set.
-      defaults: settings that train it well.
+      build_network: Builds the model; its output is one row of logits per sample.
+      load_data: Loads the training and the test set.
+      defaults: Settings that train it well.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Classification:
         self.load = functools.cache(self.load)  # the replicas of one process share the samples
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A fresh model whose initial weights depend on ``generator`` alone."""
+        """Builds a model whose initial weights depend on ``generator`` alone."""
         return build(self.network, generator)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy of each sample."""
+        """Returns the cross-entropy of each sample."""
         return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        """1 for each sample put into its class, else 0."""
+        """Returns 1 for each sample assigned to its class, else 0."""
         logits: Tensor = model(batch.inputs)
         return (logits.argmax(dim=-1) == batch.targets).to(torch.float32)
 
@@ -54,19 +54,18 @@ class Classification:
 
 
 def build(network: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
-    """``network()`` on the CPU, under a seed drawn from ``generator``; torch's global random state is put back.
+    """Builds a network on the CPU, under a seed drawn from ``generator``; restores torch's global random state.
 
-    PyTorch's layers initialise themselves from the global state, so it is lent for the duration: no other thread
-    may draw from it meanwhile.
+    PyTorch's layers initialise themselves from the global state, so no other thread may draw from it meanwhile.
     """
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-    before = torch.get_rng_state()
+    saved_state = torch.get_rng_state()
     try:
         torch.default_generator.manual_seed(seed)
         with torch.device("cpu"):
             return network()
     finally:
-        torch.set_rng_state(before)
+        torch.set_rng_state(saved_state)
 
 
 def settings(
@@ -78,7 +77,7 @@ def settings(
     steps: int,
     **others: Json,
 ) -> dict[str, Json]:
-    """Default settings: batch size per replica, learning rate of one replica, the rest of SGD's, and others."""
+    """Builds default settings: batch size and learning rate of one replica, SGD's options, and others."""
     return {
         "batch_size": batch_size,
         "learning_rate": learning_rate,
@@ -90,13 +89,13 @@ def settings(
 
 
 def mercury_settings(batch_size: int) -> dict[str, Json]:
-    """Default settings of the applications of Zeng et al. 2021 (Mercury) at full size.
+    """Builds default settings of the applications of Zeng et al. 2021 (Mercury) at full size.
 
-    Adam at 0.001 for one replica, so 0.004 for the paper's four, annealed to 0 by a cosine as in the released code;
-    20,000 steps, the rounds that Mercury takes on CIFAR-10 in the paper's figure 12. Nothing was tuned here.
+    Adam at 0.001 for one replica, so 0.004 for the paper's four, annealed to 0 by a cosine as in the released code.
+    20,000 steps are the rounds that Mercury takes on CIFAR-10 in the paper's figure 12. Nothing was tuned here.
 
     Args:
-      batch_size: per replica.
+      batch_size: Batch size per replica.
     """
     return settings(
         batch_size=batch_size,

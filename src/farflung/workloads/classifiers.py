@@ -1,4 +1,4 @@
-"""Classifiers of CIFAR-10, CIFAR-100, Covertype and Fashion-MNIST."""
+"""Workloads that classify CIFAR-10, CIFAR-100, Covertype and Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def cifar10_resnet8() -> Workload:
 
 
 def cifar10_resnet18() -> Workload:
-    """CIFAR-10 with ResNet-18 for images of 32 x 32, 11.2 million parameters, as Mercury's paper has it.
+    """CIFAR-10 with ResNet-18 for images of 32 x 32, 11.2 million parameters, as in Mercury's paper.
 
-    Training images are shifted by up to 4 pixels. For two cores there is ``cifar10/resnet8``.
+    Training images are shifted by up to 4 pixels. For two cores use ``cifar10/resnet8``.
     """
     return Classification(
         name="cifar10/resnet18",
@@ -57,7 +57,7 @@ def cifar10_resnet20() -> Workload:
     """CIFAR-10 with the residual network of 20 layers.
 
     Test accuracy with the defaults (1,000 steps of 32, less than one epoch, seed 0): 48.3 %. A linear model: 38.5 %
-    after 8,000 steps. Far more epochs and a decaying learning rate are needed for the 91 % of He et al.
+    after 8,000 steps. The 91 % of He et al. need far more epochs and a decaying learning rate.
     """
     return Classification(
         name="cifar10/resnet20",
@@ -102,9 +102,9 @@ def cifar100_resnet8() -> Workload:
 
 
 def cifar100_resnet50() -> Workload:
-    """CIFAR-100 with ResNet-50 for images of 32 x 32, 23.7 million parameters, as Mercury's paper has it.
+    """CIFAR-100 with ResNet-50 for images of 32 x 32, 23.7 million parameters, as in Mercury's paper.
 
-    Training images are shifted by up to 4 pixels. For two cores there is ``cifar100/resnet8``.
+    Training images are shifted by up to 4 pixels. For two cores use ``cifar100/resnet8``.
     """
     return Classification(
         name="cifar100/resnet50",
@@ -131,13 +131,13 @@ def fashion_mnist_cnn(data: Which = "auto") -> Workload:
     """Two convolutions and two dense layers with dropout; training images are mirrored at random.
 
     Test accuracy with the defaults (one replica, 4,000 steps of 32, constant learning rate, seeds 0 to 2): 88.9, 88.1
-    and 89.1 % on the full set; after 3,000 steps 86.9, 86.4 and 86.8 % on the packaged subset. One replica
-    with batches of 128 at learning rate 0.04 reaches 89.1 % on the full set in 1,000 steps (seed 0).
-    A linear model: 81.1 % and 80.7 %.
+    and 89.1 % on the full set; after 3,000 steps 86.9, 86.4 and 86.8 % on the packaged subset. One replica with
+    batches of 128 at learning rate 0.04 reaches 89.1 % on the full set in 1,000 steps (seed 0). A linear model
+    reaches 81.1 % and 80.7 %.
 
     Args:
-      data: ``packaged`` for the subset in the package, ``full`` for the official set, ``auto`` for the official
-        set where it is at hand.
+      data: ``packaged`` for the subset in the package, ``full`` for the official set, ``auto`` for the official set
+        if available.
     """
     return Classification(
         name="fashion-mnist/cnn",
@@ -153,7 +153,7 @@ def fashion_mnist_mlp(data: Which = "auto") -> Workload:
     Test accuracy with the defaults (3,000 steps of 32, seed 0): 85.1 % on the full set.
 
     Args:
-      data: as for :func:`fashion_mnist_cnn`.
+      data: Variant of the data set, as for :func:`fashion_mnist_cnn`.
     """
     return Classification(
         name="fashion-mnist/mlp",

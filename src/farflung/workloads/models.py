@@ -12,20 +12,20 @@ from typing_extensions import override
 __all__ = ["BATCH_NORM_MOMENTUM", "NextSymbol", "Transformer", "resnet", "resnet18", "resnet50", "vgg"]
 
 BATCH_NORM_MOMENTUM = 0.3
-"""Share of a new batch in the running statistics: they then follow the last few batches instead of the last ten, since
-in the first epoch weights move so fast that older statistics cost 2 to 4 points of accuracy."""
+"""Share of a new batch in the running statistics, which then follow a few batches instead of ten. Weights move so
+fast in the first epoch that older statistics cost 2 to 4 points of accuracy."""
 _SPREAD = 0.02
 """Standard deviation of a transformer's initial weights."""
 
 
 def resnet(depth: int, classes: int) -> nn.Module:
-    """Three stages of 16, 32 and 64 channels with ``(depth - 2) / 6`` blocks each; shortcuts without parameters.
+    """Builds a residual network of three stages of 16, 32 and 64 channels with ``(depth - 2) / 6`` blocks each.
 
     Args:
-      depth: 8, 14, 20, ...
-      classes: outputs.
+      depth: Number of layers: 8, 14, 20, ...
+      classes: Number of outputs.
 
-    References: He et al. 2015, arXiv:1512.03385, section 4.2 (shortcuts of option A).
+    References: He et al. 2015, arXiv:1512.03385, section 4.2 (shortcuts of option A, without parameters).
     """
     blocks = (depth - 2) // 6
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), _norm(16), nn.ReLU()]
@@ -38,10 +38,10 @@ def resnet(depth: int, classes: int) -> nn.Module:
 
 
 def resnet18(classes: int) -> nn.Module:
-    """Two blocks of two convolutions in each of four stages of 64, 128, 256 and 512 channels.
+    """Builds ResNet-18: two blocks of two convolutions in each of four stages of 64, 128, 256 and 512 channels.
 
     Args:
-      classes: outputs.
+      classes: Number of outputs.
 
     References: He et al. 2015, arXiv:1512.03385, table 1; for small images the stem is one 3 x 3 convolution, without
       pooling.
@@ -50,7 +50,7 @@ def resnet18(classes: int) -> nn.Module:
 
 
 def resnet50(classes: int) -> nn.Module:
-    """3, 4, 6 and 3 bottlenecks in four stages of 256, 512, 1,024 and 2,048 channels; see :func:`resnet18`."""
+    """Builds ResNet-50: 3, 4, 6 and 3 bottlenecks in stages of 256 to 2,048 channels; see :func:`resnet18`."""
     return _four_stages(_Bottleneck, (3, 4, 6, 3), classes)
 
 
@@ -103,7 +103,7 @@ class _Bottleneck(nn.Module):
 
 
 def _projection(width: int, out: int, stride: int) -> nn.Module:
-    """The shortcut of option B: nothing where the shape stays, else a 1 x 1 convolution."""
+    """Builds the shortcut of option B: identity if the shape stays, else a 1 x 1 convolution."""
     return nn.Identity() if (width, stride) == (out, 1) else nn.Sequential(*_conv(width, out, 1, stride))
 
 
@@ -136,18 +136,17 @@ def vgg(
     *,
     norm: bool = False,
 ) -> nn.Module:
-    """Convolutions of the given widths, then two dense layers.
+    """Builds convolutions of the given widths, then two dense layers.
 
-    Without ``norm`` there is no batch norm, as in the original: in trainings of a few hundred steps its running
-    statistics lag behind the weights. Filters start as He et al. 2015 (arXiv:1502.01852) propose, without which deep
-    plain networks hardly begin to learn.
+    The original has no batch norm; in trainings of a few hundred steps its running statistics lag behind the weights.
+    Filters are initialised as in He et al. 2015 (arXiv:1502.01852); without it deep plain networks hardly learn.
 
     Args:
-      shape: channels, height and width of the input.
-      widths: of each convolution; ``None`` halves the picture.
-      hidden: width of the first dense layer.
-      classes: outputs.
-      norm: puts batch norm behind each convolution.
+      shape: Channels, height and width of the input.
+      widths: Width of each convolution; ``None`` halves the picture.
+      hidden: Width of the first dense layer.
+      classes: Number of outputs.
+      norm: Adds batch norm after each convolution.
 
     References: Simonyan & Zisserman 2014, arXiv:1409.1556.
     """
@@ -174,12 +173,12 @@ def vgg(
 
 
 class NextSymbol(nn.Module):
-    """Embedding, LSTM, one dense layer at every position.
+    """Recurrent model of the next symbol: embedding, LSTM, and one dense layer at every position.
 
     Args:
-      symbols: how many there are.
-      width: of the embedding.
-      hidden: of the LSTM.
+      symbols: Number of symbols.
+      width: Width of the embedding.
+      hidden: Width of the LSTM.
     """
 
     def __init__(self, symbols: int, width: int, hidden: int) -> None:
@@ -187,30 +186,30 @@ class NextSymbol(nn.Module):
         self.embedding = nn.Embedding(symbols, width)
         self.lstm = nn.LSTM(width, hidden, batch_first=True)
         self.head = nn.Linear(hidden, symbols)
-        with torch.no_grad():  # remember by default: forget gates start open
+        with torch.no_grad():  # forget gates are open at first
             self.lstm.get_parameter("bias_ih_l0")[hidden : 2 * hidden].fill_(1.0)
 
     @override
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits of what follows each position, shape ``(n, length, symbols)``."""
+        """Returns logits of the next symbol at each position, shape ``(n, length, symbols)``."""
         states, _ = self.lstm(self.embedding(symbols))
         logits: Tensor = self.head(states)
         return logits
 
 
 class Transformer(nn.Module):
-    """Predicts what follows each position of a window from the positions up to it.
+    """Transformer that predicts the next symbol at each position of a window from the positions up to it.
 
-    Norms come before each half of a block, no layer has a bias, and the weights of the embedding are those of the
-    output. Initial weights are normal with a standard deviation of 0.02, and that over the root of twice the layers
-    where a block adds to what passes by.
+    Norms come before each half of a block, no layer has a bias, and embedding and output share weights. Initial
+    weights are normal with a standard deviation of 0.02; those of layers that add to the residual stream are divided
+    by the root of twice the number of layers.
 
     Args:
-      symbols: of the alphabet.
-      length: of the longest window.
-      layers: blocks.
-      heads: of attention in each; a divisor of ``width``.
-      width: numbers for each position.
+      symbols: Number of symbols.
+      length: Length of the longest window.
+      layers: Number of blocks.
+      heads: Attention heads of each block; a divisor of ``width``.
+      width: Width of each position.
     """
 
     def __init__(self, symbols: int, length: int, layers: int, heads: int, width: int) -> None:
@@ -229,7 +228,7 @@ class Transformer(nn.Module):
 
     @override
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits of what follows each position, shape ``(n, length, symbols)``."""
+        """Returns logits of the next symbol at each position, shape ``(n, length, symbols)``."""
         states = self.symbol(symbols) + self.place.weight[: symbols.shape[1]]
         for block in self.blocks:
             states = block(states)
@@ -237,7 +236,7 @@ class Transformer(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention to earlier positions, and two layers for each position by itself."""
+    """Block of causal attention, and two dense layers for each position."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
@@ -256,8 +255,8 @@ class _Layer(nn.Module):
         return states + layers
 
     def _attended(self, states: Tensor) -> Tensor:
-        many, length, width = states.shape
-        parts = self.queries_keys_values(states).view(many, length, 3, self.heads, width // self.heads)
+        batch_size, length, width = states.shape
+        parts = self.queries_keys_values(states).view(batch_size, length, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
-        attended: Tensor = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return attended.transpose(1, 2).reshape(many, length, width)
+        attention: Tensor = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return attention.transpose(1, 2).reshape(batch_size, length, width)

@@ -1,4 +1,4 @@
-"""Workloads by name."""
+"""Registry of workloads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "tinyshakespeare/gpt": shakespeare.GPT,
     "tinyshakespeare/lstm": shakespeare.LSTM,
 }
-"""Each can be called without arguments; the arguments it takes are its options."""
+"""Workload factories by name; each can be called without arguments, and its arguments are the options."""
 
 DATA: dict[str, Source | None] = {
     "cifar10": CATALOG["cifar-10"],
@@ -38,28 +38,28 @@ DATA: dict[str, Source | None] = {
     "synthetic": None,
     "tinyshakespeare": CATALOG["tinyshakespeare"],
 }
-"""The data set that each family of workloads (the part of a name before the slash) trains on without options; ``None``
-where the samples are made up."""
+"""Data set of each family of workloads (the part of a name before the slash) without options; ``None``: samples are
+generated."""
 
 
 def data_of(name: str) -> Source | None:
-    """The data set that the workload called ``name`` trains on without options; ``None`` where samples are made up."""
+    """Finds the data set of the workload called ``name`` without options; ``None`` if samples are generated."""
     return DATA[name.split("/", maxsplit=1)[0]]
 
 
 def workload(name: str, **options: Json) -> Workload:
-    """The workload called ``name``.
+    """Creates the workload called ``name``.
 
     Args:
-      name: a key of :data:`WORKLOADS`; or ``module:name``, a workload, or a class or function that makes one, with
-        options in brackets if wished: ``my_module:MyTask(dim=8)``.
-      options: what that workload can be told, e.g. ``data="packaged"``.
+      name: Key of :data:`WORKLOADS`; or ``module:name``, a workload or its class or factory, with options in
+        brackets: ``my_module:MyTask(dim=8)``.
+      options: Options of the workload, e.g. ``data="packaged"``.
 
     Raises:
-      UnknownName: no such workload.
-      ConfigError: an option it does not have, or something that is no workload.
+      UnknownName: The workload does not exist.
+      ConfigError: The workload lacks an option, or the object is no workload.
 
-    >>> workload("synthetic/quadratic", dim=8).name
+    >>> create_workload("synthetic/quadratic", dim=8).name
     'synthetic/quadratic'
     """
     if ":" in name:
@@ -68,25 +68,25 @@ def workload(name: str, **options: Json) -> Workload:
         factory = WORKLOADS[name]
     except KeyError:
         raise UnknownName("workload", name, [*WORKLOADS, "module:name of your own"]) from None
-    known = list(inspect.signature(factory).parameters)
+    option_names = list(inspect.signature(factory).parameters)
     for option in options:
-        if option not in known:
+        if option not in option_names:
             raise ConfigError(
-                f"workload {name} has no option {option!r}; it has: {', '.join(known) or 'none'}"
+                f"workload {name} has no option {option!r}; it has: {', '.join(option_names) or 'none'}"
             )
     return factory(**options)
 
 
 def check_workload(made: object) -> Workload:
-    """``made``, if it has all that a workload has.
+    """Returns ``candidate`` if it has all attributes of a workload.
 
     Raises:
-      ConfigError: it lacks something; names it.
+      ConfigError: It lacks some; names them.
     """
-    lacking = [part for part in _PARTS if not hasattr(made, part)]
-    if lacking:
+    missing = [part for part in _PARTS if not hasattr(made, part)]
+    if missing:
         raise ConfigError(
-            f"{made!r} is no workload: it has no {', '.join(lacking)}; see farflung.types.Workload, or make one of a "
+            f"{made!r} is no workload: it has no {', '.join(missing)}; see farflung.types.Workload, or make one of a "
             "model and data sets by farflung.TorchWorkload"
         )
     return made  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The next character of a play."""
+"""Workloads that predict the next character of a play."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["GPT", "LSTM"]
 
 @dataclass
 class _NextCharacter:
-    """Predicts each character of a window from those before it in the window.
+    """Workload that predicts each character of a window from those before it in the window.
 
     A sample is a window; its loss is the mean over its characters, its score the share predicted right.
     """
 
     draws_from_torch_alone: ClassVar[bool] = True
     every: ClassVar[int | None] = None
-    """Characters between the starts of two training windows; ``None``: those of a window."""
+    """Characters between the starts of two training windows; ``None``: the length of a window."""
 
     length: int = 64
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """Windows of the first nine tenths of the text, and of the last."""
+        """Loads windows of the first nine tenths of the text, and of the last."""
         return self._windows
 
     @cached_property
@@ -42,19 +42,19 @@ class _NextCharacter:
         return shakespeare.load(length=self.length, every=self.every)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy over the characters of each window."""
+        """Returns the mean cross-entropy over the characters of each window."""
         logits: Tensor = model(batch.inputs)
         return F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none").mean(dim=1)
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Share of the characters of each window that are predicted right."""
+        """Returns the share of the characters of each window that are predicted right."""
         logits: Tensor = model(batch.inputs)
         return (logits.argmax(dim=-1) == batch.targets).to(torch.float32).mean(dim=1)
 
 
 @dataclass
 class LSTM(_NextCharacter):
-    """Predicts each character of a window from those before it in the window, by a recurrent network.
+    """Prediction of each character of a window from those before it, by a recurrent network.
 
     A sample is a window; its loss is the mean over its characters, its score the share predicted right.
 
@@ -62,8 +62,8 @@ class LSTM(_NextCharacter):
     48.8 %. The best guess from the one character before: 27.0 %.
 
     Args:
-      length: characters in a window.
-      hidden: width of the LSTM.
+      length: Characters of a window.
+      hidden: Width of the LSTM.
     """
 
     hidden: int = 128
@@ -80,28 +80,28 @@ class LSTM(_NextCharacter):
             )
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A fresh model whose initial weights depend on ``generator`` alone."""
+        """Builds a model whose initial weights depend on ``generator`` alone."""
         return build(lambda: NextSymbol(len(shakespeare.SYMBOLS), 32, self.hidden), generator)
 
 
 @dataclass
 class GPT(_NextCharacter):
-    """Predicts each character of a window from those before it in the window, by a small transformer.
+    """Prediction of each character of a window from those before it, by a small transformer.
 
-    A sample is a window, which begins at any character in training; its loss is the mean over its characters, its score
-    the share predicted right. The test set is the whole last tenth of the text, in windows that do not overlap.
+    A sample is a window, which begins at any character in training; its loss is the mean over its characters, its
+    score the share predicted right. The test set is the whole last tenth of the text, in windows that do not overlap.
 
-    The defaults are those of nanoGPT for a CPU, without dropout, with its batch of 12 as 3 on each of four replicas; it
-    publishes a loss of 1.88 after 2,000 steps. Unlike there, weight decay is for all parameters, those of norms too.
+    The defaults are those of nanoGPT for a CPU, without dropout, with its batch of 12 as 3 on each of four replicas;
+    it publishes a loss of 1.88 after 2,000 steps. Weight decay applies to all parameters here, also to norms.
 
     Args:
-      length: characters in a window.
-      layers: blocks of attention and dense layers.
-      heads: of attention in each block; a divisor of ``width``.
-      width: numbers for each position.
+      length: Characters of a window.
+      layers: Blocks of attention and dense layers.
+      heads: Attention heads of each block; a divisor of ``width``.
+      width: Width of each position.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     Reference: Karpathy, nanoGPT, the settings of its README for a laptop.
     """
@@ -139,7 +139,7 @@ class GPT(_NextCharacter):
             )
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A fresh model whose initial weights depend on ``generator`` alone."""
+        """Builds a model whose initial weights depend on ``generator`` alone."""
         return build(self._network, generator)
 
     def _network(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A quadratic whose optimum is known: exact, fast, and as ill-conditioned as wished."""
+"""Quadratic with a known optimum: exact, fast, and of any condition number."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Point", "Quadratic"]
 
 
 class Point(nn.Module):
-    """A model that is nothing but its parameters; its output is ``w - c`` for each row ``c``.
+    """Model of parameters alone; its output is ``w - c`` for each row ``c``.
 
     Args:
-      dim: number of parameters.
+      dim: Number of parameters.
     """
 
     def __init__(self, dim: int) -> None:
@@ -34,7 +34,7 @@ class Point(nn.Module):
 
     @override
     def forward(self, centres: Tensor) -> Tensor:
-        """The distance vectors from ``centres``, shape ``(n, dim)``."""
+        """Returns the distance vectors from ``centres``, shape ``(n, dim)``."""
         return self.w - centres
 
 
@@ -45,17 +45,17 @@ class Quadratic:
     .. math:: f_i(w) = \tfrac12 (w - c_i)^\top A\,(w - c_i), \qquad w^* = \tfrac1n \sum_i c_i
 
     :math:`A` is diagonal with entries spaced evenly in their logarithm from ``1 / spread`` to 1, so gradient descent
-    is stable below a learning rate of 2 and needs about ``spread`` steps. The centres lie in ``groups`` clusters;
-    a sample's cluster is its label, so a split by label gives replicas that pull to unlike places. At the optimum
-    the mean loss is not 0 but :meth:`optimal_loss`. Training and test set are the same samples.
-    With the defaults one replica ends 0.18 from the optimum (seed 0): the noise of its batches.
+    is stable below a learning rate of 2 and needs about ``spread`` steps. The centres lie in ``groups`` clusters; a
+    sample's cluster is its label, so a split by label gives replicas with different optima. At the optimum the mean
+    loss is :meth:`compute_optimal_loss`, not 0. Training and test set have equal samples. With the defaults one
+    replica ends 0.18 from the optimum (seed 0): the noise of its batches.
 
     Args:
-      dim: number of parameters.
-      samples: number of centres.
-      spread: condition number of :math:`A`, at least 1.
-      groups: clusters of centres.
-      seed: of the centres.
+      dim: Number of parameters.
+      samples: Number of centres.
+      spread: Condition number of :math:`A`, at least 1.
+      groups: Number of clusters of centres.
+      seed: Seed of the centres.
     """
 
     dim: int = 64
@@ -78,22 +78,22 @@ class Quadratic:
             )
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A :class:`Point` of independent standard normal entries."""
+        """Builds a :class:`Point` of independent standard normal entries."""
         return build(lambda: Point(self.dim), generator)
 
     def curvature(self) -> Tensor:
-        """The diagonal of :math:`A`, shape ``(dim,)``."""
+        """Computes the diagonal of :math:`A`, shape ``(dim,)``."""
         return torch.logspace(0.0, -float(torch.tensor(self.spread, dtype=torch.float64).log10()), self.dim)
 
     def centres(self) -> tuple[Tensor, Tensor]:
-        """The centres, shape ``(samples, dim)``, and the cluster of each."""
+        """Draws the centres, shape ``(samples, dim)``, and the cluster of each."""
         random = seeded(self.seed, "quadratic")
-        middles = torch.randn(self.groups, self.dim, generator=random)
+        cluster_centres = torch.randn(self.groups, self.dim, generator=random)
         labels = torch.arange(self.samples) % self.groups
-        return middles[labels] + torch.randn(self.samples, self.dim, generator=random), labels
+        return cluster_centres[labels] + torch.randn(self.samples, self.dim, generator=random), labels
 
     def optimum(self) -> Tensor:
-        """The mean of the centres, shape ``(dim,)``."""
+        """Returns the mean of the centres, shape ``(dim,)``."""
         return self._optimum
 
     @cached_property
@@ -101,24 +101,24 @@ class Quadratic:
         return self.centres()[0].to(torch.float64).mean(dim=0).to(torch.float32)
 
     def optimal_loss(self) -> float:
-        """The mean loss at the optimum, the least there is."""
+        """Computes the mean loss at the optimum, the minimum."""
         centres = self.centres()[0].to(torch.float64)
         offsets = centres - centres.mean(dim=0)
         return float(0.5 * (offsets.square() @ self.curvature().to(torch.float64)).mean())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """:math:`f_i(w)` of each sample."""
+        """Computes :math:`f_i(w)` of each sample."""
         offsets: Tensor = model(batch.inputs)
         return torch.mv(offsets.square(), self.curvature().to(offsets)).mul(0.5)
 
     def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Minus the distance to the optimum, the same for every sample; at best 0."""
+        """Returns minus the distance to the optimum, equal for every sample; at best 0."""
         w: Tensor = model(torch.zeros_like(batch.inputs[:1]))[0]
         distance: Tensor = torch.linalg.vector_norm(w.detach() - self.optimum().to(w))
         return -distance.expand(len(batch))
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """The same samples twice; nothing is random when they are taken."""
+        """Returns one data set twice; nothing is random in its samples."""
         centres, labels = self.centres()
         data = TensorDataset(centres, labels, labels, origin="synthetic/quadratic")
         return data, data

@@ -1,4 +1,4 @@
-"""Any module, loss and map-style data sets of torch's as a workload."""
+"""Workload of any module, loss and map-style data sets of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TorchWorkload"]
 
 
 class MapStyle(Protocol):
-    """A data set of torch's that gives ``(input, target)`` by index."""
+    """Data set of torch that gives ``(input, target)`` by index."""
 
     def __len__(self) -> int: ...
 
@@ -30,32 +30,32 @@ class MapStyle(Protocol):
 
 
 class TorchWorkload:
-    """A workload made of what a script has anyway: a module, a loss, and two data sets.
+    """Workload of a module, a loss, and two data sets.
 
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(20, 3), torch.randint(2, (20,)))
     >>> task = TorchWorkload(lambda: nn.Linear(3, 2), data, data, nn.functional.cross_entropy)
-    >>> task.loss(task.model(generator(0, "model")), task.datasets()[0].take(torch.arange(4), train=True)).shape
+    >>> model, data = task.build_model(create_generator(0, "model")), task.load_datasets()[0]
+    >>> task.compute_losses(model, data.take(torch.arange(4), train=True)).shape
     torch.Size([4])
 
-    Samples are put together by torch's ``default_collate``, into one tensor of inputs and one of targets. What is
-    random in the data sets has to draw from torch's random state alone, for runs to be repeated.
+    Samples are collated by torch's ``default_collate`` into one tensor of inputs and one of targets. Random data sets
+    have to draw from torch's random state alone, for runs to be repeatable.
 
     Args:
-      model: makes the module, whose initial weights are then those of the run's seed; or a module, of which every
-        replica trains a copy.
-      train: the training set, with ``len(train)`` and ``train[index]``, an ``(input, target)``.
-      test: the test set, likewise.
-      loss: of outputs and targets, a number for each sample: a function of :mod:`torch.nn.functional`, a module of
-        torch's with ``reduction='none'``, or one's own. What has more dimensions than that of samples is averaged.
-      metric: of outputs and targets, a score for each sample, the higher the better; when not given, 1 where the
-        largest of a row of outputs is in the target's place, and minus the loss where targets are no classes.
-      name: ``family/model``, for people; that of the module when not given.
-      defaults: settings that train it well: ``batch_size``, ``learning_rate``, ``momentum``, ``weight_decay``,
+      model: Function that builds the module under the run's seed; or a module, of which every replica trains a copy.
+      train: Training set, with ``len(train)`` and ``train[index]``, an ``(input, target)``.
+      test: Test set, likewise.
+      loss: Function of outputs and targets with a number for each sample: one of :mod:`torch.nn.functional`, a module
+        of torch with ``reduction='none'``, or a custom one. Dimensions after that of samples are averaged.
+      metric: Function of outputs and targets with a score for each sample, the higher the better; when not given, the
+        accuracy, or minus the loss if targets are no classes.
+      name: ``family/model`` for display; when not given, that of the module.
+      defaults: Settings that train it well: ``batch_size``, ``learning_rate``, ``momentum``, ``weight_decay``,
         ``steps``, or others of :class:`farflung.config.Training`.
 
     Raises:
-      ConfigError: something does not fit together, found out on two samples; one line that names it.
+      ConfigError: Parts are incompatible, by a check on two samples; names them in one line.
     """
 
     def __init__(
@@ -72,30 +72,30 @@ class TorchWorkload:
         self._model, self._metric = model, metric
         self._loss = _per_sample(loss)
         self._train, self._test = _Mapped("train", train), _Mapped("test", test)
-        made = self.model(generator(0, "model"))
-        self.name: str = name or f"own/{type(made).__name__}"
-        """For people."""
+        module = self.model(generator(0, "model"))
+        self.name: str = name or f"own/{type(module).__name__}"
+        """Name for display."""
         self.defaults: Mapping[str, Json] = {
             **settings(batch_size=32, learning_rate=0.01, steps=1000),
             **(defaults or {}),
         }
-        """Settings when none are given."""
-        self._try(made)
+        """Settings that apply when none are given."""
+        self._try(module)
 
     @override
     def __repr__(self) -> str:
         return f"TorchWorkload({self.name}, {len(self._train)} + {len(self._test)} samples)"
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A fresh module: made under ``generator``, or a copy of the one that was given."""
+        """Builds a module under ``generator``, or copies the given one."""
         if isinstance(self._model, nn.Module):
             return copy.deepcopy(self._model)
-        made = build(self._model, generator)
-        if not isinstance(made, nn.Module):
+        module = build(self._model, generator)
+        if not isinstance(module, nn.Module):
             raise ConfigError(
-                f"TorchWorkload: model {self._model!r} makes {type(made).__name__}, not an nn.Module"
+                f"TorchWorkload: model {self._model!r} makes {type(module).__name__}, not an nn.Module"
             )
-        return made
+        return module
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._flat("loss", self._loss(model(batch.inputs), batch.targets), batch)
@@ -121,7 +121,7 @@ class TorchWorkload:
         return values if values.dim() == 1 else values.flatten(1).mean(dim=1)
 
     def _try(self, model: nn.Module) -> None:
-        """Two samples through model, loss and metric, so that what does not fit is found before anything runs."""
+        """Checks model, loss and metric on two samples, before anything runs."""
         with RandomState.scope(), torch.no_grad():
             RandomState(derive(0, "replica", 0)).install()
             model.eval()
@@ -141,7 +141,7 @@ class TorchWorkload:
 
 
 class _Mapped:
-    """A map-style data set as :class:`farflung.types.Dataset`."""
+    """Adapter of a map-style data set to :class:`farflung.types.Dataset`."""
 
     def __init__(self, name: str, data: MapStyle) -> None:
         self.name, self._data = name, data
@@ -163,21 +163,21 @@ class _Mapped:
 
     @cached_property
     def labels(self) -> Tensor | None:
-        """The targets where each is a whole number, from ``targets`` of the data set or out of all its samples."""
-        known = getattr(self._data, "targets", None)
-        targets = [self._data[index][1] for index in range(len(self))] if known is None else known
+        """Targets as classes, from ``targets`` of the data set or all its samples; ``None`` unless integers."""
+        stored = getattr(self._data, "targets", None)
+        targets = [self._data[index][1] for index in range(len(self))] if stored is None else stored
         try:
             labels = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError):
             return None
-        whole = labels.shape == (len(self),) and not labels.is_floating_point() and not labels.is_complex()
-        return labels.to(torch.int64) if whole else None
+        is_class = labels.shape == (len(self),) and not labels.is_floating_point() and not labels.is_complex()
+        return labels.to(torch.int64) if is_class else None
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
         return self.prepare(self.rows(ids), train=train)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
-        """The rows as they are: what is random is the data set's own."""
+        """Returns the rows unchanged; the data set itself does random transforms."""
         del train
         return rows
 
@@ -192,7 +192,7 @@ class _Mapped:
 
 
 def _per_sample(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss that does not reduce over samples."""
+    """Returns a loss that does not reduce over samples."""
     if isinstance(loss, nn.Module):
         if getattr(loss, "reduction", "none") != "none":
             raise ConfigError(
@@ -200,7 +200,7 @@ def _per_sample(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tenso
             )
         return loss
     try:
-        reduces = "reduction" in inspect.signature(loss).parameters
-    except ValueError:  # some of torch's built-in functions have none
-        reduces = False
-    return (lambda outputs, targets: loss(outputs, targets, reduction="none")) if reduces else loss
+        has_reduction = "reduction" in inspect.signature(loss).parameters
+    except ValueError:  # some of torch's built-in functions have no signature
+        has_reduction = False
+    return (lambda outputs, targets: loss(outputs, targets, reduction="none")) if has_reduction else loss

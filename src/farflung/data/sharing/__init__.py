@@ -1,4 +1,4 @@
-"""Sharing: samples that move between replicas."""
+"""Sharing methods: samples that move between replicas."""
 
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,10 @@ __all__ = ["SHARINGS", "Injection", "MovingSharing", "NoSharing", "Resharding"]
 
 
 class NoSharing(Sharing):
-    """Every replica keeps its samples to itself.
+    """Sharing that sends no samples.
 
     Args:
-      seed: not needed.
+      seed: Seed, which is not used.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -42,4 +42,4 @@ SHARINGS: Registry[Sharing] = Registry(
         "resharding": "Resharding",
     },
 )
-"""All of them by name; each is made anew for every replica, with a ``seed`` that is alike on all."""
+"""Sharing methods by name; each is built anew for every replica, with a ``seed`` that is equal on all."""

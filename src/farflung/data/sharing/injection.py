@@ -1,4 +1,4 @@
-"""Some replicas send some of what they train on to all others."""
+"""Data injection: some replicas send some of their samples to all others."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["Injection"]
 
 
 class Injection(Sharing):
-    r"""Randomized data injection, for replicas whose samples are unlike.
+    r"""Randomized data injection, for replicas with different distributions of samples.
 
-    At each step :math:`\lceil \alpha n \rceil` of n replicas, drawn anew by a seed that all have, send the first
+    A shared seed draws the senders of each step, :math:`\lceil \alpha n \rceil` of n replicas. They send the first
     :math:`\lfloor \beta b_i \rfloor` of the step's :math:`b_i` rows to all others, as they are stored. Every replica
-    trains on its own rows and on all that it has received, each augmented by itself; its weight in the mean is the
+    trains on its own rows and on all that it has received, each augmented by itself. Its weight in the mean is the
     number of samples.
 
-    **Privacy.** Samples leave the device as they are, and every other replica may keep them. Senders change from
-    step to step, so in the long run every replica sends about :math:`\alpha \beta` of what it trains on.
+    **Privacy.** Samples leave the device as they are, and every other replica may keep them. Senders change from step
+    to step, so in the long run every replica sends about :math:`\alpha \beta` of its training samples.
 
     Args:
-      seed: alike on all replicas.
-      alpha: share of the replicas that send, in (0, 1].
-      beta: share of its rows that a sender sends, in (0, 1].
-      keep_batch: whether a replica draws fewer samples of its own, :math:`b / (1 + \alpha \beta n)`, so that it trains
-        on about b with those received; otherwise batches grow.
+      seed: Seed, equal on all replicas.
+      alpha: Share of the replicas that send, in (0, 1].
+      beta: Share of its rows that a sender sends, in (0, 1].
+      keep_batch: Draws fewer own samples, :math:`b / (1 + \alpha \beta n)`, so that a replica trains on about b with
+        those received; otherwise batches grow.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: Tyagi & Swany 2022 (ScaDLES), section IV-C, where the rows of a device are those that streamed in;
     ``keep_batch``: Tyagi & Swany 2023 (SelSync), section III-D.
@@ -50,28 +50,28 @@ class Injection(Sharing):
 
     @override
     def due(self, step: int) -> bool:
-        """Always."""
+        """Returns True."""
         del step
         return True
 
     @override
     def own(self, wanted: int, size: int) -> int:
-        """As many as leave room for those that will be received."""
+        """Returns the batch size that leaves room for received samples."""
         if not self._keeps_batch:
             return wanted
         return max(1, round(wanted / (1 + self._alpha * self._beta * size)))
 
     def senders(self, step: int, size: int) -> list[int]:
-        """The ranks that send at a step, in order."""
+        """Chooses the ranks that send at a step, in order."""
         order = torch.randperm(size, generator=generator(self._seed, "senders", step))
         return sorted(order[: math.ceil(self._alpha * size)].tolist())
 
     @override
     async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
-        """Own rows first, then those of the senders in rank order; a copy for each receiver travels.
+        """Returns own rows first, then those of the senders in rank order; each receiver gets a copy.
 
         Raises:
-          ProtocolError: rows of another kind came.
+          ProtocolError: Rows of another kind were received.
         """
         del samples
         senders, hop = self.senders(step, channel.size), channel.hops(1)
@@ -80,21 +80,23 @@ class Injection(Sharing):
             sent = Payload((rows.inputs[:count], rows.targets[:count]))
             for peer in others(channel):
                 channel.send(sent, peer, hop)
-        found = [rows]
+        batches = [rows]
         for rank in senders:
             if rank != channel.rank:
-                found.append(_rows(await channel.recv(rank, hop), rows, rank))
-        return Batch(torch.cat([one.inputs for one in found]), torch.cat([one.targets for one in found]))
+                batches.append(_rows(await channel.recv(rank, hop), rows, rank))
+        return Batch(
+            torch.cat([part.inputs for part in batches]), torch.cat([part.targets for part in batches])
+        )
 
 
 def _rows(received: Payload, like: Batch, rank: int) -> Batch:
     tensors = tuple(received.tensors())
     if len(tensors) == 2:
         inputs, targets = tensors
-        alike = all(
-            one.dtype == own.dtype and one.shape[1:] == own.shape[1:] and one.dim() == own.dim()
-            for one, own in ((inputs, like.inputs), (targets, like.targets))
+        is_compatible = all(
+            tensor.dtype == ref.dtype and tensor.shape[1:] == ref.shape[1:] and tensor.dim() == ref.dim()
+            for tensor, ref in ((inputs, like.inputs), (targets, like.targets))
         )
-        if alike and len(inputs) == len(targets):
+        if is_compatible and len(inputs) == len(targets):
             return Batch(inputs, targets)
     raise ProtocolError(f"rank {rank} sent samples of another kind: do all ranks train the same workload?")

@@ -1,4 +1,4 @@
-"""Which samples a replica holds, and the rounds in which some of them change owner."""
+"""Ownership of samples, and the rounds in which some of them change owner."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["MovingSharing", "Ownership"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Round:
-    """One round under way.
+    """Exchange of samples in flight.
 
     Args:
-      step: at which it began.
-      places: of the samples that are given away.
-      scores: what the sampler knew of them then.
-      channel: counts its bytes.
-      came: what the partner gives.
+      step: Step at which it began.
+      places: Places of the samples offered.
+      scores: Scores of these samples at that step.
+      channel: Channel that counts its bytes.
+      incoming: Samples from the partner.
     """
 
     step: int
@@ -48,10 +48,10 @@ class _Round:
 
 
 class MovingSharing(Sharing):
-    """A sharing that moves samples for good, in rounds beside training.
+    """Sharing that moves samples permanently, in rounds concurrent with training.
 
-    In a round each replica has one partner at most. What it gives away it goes on drawing from until the round takes
-    effect, at a step that is known when the round begins; then what the partner has given stands in the same places.
+    In a round each replica has one partner at most. It keeps drawing from the samples that it gives away until the
+    round takes effect, at a step fixed when the round begins. The partner's samples then take their places.
     """
 
     data_leaves_device = moves_samples = True
@@ -62,7 +62,7 @@ class MovingSharing(Sharing):
         return False
 
     def due_step(self, step: int) -> int:
-        """Returns the later step before whose batch the round takes effect that begins at ``step``; equal on all."""
+        """Returns the later step before whose batch the round of ``step`` takes effect; equal on all."""
         raise NotImplementedError
 
     def partner(self, step: int, rank: int, size: int) -> int | None:
@@ -70,13 +70,13 @@ class MovingSharing(Sharing):
         raise NotImplementedError
 
     def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
-        """Returns the places of the samples that are given away, of which the first are as good as the last.
+        """Returns the places of the samples to give away; any prefix of them is as good a choice.
 
         Args:
-          held: how many samples the replica holds, in places from 0 on.
-          sampler: chooses where :attr:`by_importance` is set.
-          step: at which the round begins.
-          rank: the replica.
+          num_samples: Number of samples that the replica owns, in places from 0 on.
+          sampler: Sampler that chooses if :attr:`needs_scores` is set.
+          step: Step at which the round begins.
+          rank: Rank of the replica.
         """
         raise NotImplementedError
 
@@ -84,13 +84,13 @@ class MovingSharing(Sharing):
         """Carries out one round of one replica.
 
         Args:
-          channel: of this round.
-          partner: see :meth:`partner`.
-          given: what it gives away at most.
-          gate: says when a message may set out.
+          channel: Channel of this round.
+          partner: Rank from :meth:`find_partner`.
+          outgoing: Samples to give away at most.
+          gate: Gate that admits messages.
 
         Returns:
-          What the partner has given; as many of ``given`` are its own now, the first.
+          The partner's samples; they replace as many of ``outgoing``, the first ones.
         """
         raise NotImplementedError
 
@@ -107,19 +107,19 @@ class MovingSharing(Sharing):
 
 
 class Ownership(Extension):
-    """The samples of one replica, and the rounds of a sharing that moves them.
+    """Extension with the samples of one replica, and the rounds of a sharing that moves them.
 
-    Rounds go on beside training and end at steps that are known when they begin, on all replicas the same. So every
-    sample has one owner at every step, whatever the clock says, and a checkpoint needs no more than the ids. A round
-    that was under way is made again from what was chosen.
+    Rounds are concurrent with training and end at steps fixed when they begin, equal on all replicas. Every sample
+    thus has one owner at every step, whatever the clock says, and a checkpoint needs only ids. An interrupted round
+    is repeated with its chosen samples.
 
     Args:
-      sharing: decides the steps, receivers and samples.
-      runtime: the world.
-      held: the replica's samples.
-      sampler: draws from them.
-      gate: says when samples may set out.
-      steps: of the run; no round begins that would take effect after the last of them.
+      sharing: Sharing that decides steps, receivers and samples.
+      runtime: Clock and messages of the replica.
+      holding: Samples of the replica.
+      sampler: Sampler that draws from them.
+      gate: Gate that admits messages.
+      steps: Steps of the run; no round begins that would take effect after the last of them.
     """
 
     key: ClassVar[str] = "ownership"
@@ -140,13 +140,13 @@ class Ownership(Extension):
 
     @override
     async def before_step(self, step: int) -> None:
-        """Ends the round that is due before the batch of ``step`` is drawn, and begins one that begins there."""
-        under_way = self._round
-        if under_way is not None and self._sharing.due_step(under_way.step) <= step:
-            came = await under_way.came
-            self.sent_nbytes += under_way.channel.sent_nbytes
+        """Finishes the round that is due before the batch of ``step``, and begins one if this step begins a round."""
+        active_round = self._round
+        if active_round is not None and self._sharing.due_step(active_round.step) <= step:
+            incoming = await active_round.came
+            self.sent_nbytes += active_round.channel.sent_nbytes
             self._round = None
-            self._settle(under_way, came)
+            self._settle(active_round, incoming)
         if self._sharing.begins(step) and self._sharing.due_step(step) < self._steps:
             rank = self._runtime.comm.rank
             places = self._sharing.outgoing(len(self._held), self._sampler, step=step, rank=rank)
@@ -154,7 +154,7 @@ class Ownership(Extension):
 
     @override
     async def finish(self) -> None:
-        """Waits for a round in flight, and leaves it at that: a resumed run makes it again."""
+        """Waits for a round in flight without applying it; a resumed run repeats it."""
         if self._round is not None:
             await self._round.came
             self.sent_nbytes += self._round.channel.sent_nbytes
@@ -163,12 +163,12 @@ class Ownership(Extension):
     @property
     @override
     def channels(self) -> list[ExchangeChannel]:
-        """Of a round that is under way; a run that goes on from here makes it again."""
+        """Channel of a round in flight, which a resumed run repeats."""
         return [] if self._round is None else [self._round.channel]
 
     @override
     def state_dict(self) -> State:
-        """The ids in the order of their places, and what a round under way has begun with."""
+        """Returns the ids in the order of their places, and the start of a round in flight."""
         state: State = {"ids": self._held.ids.clone(), "round": {}, "sent_nbytes": self.sent_nbytes}
         if self._round is not None:
             scores = {} if self._round.scores is None else {"scores": self._round.scores}
@@ -177,28 +177,28 @@ class Ownership(Extension):
 
     @override
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`; a round that was under way begins again."""
+        """Continues from :meth:`state_dict`, and begins a round again that was in flight."""
         self._held.load_ids(state["ids"])
         self.sent_nbytes = state["sent_nbytes"]
         self.sent_nbytes = state["sent_nbytes"]
-        if begun := state["round"]:
-            self._begin(begun["step"], begun["places"], begun.get("scores"))
+        if round_state := state["round"]:
+            self._begin(round_state["step"], round_state["places"], round_state.get("scores"))
 
     def _begin(self, step: int, places: SampleIds, scores: Tensor | None) -> None:
         comm = self._runtime.comm
         partner = self._sharing.partner(step, comm.rank, comm.size)
         if partner is None:
             return
-        given = Moved(self._held.ids[places], self._held.rows(places), scores)
+        outgoing = Moved(self._held.ids[places], self._held.rows(places), scores)
         channel = ExchangeChannel(comm, Purpose.SHARING.at(step), 0)
-        came = self._runtime.launch(self._sharing.swap(channel, partner, given, self._gate))
-        self._round = _Round(step, places, scores, channel, came)
+        incoming = self._runtime.launch(self._sharing.swap(channel, partner, outgoing, self._gate))
+        self._round = _Round(step, places, scores, channel, incoming)
 
     def _settle(self, under_way: _Round, came: Moved) -> None:
-        known = len(self._held.data)
-        if int(came.ids.min()) < 0 or int(came.ids.max()) >= known:
+        total = len(self._held.data)
+        if int(came.ids.min()) < 0 or int(came.ids.max()) >= total:
             raise ProtocolError(
-                f"samples swapped at step {under_way.step} are none of the {known} of the training set: do all ranks "
+                f"samples swapped at step {under_way.step} are none of the {total} of the training set: do all ranks "
                 "train on the same?"
             )
         places = under_way.places[: len(came)]

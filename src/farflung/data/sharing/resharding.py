@@ -1,4 +1,4 @@
-"""Replicas swap samples for good, the important ones first."""
+"""Data resharding: replicas swap samples permanently, the important ones first."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from farflung.types import Batch, Channel, Gate, Moved, Payload, SampleIds, Samp
 __all__ = ["Resharding"]
 
 MOST_REST_S = 20.0
-"""The longest rest between two pieces. It is no setting: a rest is as long as ``share`` and the time of a piece ask
-for, and this bounds it where that would come near the deadline of a run."""
+"""Longest pause between two pieces. It is no setting: a pause follows from ``share`` and the time of a piece, and
+this bound keeps it below the deadline of a run."""
 
 
 class Resharding(MovingSharing):
-    r"""Importance-aware data resharding: in rounds beside training, pairs of replicas swap samples for good.
+    r"""Importance-aware data resharding: pairs of replicas swap samples permanently, during training.
 
-    In each round replicas are matched at random by a seed that all have; of an odd number one rests. Both of a pair
-    give as many samples, :math:`N_o` or all that the smaller share has. Each goes on drawing from what it gives away
-    until the round takes effect, at a step that is set when the round begins; a round that is late then is waited for.
-    What has come stands in the places of what has gone, so neither shares nor a sampler's groups change their sizes.
+    In each round replicas are matched at random by a shared seed; of an odd number one has no partner. Both of a pair
+    give equally many samples, :math:`N_o` or all of the smaller share. Each keeps drawing from the samples that it
+    gives away until the round takes effect. This step is fixed when the round begins; a late round is waited for.
+    Received samples take the places of those given away, so shares and a sampler's groups keep their sizes.
 
-    Samples are chosen by what the sampler knows of them; what it knew when the round began goes along with each, in
-    4 bytes. ``by="uniform"`` is the importance-agnostic baseline, which chooses at random without replacement.
+    Samples are chosen by the sampler's scores. The score at the beginning of the round is sent with each sample, in 4
+    bytes. ``by="uniform"`` is the importance-agnostic baseline, which chooses at random without replacement.
 
-    **On the way.** Samples travel as stored, with their ids, in pieces of a bounded size. One of a pair begins, and the
-    other answers each piece with one of its own; so of each replica one is on its way at most, in either world. None
-    sets out while a step waits for its exchanges. So an aggregation waits for the rest of one piece at most on each
-    link: on one that was free, its bytes over the bandwidth, and the latency. Where exchanges go on beside computing
-    (pipelined and delayed schedules) there is no such time. While some are under way there, the first of a pair
-    leaves the link alone for so long between two pieces that samples are on it for a share of the time; but never for
-    longer than 20 s, a third of the usual deadline, since to the waiting partner a rest is silence. So where a piece
-    and its answer take seconds, or the deadline is set lower, give a piece fewer bytes.
+    **Transfer.** Samples are sent as stored, with their ids, in pieces of a bounded size. One of a pair begins, and
+    the other answers each piece with one of its own, so each replica has one in flight at most. No piece is sent
+    while a step waits for its exchanges. An aggregation thus waits for the remainder of one piece at most on each
+    link: its bytes over the bandwidth, and the latency. If exchanges run during computation (pipelined and delayed
+    schedules), no such time exists. While some are in flight there, the first of a pair pauses between two pieces, so
+    that samples use the link for a share of the time. A pause is at most 20 s, a third of the usual deadline, since
+    it is silence to the partner. If a piece and its answer take seconds, or the deadline is lower, choose a smaller
+    piece.
 
-    **Privacy.** Samples leave the device as they are; in the long run every sample may come to every replica.
+    **Privacy.** Samples leave the device as they are; in the long run every sample may reach every replica.
 
     Args:
-      seed: alike on all replicas.
-      samples: :math:`N_o`, how many a replica gives away in a round.
-      every: steps from the beginning of a round to that of the next; the first begins after as many.
-      within: steps from the beginning of a round until it takes effect; ``None``: until the next begins.
+      seed: Seed, equal on all replicas.
+      samples: :math:`N_o`, samples that a replica gives away in a round.
+      every: Steps between the beginnings of two rounds; the first begins after as many.
+      within: Steps from the beginning of a round until it takes effect; ``None``: until the next begins.
       by: ``"importance"`` or ``"uniform"``.
-      piece_nbytes: of a piece at most; one sample goes in one piece, however large it is.
-      share: of the time, for pieces where exchanges go on beside computing, above 0 and at most 1.
+      piece_nbytes: Largest piece; one sample is one piece, however large it is.
+      share: Share of the time for pieces if exchanges run during computation, above 0 and at most 1.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
-    References: Zeng, Yan & Zhang 2021 (Mercury), section on importance-aware data resharding, where a round too is
-    paused by aggregations and goes on afterwards. Pairs, how often they swap, when it takes effect, the pieces
-    and what an incoming sample's score is are our choice.
+    References: Zeng, Yan & Zhang 2021 (Mercury), section on importance-aware data resharding, where aggregations
+    pause a round too. Pairs, the period, the step of effect, the pieces and the score of an incoming sample are our
+    choice.
     """
 
     def __init__(
@@ -82,24 +82,23 @@ class Resharding(MovingSharing):
 
     @override
     def begins(self, step: int) -> bool:
-        """Every so many steps, but not at the first, when nothing is known of any sample."""
+        """Returns True every ``every`` steps, but not at the first, when no sample has a score."""
         return step > 0 and step % self._every == 0
 
     @override
     def due_step(self, step: int) -> int:
-        """So many steps later."""
         return step + self._within
 
     @override
     def partner(self, step: int, rank: int, size: int) -> int | None:
-        """By a random order of all: the first goes with the second, the third with the fourth."""
+        """Returns the partner by a random order: the first goes with the second, the third with the fourth."""
         order = torch.randperm(size, generator=generator(self._seed, "partners", step)).tolist()
-        other = order.index(rank) ^ 1
-        return order[other] if other < size else None
+        position = order.index(rank) ^ 1
+        return order[position] if position < size else None
 
     @override
     def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
-        """By importance or at random, in random order."""
+        """Chooses by importance or uniformly, and returns the places in random order."""
         random = generator(self._seed, "outgoing", step, rank)
         count = min(self._samples, held)
         if not self.by_importance:
@@ -108,25 +107,25 @@ class Resharding(MovingSharing):
 
     @override
     async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
-        """Numbers first, then pieces.
+        """Exchanges numbers of samples first, then pieces.
 
         Raises:
-          ProtocolError: the partner sent samples of another kind, or a number that cannot be.
+          ProtocolError: The partner sent samples of another kind, or an impossible number.
         """
-        way = _Way(channel, partner, gate, self._share)
-        (other,) = (await way.both(Payload((torch.tensor([len(given)]),)))).tensors()
-        count = min(len(given), int(other))
+        partner_channel = _Way(channel, partner, gate, self._share)
+        (partner_count,) = (await partner_channel.both(Payload((torch.tensor([len(given)]),)))).tensors()
+        count = min(len(given), int(partner_count))
         if count < 1:
             raise ProtocolError(
-                f"rank {partner} would give {int(other)} samples: do all ranks run one recipe?"
+                f"rank {partner} would give {int(partner_count)} samples: do all ranks run one recipe?"
             )
         columns = [column[:count] for column in _columns(given)]
-        each = max(1, self._piece_nbytes * count // Payload(tuple(columns)).nbytes)
-        came = []
-        for first in range(0, count, each):
-            piece = Payload(tuple(column[first : first + each] for column in columns))
-            came.append(tuple((await way.both(piece)).tensors()))
-        ids, inputs, targets, *scores = (torch.cat(column) for column in zip(*came, strict=True))
+        piece_samples = max(1, self._piece_nbytes * count // Payload(tuple(columns)).nbytes)
+        answers = []
+        for start in range(0, count, piece_samples):
+            piece = Payload(tuple(column[start : start + piece_samples] for column in columns))
+            answers.append(tuple((await partner_channel.both(piece)).tensors()))
+        ids, inputs, targets, *scores = (torch.cat(column) for column in zip(*answers, strict=True))
         return Moved(ids, Batch(inputs, targets), *scores)
 
 
@@ -136,34 +135,34 @@ def _columns(moved: Moved) -> list[torch.Tensor]:
 
 
 class _Way:
-    """Messages to a partner and back, one after the other.
+    """Channel of alternating messages with a partner.
 
     Args:
-      channel: of the round.
-      partner: the rank that answers.
-      gate: says when one may set out.
-      share: of the time, for messages where exchanges go on beside computing.
+      channel: Channel of the round.
+      partner: Rank that answers.
+      gate: Gate that admits messages.
+      share: Share of the time for messages if exchanges run during computation.
     """
 
     def __init__(self, channel: Channel, partner: int, gate: Gate, share: float) -> None:
         self._channel, self._partner, self._gate = channel, partner, gate
         self._rest = 1 / share - 1
         self._answers = channel.rank > partner
-        """Whether this replica sends once it has heard. Were both to begin, one that a gate has held up would send its
-        next piece right behind the last: the partner's were there already."""
+        """True if this replica sends after it has received. If both began, one delayed by a gate would send its next
+        piece right behind the last, as the partner's had already arrived."""
         self._rest_s = 0.0
 
     async def both(self, own: Payload) -> Payload:
-        """Sends a message; the partner's, whose tensors are like those sent."""
+        """Sends a message and returns the partner's, whose tensors have equal specs."""
         hop = self._channel.hops(1)
         expect = tuple(TensorSpec.of(tensor) for tensor in own.tensors())
         if self._answers:
-            theirs = await self._channel.recv(self._partner, hop, expect)
+            answer = await self._channel.recv(self._partner, hop, expect)
             await self._gate.opened()
             self._channel.send(own, self._partner, hop)
-            return theirs
+            return answer
         began_s = await self._gate.opened(self._rest_s)
         self._channel.send(own, self._partner, hop)
-        theirs = await self._channel.recv(self._partner, hop, expect)
+        answer = await self._channel.recv(self._partner, hop, expect)
         self._rest_s = min(MOST_REST_S, (self._gate.now() - began_s) * self._rest)
-        return theirs
+        return answer
