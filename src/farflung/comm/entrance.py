@@ -1,12 +1,16 @@
-"""Connections of one process that are no member's yet: those that it accepts, and those that it makes.
+"""Handshake: connections of one process, accepted or made, that are not authenticated yet.
 
-Each begins with an introduction: the acceptor sends a nonce, the dialler answers with its rank and a proof that it
-knows the tokens of both, which the run's store has told the run's processes alone, and the acceptor proves the same.
-With keys all of this is inside TLS, and the certificate of the other end has to be the one that was published for its
-rank, byte by byte: that the certificate verifies is not enough.
+Each begins with an introduction. The acceptor sends a nonce. The dialer answers with its rank and a proof that
+it knows
+the tokens of both, which the run's store reveals to the run's processes alone. The acceptor proves the same.
+With keys
+all of this is inside TLS, and the other end's certificate must be byte for byte the one published for its rank:
+that
+the certificate verifies is not enough.
 
-Until then a connection is a stranger's. It costs a descriptor, is cut off at a deadline, and counts against a bound;
-where the bound is reached, or no member is due, nothing is accepted.
+An unauthenticated connection costs a descriptor, has a deadline, and counts against a limit. At the limit, or
+if no
+member is expected, nothing is accepted.
 """
 
 from __future__ import annotations
@@ -35,68 +39,68 @@ if TYPE_CHECKING:
 __all__ = ["CROWD", "Entrance", "Remote"]
 
 HANDSHAKE_S = 10.0
-"""How long a connection may take until both ends have proved which ranks they are."""
+"""Seconds that a connection may take until both ends have proved their ranks."""
 CROWDED_S = 2.0
-"""The same where more than half as many strangers are there as may be."""
+"""Seconds that it may take if more than half of :data:`MAX_UNAUTHENTICATED` connections are open."""
 CROWD = 64
-"""Strangers at once, beside the members that are due."""
+"""Most unauthenticated connections at once, besides the expected members."""
 RETRY_S, RETRY_MOST_S = 0.2, 5.0
-"""After how long a rank dials again, doubled each time, and the most."""
+"""Seconds until another attempt to connect, doubled each time, and their maximum."""
 QUICK_DIALS, QUICK_S = 200, (0.5, 0.5, 0.5, 1.5)
-"""How often a rank that was connected before is dialled soon, and for how many seconds at a time, in turn: the kernel
-asks again after 1 second."""
+"""Most quick attempts to reconnect to a rank, and the seconds of each, in turn: the kernel retransmits after 1
+second."""
 _BURST = 32
-"""Connections that are accepted in a row."""
+"""Most connections that are accepted in a row."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def _proof(nonce: bytes, of: bytes, to: bytes, *said: int) -> bytes:
-    """Proves, to the process with one token and for this connection alone, that the other one is known."""
+    """Computes the proof, for one process and this connection alone, that the sender knows both tokens."""
     return hmac.digest(to, nonce + of + struct.pack(f"<{len(said)}I", *said), "sha256")
 
 
 @dataclass(eq=False)
 class Remote:
-    """A peer that is let in or connected to.
+    """State of a peer that is accepted or connected to.
 
     Args:
-      peer: how it is reached and recognised.
-      landings: what arrives from it.
+      peer: Address and credentials of the peer.
+      recv_buffers: Partial messages from it.
     """
 
     peer: Peer
     landings: Landings
     sender: Sender = field(default_factory=Sender)
     links: dict[int, Link] = field(default_factory=dict)
-    """Its connections, by number."""
+    """Connections, by number."""
     wanted: int = 1
-    """How many there are to be."""
+    """Number of requested connections."""
     ended: bool = False
-    """Whether its connections have ended."""
+    """True once its connections have ended."""
     again: bool = False
-    """Whether it was connected before."""
+    """True if it was connected before."""
     dials: int = 0
-    """How often it was dialled since."""
+    """Number of quick attempts to reconnect."""
     failed: bool = False
-    """Whether a process was reached at its address that did not prove to be it."""
+    """True if a process at its address failed to authenticate as this peer."""
     settled: bool = False
-    """Whether more connections have not helped."""
+    """True if more connections have not helped."""
     looked_s: float = 0.0
     sent: int = 0
     rate_bps: float = 0.0
-    """When the first connection had been busy for so long, how much all of them had sent, and how fast."""
+    """Busy seconds of the first connection, bytes that all had sent, and their rate, at the last measurement."""
 
 
 class Entrance:
-    """The connections of a transport that are no member's yet.
+    """Handshakes of a transport's unauthenticated connections.
 
     Args:
-      transport: is told of those that have proved to be a member's.
-      loop: waits for them.
-      remotes: the peers that are let in or connected to, by rank.
-      door: is listened at; ``None``: no peer can connect.
-      due: how many are to be accepted.
-      later: whether peers may come later than the first meeting.
+      transport: Transport that handles authenticated connections.
+      loop: Event loop that watches the sockets.
+      remotes: Peers that are accepted or connected to, by rank.
+      server_socket: Listening socket; None if no peer can connect.
+      num_expected: Number of connections to accept.
+      allow_late: True if peers may come after the first meeting.
     """
 
     def __init__(
@@ -111,23 +115,23 @@ class Entrance:
         self._transport, self._loop, self._remotes, self._later = transport, loop, remotes, later
         self.door, self.due = door, due
         self.early: set[Link] = set()
-        """The connections."""
+        """Unauthenticated connections."""
         self.visits: tuple[bytes, Callable[[bytes], bytes]] | None = None
-        """The key that visitors prove that they know, and what answers them."""
+        """Key that visitors prove that they know, and the function that answers them."""
         self.tls: ssl.SSLContext | None = None
-        """The settings for those that connect; ``None`` where they are to be made anew."""
+        """TLS settings for accepted connections; None if they must be rebuilt."""
         self.rests = False
-        """Whether nothing is accepted for a while, for want of descriptors."""
+        """True while nothing is accepted for lack of descriptors."""
         self._closes = True
-        """Whether nothing is accepted or made, before the first meeting and at the end."""
+        """True while nothing is accepted or connected, before the first meeting and at the end."""
         self._reads_door = False
 
     def open(self) -> None:
-        """Accepts and makes connections from now on."""
+        """Starts to accept and make connections."""
         self._closes = False
 
     def dial(self, member: Remote, index: int, again_s: float = RETRY_S) -> None:
-        """Makes a connection of a number to a peer, and again where it fails, after so many seconds."""
+        """Connects to a peer; retries after ``retry_s`` seconds on failure."""
         peer = member.peer
         if self._closes or member.ended or self._remotes.get(peer.rank) is not member:
             return
@@ -145,7 +149,7 @@ class Entrance:
         )
         link = Link(self._loop, self._transport, sock, peer.rank, context)
         link.index = index
-        if connects(self._transport.me, peer):  # and no probe
+        if connects(self._transport.me, peer):  # not a probe
             quick = member.again and member.dials < QUICK_DIALS
             again = partial(self.dial, member, index, again_s if quick else min(2 * again_s, RETRY_MOST_S))
             link.retry = partial(self._loop.call_later, again_s, again)
@@ -179,7 +183,7 @@ class Entrance:
             self.mind()
 
     def _await(self, link: Link, seconds: float) -> None:
-        """Ends a connection that is no member's after so many seconds."""
+        """Ends a connection unless it authenticates within ``seconds``."""
         self.early.add(link)
 
         def give_up() -> None:
@@ -193,7 +197,9 @@ class Entrance:
         self.mind()
 
     def mind(self) -> None:
-        """Accepts where a member is due and not too many strangers are there."""
+        """Updates the watch of the listening socket: accepts if a member is expected and the limit is not
+        reached.
+        """
         if self.door is None or self._closes:
             return
         more = sum(
@@ -209,16 +215,16 @@ class Entrance:
             self._loop.watch(self.door.fileno(), readable=self._accept if reads else None)
 
     def _server_context(self) -> ssl.SSLContext | None:
-        """The settings for those that connect: their certificates are those of the members."""
+        """Returns the TLS settings for accepted connections, which know the members' certificates."""
         if self._transport.keys is not None and self.tls is None:
             peers = [member.peer.key or "" for member in self._remotes.values()]
             self.tls = tls_context(self._transport.keys, peers, server=True)
             if self.visits is not None:
-                self.tls.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member has to
+                self.tls.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member must
         return self.tls
 
     def connected(self, link: Link) -> None:
-        """A connection is there, and TLS where there is any: the introduction begins."""
+        """Starts the introduction on a connection, after any TLS handshake."""
         if link.dialled is None:
             link.nonce = secrets.token_bytes(16)
             link.say(CHALLENGE.pack(MAGIC, VERSION, link.nonce), expects=HELLO.size)
@@ -231,7 +237,7 @@ class Entrance:
         return self._transport.keys is None or link.certificate() == certificate_of(peer.key or "")
 
     def heard(self, link: Link, said: bytes) -> None:
-        """A part of the introduction has been heard."""
+        """Handles a part of the introduction."""
         if link.hears is not None:
             link.hears(said)
             return
@@ -255,7 +261,7 @@ class Entrance:
         link.say(HELLO.pack(self._transport.me.rank, link.index, link.nonce, proof), expects=PROOF_NBYTES)
 
     def _introduced(self, link: Link, rank: int, index: int, nonce: bytes, proof: bytes) -> None:
-        """A connection says that it is of a rank."""
+        """Authenticates the dialer of an accepted connection."""
         if rank == VISITOR and self.visits is not None:
             self._visited(link, self.visits, nonce, proof)
             return
@@ -269,7 +275,7 @@ class Entrance:
             link.end(ConnectionError("no member"))
             return
         if member.ended or not connects(member.peer, self._transport.me):
-            self.early.discard(link)  # no stranger: it comes too early, or is a probe
+            self.early.discard(link)  # it comes too early, or is a probe
             link.end(None)
             return
         if index in member.links or index >= (member.wanted if member.links else 1):
@@ -283,7 +289,7 @@ class Entrance:
     def _visited(
         self, link: Link, visits: tuple[bytes, Callable[[bytes], bytes]], nonce: bytes, proof: bytes
     ) -> None:
-        """A connection says that it is a visitor's; see :mod:`farflung.comm.visits`."""
+        """Authenticates a visitor; see :mod:`farflung.comm.visits`."""
         from farflung.comm.visits import LENGTH, MOST_NBYTES, visit_proof
 
         (key, answer), nonces = visits, link.nonce + nonce
@@ -310,7 +316,7 @@ class Entrance:
         link.say(visit_proof(key, "member", nonces, self._transport.me.key), expects=LENGTH.size)
 
     def gone(self, link: Link, remote: Remote | None, was: State, error: Exception | None) -> None:
-        """A connection has ended before it was a member's."""
+        """Handles the end of an unauthenticated connection."""
         self.early.discard(link)
         if self._closes:
             return
@@ -321,7 +327,7 @@ class Entrance:
         self.mind()
 
     def _miss(self, member: Remote, link: Link, was: State, error: Exception | None) -> None:
-        """A connection that this rank has made has not come to be a member's."""
+        """Handles a failed attempt to connect or authenticate."""
         if member.again and isinstance(error, ConnectionRefusedError):
             self._transport.listener.ended(member.peer.rank)
             return
@@ -332,7 +338,7 @@ class Entrance:
         link.retry()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Closes all unauthenticated connections and the listening socket."""
         self._closes = True
         for link in tuple(self.early):
             link.end(None)

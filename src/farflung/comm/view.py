@@ -1,4 +1,4 @@
-"""A membership view of real processes: admission, messages, the failure detector, and how members leave."""
+"""Membership view of real processes: admission, messages, the failure detector, and how members leave."""
 
 from __future__ import annotations
 
@@ -39,31 +39,35 @@ from farflung.types import Json, Payload, Sent, Tag
 __all__ = ["View"]
 
 PARTING_S = 1.0
-"""Seconds for which a rank that leaves waits for its peers to leave too."""
+"""Seconds for which a leaving rank waits for its peers to leave too."""
 STUCK_S = 5.0
-"""Seconds without any byte sent after which a rank that leaves drops its unsent messages."""
+"""Seconds without any byte sent after which a leaving rank drops its unsent messages."""
 CLOSED = "its connection was closed from its end"
 _CONTROL = Tag(0)
 
 
 class View(Meeting):
-    """One rank's membership view.
+    """Membership view of one rank.
 
-    It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
+    It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before
+    it.
 
     Args:
-      transport: carries its messages.
-      size: the world size.
-      now: the clock, in seconds.
-      number: of the view at first, see :meth:`advance`.
-      whole: whether the loss of a member ends the view, as it must where every exchange needs all ranks; otherwise
-        only waits for that member fail.
-      members: the initial members, this rank included; all ranks when not given. A view that is not whole may admit
-        more later.
-      settings: values that must be equal on all members, by name; compared at the start.
-      max_nbytes: the largest payload accepted, in bytes.
-      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; when not given, all in a view
-        that is whole, and :data:`farflung.comm.mailbox.KEPT_NBYTES` in another.
+      transport: Transport of the view's messages.
+      size: World size.
+      now: Clock, in seconds.
+      number: Number of the view at first, see :meth:`advance`.
+      whole: True if the loss of a member ends the view, as it must if every exchange needs all ranks; otherwise
+        only
+        waits for that member fail.
+      members: Initial members, including this rank; all ranks when not given. A view that does not need all
+        members may
+        admit more later.
+      settings: Values that must be equal on all members, by name; compared at the start.
+      max_nbytes: Largest payload accepted, in bytes.
+      kept_nbytes: Most bytes of unreceived messages kept for each sender. When not given, there is no limit if
+        the view
+        needs all members, and :data:`farflung.comm.mailbox.MAX_UNRECEIVED_NBYTES` otherwise.
     """
 
     def __init__(
@@ -83,38 +87,38 @@ class View(Meeting):
         self.mailbox = Mailbox(kept_nbytes or (math.inf if whole else KEPT_NBYTES))
         self.mailbox.view = number
         self.lost: BaseException | None = None
-        """The error that has ended the view."""
+        """Error that has ended the view."""
         self.left = "it had left the run"
-        """The detail of a wait's error where the sender has left."""
+        """Error detail of waits for a sender that has left."""
         transport.max_nbytes = max_nbytes
         self.now = now
-        """The clock, in seconds."""
+        """Clock, in seconds."""
         self.sent = Sent(size)
-        """The payload bytes sent so far."""
+        """Payload bytes sent so far."""
         self.stage: Stage = at_once
-        """How a payload of another device comes to the host."""
+        """Copies a payload of another device to the host."""
         self.waits = Waits(self)
         self.relay = Relay(transport, self.routes, size, detours=not whole)
         self.relay.passed = partial(self.sent.add, RELAYED)
         self._early: dict[int, list[Message]] = {}
         """Relayed messages that arrived before their sender's greeting, by sender."""
         self.num_sent: Counter[int] = Counter()
-        """The number of messages that this rank has sent to each peer."""
+        """Number of messages that this rank has sent to each peer."""
         self.num_heard: Counter[int] = Counter()
-        """The number of messages received from each peer."""
+        """Number of messages received from each peer."""
         self._leaving: dict[int, int] = {}
-        """Peers that have announced their leave and the number of messages each had sent, until all have arrived."""
+        """Peers that have announced their leave, with the number of messages each had sent, until all have arrived."""
         self._parting: tuple[Kind, dict[str, Json]] | None = None
-        """The kind and body of the message that announces this rank's own end."""
+        """Kind and body of the message that announces this rank's own end."""
 
     @property
     def refusals(self) -> dict[str, Json]:
-        """The number of refused messages and connections so far; empty where there are none."""
+        """Number of refused messages and connections so far; empty if there are none."""
         counts = {"messages": self.transport.refused, "connections": self.transport.turned_away}
         return dict(counts) if any(counts.values()) else {}
 
     def advance(self, view: int) -> None:
-        """Replaces the view by a newer one: ends the waits of the older and withdraws its unsent messages.
+        """Replaces the view by a newer one: ends the waits of the older view and withdraws its unsent messages.
 
         Raises:
           ValueError: the number is not higher.
@@ -129,9 +133,9 @@ class View(Meeting):
     def send(
         self, payload: Payload, dst: int, tag: Tag, priority: int = 0, *, is_counted: bool = False
     ) -> Pending[None]:
-        """Done when the message has left, see :meth:`farflung.comm.transport.Transport.send`.
+        """Sends a message; done when it has left, see :meth:`farflung.comm.transport.Transport.send`.
 
-        A payload of another device is brought to the host first, and counts (``is_counted``) before it is.
+        A payload of another device is counted (``is_counted``), then copied to the host first.
         """
         if not is_counted:
             self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
@@ -179,7 +183,7 @@ class View(Meeting):
         self.transport.dismiss(rank)
 
     def _route(self, rank: int, message: Message) -> None:
-        """Handles, keeps or relays a message."""
+        """Handles, stores or relays a message."""
         source, destination, _ = message.route
         if message.route == DIRECT:
             self._take(rank, message)
@@ -195,10 +199,10 @@ class View(Meeting):
             self._keep(source, message)
 
     def _keep(self, rank: int, message: Message) -> None:
-        """Keeps a message until its sender's greeting, which a relay may deliver later.
+        """Stores a message until its sender's greeting, which a relay may deliver later.
 
         Raises:
-          Unauthorized: the sender is no member, or more than ``max_nbytes`` are kept of it.
+          Unauthorized: the sender is not a member, or more than ``max_nbytes`` of its messages are stored.
         """
         if rank not in self._members - self._left:
             raise Unauthorized("a message of a rank that is no member")
@@ -236,7 +240,9 @@ class View(Meeting):
         self._tell_gone(rank, CLOSED)
 
     def _tell_gone(self, rank: int, why: str) -> None:
-        """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as lost."""
+        """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as
+        lost.
+        """
         self._tell_lost(rank, why)
         for behind in self.routes.behind(rank):
             self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
@@ -316,7 +322,9 @@ class View(Meeting):
         self.mailbox.fail_from(rank, PeerLost(rank, self.left))
 
     def _is_gone(self, rank: int, why: str) -> None:
-        """Ends the membership of an unreachable peer: it has left if it announced its leave, and is lost otherwise."""
+        """Ends the membership of an unreachable peer: it has left if it announced its leave, and is lost
+        otherwise.
+        """
         if rank in self._leaving:
             self._leaves(rank)
         elif rank not in self._left:
@@ -355,7 +363,7 @@ class View(Meeting):
         self.say(Kind.HELLO, rank, body, last=True)
 
     def say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
-        """Tells a member something ahead of all queued messages, or with ``last`` behind them."""
+        """Sends a control message to a member, ahead of all queued messages, or with ``last`` behind them."""
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
         hop = self.routes.next_hop(rank)
         route = DIRECT if hop == rank else Route(self.rank, rank, LAST if last else FIRST)
@@ -376,7 +384,7 @@ class View(Meeting):
         self.waits.end(self.lost)
 
     def _lose(self, rank: int, error: BaseException) -> None:
-        """Marks a member as lost: ends the view, or the waits for that member where the view is not whole."""
+        """Marks a member as lost: ends the view if it needs all members, or else the waits for that member."""
         self.dismiss(rank, error)
         self._left.add(rank)
         if self.is_whole:
@@ -387,11 +395,11 @@ class View(Meeting):
     def leave(self, error: BaseException | None, *, relays_s: float = PARTING_S) -> None:
         """Announces to all peers that this rank leaves, or the error on which it ends.
 
-        Unsent messages are sent first, or withdrawn where there is an error.
+        Unsent messages are sent first, or withdrawn if there is an error.
 
         Args:
-          error: the error; ``None``: the rank leaves normally.
-          relays_s: after a normal leave, seconds without a relayed message after which relaying ends.
+          error: Error on which the rank ends; None if it leaves normally.
+          relays_s: After a normal leave, seconds without a relayed message after which relaying ends.
         """
         others = self._addresses.keys() - self._left
         if error is None and self.lost is None:
@@ -429,7 +437,7 @@ class View(Meeting):
                 until, passed = self.now() + patience_s, self.relay.count
 
     def _send_all(self) -> None:
-        """Sends all queued messages; gives up where no byte leaves for :data:`STUCK_S` seconds."""
+        """Sends all queued messages; gives up if no byte leaves for :data:`STUCK_S` seconds."""
         until, held = self.now() + STUCK_S, self.transport.held_nbytes
         while held and self.lost is None and (left_s := until - self.now()) > 0:
             self.transport.poll(left_s)
@@ -437,5 +445,7 @@ class View(Meeting):
                 until, held = self.now() + STUCK_S, self.transport.held_nbytes
 
     def close(self) -> None:
-        """Closes the transport; while members are present, sends what is queued first, for a few seconds at most."""
+        """Closes the transport; while members are present, sends queued messages first, for a few seconds at
+        most.
+        """
         self.transport.close(linger=bool(self.present()))
