@@ -97,7 +97,7 @@ class Meeting(Listener):
         A rank that has left or was lost may be admitted again.
 
         Returns:
-          Done once the peer has greeted, as :meth:`farflung.types.Communicator.arrival` reports too. Fails with
+          Done once the peer has greeted, as :meth:`farflung.types.Communicator.wait_for_join` reports too. Fails with
           :class:`ProtocolError` if its settings differ, which is sent to it; with :class:`PeerLost` if it is
           lost or its
           admission is revoked before its greeting, see :meth:`revoke_admission`.

@@ -56,7 +56,7 @@ class View(Meeting):
       transport: Transport of the view's messages.
       size: World size.
       now: Clock, in seconds.
-      number: Number of the view at first, see :meth:`advance`.
+      number: Number of the view at first, see :meth:`advance_view`.
       whole: True if the loss of a member ends the view, as it must if every exchange needs all ranks; otherwise
         only
         waits for that member fail.

@@ -1,8 +1,10 @@
-r"""What collectives take, by the latency-bandwidth model.
+r"""Cost model of collectives: durations by the latency-bandwidth model.
 
-The formulas assume that all ranks begin together and nothing else is on the way. On links that are alike and not
-shared they are exact; elsewhere they say what the busiest capacity needs, and shares over time are left to the
-simulator. Latencies count by their mean, traces by theirs.
+The formulas assume that all ranks begin together and the network is otherwise idle. On equal links that are not
+shared
+they are exact. Elsewhere they predict the load of the busiest capacity, and leave shares over time to the
+simulator.
+Latencies and traces count by their mean.
 """
 
 from __future__ import annotations
@@ -21,26 +23,28 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "broadcast_s", "gather_s", "owners_s", "pieces_of", "ring_s"]
 
 Cost: TypeAlias = "Callable[[NetworkProfile, int, int], float]"
-"""Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the side vector."""
+"""Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the metadata."""
 
 PIECE_NBYTES = 1 << 20
-"""What a rank sends another is cut into pieces of about this size, so that what comes after a piece's arrival starts
-before the last has come."""
+"""Approximate size of the pieces of a message, so that a rank can process one piece before the last has arrived."""
 MAX_PIECES = 8
 
 
 def pieces_of(nbytes: int) -> int:
-    """Into how many pieces collectives cut ``nbytes``."""
+    """Counts the pieces into which collectives cut ``nbytes``."""
     return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    r"""Twice ``N - 1`` hops, each rank to the next; with :math:`d_r = \alpha_r + \beta_r n / N` from rank :math:`r`.
+    r"""Predicts a ring of twice ``N - 1`` hops; :math:`d_r = \alpha_r + \beta_r n / N` is the delay from rank
+    :math:`r`.
 
-    .. math:: \max\Big( \max_r \sum_{j=1}^{2(N-1)} d_{r-j},\ \max_r \big(2 (N-1) \beta_r n / N + \alpha_r\big) \Big)
+    .. math:: \max\Big( \max_r \sum_{j=1}^{2(N-1)} d_{r-j},\ \max_r \big(2 (N-1) \beta_r n / N + \alpha_r\big)
+    \Big)
 
-    A segment adds up the delays of the links it passes, and a slow link makes all segments wait in line. On links
-    that are alike this is :math:`2 (N-1)\, d`.
+    A segment adds up the delays of the links it passes, and a slow link makes all segments queue. On equal
+    links this is
+    :math:`2 (N-1)\, d`.
     """
     size = profile.node_count
     alpha, seconds_per_bit = _ring_links(profile)
@@ -53,7 +57,7 @@ def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 
 
 def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
-    """Latency, and seconds for each bit, from every rank to the next."""
+    """Computes latency and seconds per bit from every rank to the next."""
     from farflung.network.link import mean_capacity
     from farflung.network.wiring import Wiring
 
@@ -68,13 +72,15 @@ def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
 
 
 def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    r"""To the owners of the shards and back, in :math:`P` pieces.
+    r"""Predicts an all-reduce by owners: to the owners of the shards and back, in :math:`P` pieces.
 
     .. math:: \alpha_2 + T_1 + T_2 \quad (P = 1), \qquad
         \max\big( \alpha_2 + T_1 + T_2 / P,\ \alpha_2 + T_1 / P + T_2,\ \alpha + T_{12} \big)
 
-    :math:`T_1, T_2` is what the busiest capacity needs for the way there and for the way back, :math:`T_{12}` for
-    both; :math:`\alpha_2` the longest delay to an owner and on from there, :math:`\alpha` the longest single one.
+    :math:`T_1, T_2` are the busiest capacity's seconds for the way to the owners and back, :math:`T_{12}` those
+    for both.
+    :math:`\alpha_2` is the longest delay to an owner and on to another rank, :math:`\alpha` the longest single
+    one.
     """
     from farflung.network.wiring import groups_of, loads_s, mesh
 
@@ -98,7 +104,7 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
 def _delays(
     profile: NetworkProfile, groups: Sequence[Group], gathering: Sequence[Bundle], spreading: Sequence[Bundle]
 ) -> tuple[float, float]:
-    """The longest one-way delay, and the longest way to an owner and on from there."""
+    """Computes the longest one-way delay, and the longest delay to an owner and on to another node."""
 
     def latency(bundle: Bundle) -> float:
         return profile.connection(groups[bundle.src].site, groups[bundle.dst].site).link.latency_s
@@ -115,7 +121,9 @@ def _delays(
 
 
 def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    """Models an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
+    """Predicts an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest
+    capacity.
+    """
     from farflung.network.wiring import groups_of, loads_s, mesh
 
     groups = groups_of(profile, profile.node_count)
@@ -125,12 +133,13 @@ def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 
 
 def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nbytes: int) -> float:
-    """Models a broadcast in small pieces, in seconds: the longest way down plus the busiest capacity's transfer time.
+    """Predicts a broadcast in small pieces, in seconds: the longest path plus the busiest capacity's transfer
+    time.
 
     Args:
-      profile: with its number of nodes.
-      trees: the parent of each node but the source, parents first; each carries an equal part.
-      nbytes: of all that the source has.
+      profile: Profile with its number of nodes.
+      trees: Parent of each node except the source, parents first; each tree carries an equal part.
+      nbytes: Bytes of all tensors.
     """
     from farflung.network.link import mean_capacity
     from farflung.network.wiring import Wiring

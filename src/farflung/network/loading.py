@@ -60,10 +60,10 @@ __all__ = ["load_profile"]
 
 
 def load_profile(path: Path) -> NetworkProfile:
-    """Reads a profile; the format is at the top of this module.
+    """Loads a profile from TOML, in the format at the top of this module.
 
     Raises:
-      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+      ConfigError: the file is absent, is not TOML, or has an invalid value; one line with file and key.
     """
     top = open_toml(path)
     traces = {one.text("name"): _read_trace(one, path.parent) for one in top.tables("trace")}
@@ -111,5 +111,5 @@ def _read_trace(table: Table, folder: Path) -> Trace:
         with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
             pairs = number_pairs(path)
             steps["times_s"], steps["bandwidth_bps"] = (tuple(column) for column in zip(*pairs, strict=True))
-    # Its name is what a run that outlasts it will say, so it has the file in it.
+    # The name contains the file, for the error of a run that outlasts the trace.
     return table.build(Trace, {"After": Table.text}, name=table.where, **steps)

@@ -1,4 +1,6 @@
-"""All-reduce in one delay: every rank sends its whole tensor to all others, and all add in rank order."""
+"""All-gather as all-reduce in one delay: every rank sends its whole tensor to all others, and all add in rank
+order.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,18 @@ __all__ = ["all_gather"]
 async def all_gather(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One one-way delay and half the messages of :func:`farflung.comm.collectives.sharded.direct`.
+    """Sums in one one-way delay, with half the messages of :func:`farflung.comm.collectives.sharded.direct`.
 
-    Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``: the same between two replicas, more between
-    many, where it pays for tensors that latency makes dear and not bandwidth. With a codec a tensor is encoded once.
+    Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``. Two replicas send no more than by
+    ``direct``; many do,
+    which pays off for tensors that are dominated by latency. With a codec a tensor is encoded once.
 
     Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`.
     """
     if channel.size == 1:
         return tensor, side
     wire = Wire(channel, coding)
-    # The sum is written into the tensor, and no message tells when all receivers have read it: send a copy.
+    # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
     own = tensor
     if coding is None:
         own = copied(channel, tensor, scratch_like(tensor))

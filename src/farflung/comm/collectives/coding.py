@@ -161,5 +161,5 @@ class Wire:
         return self.add(parts, out), sides
 
     def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The sum, first to last, in ``out``, which is none of the parts, or in a tensor of its own."""
+        """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""
         return summed(self._channel, parts, out)

@@ -1,4 +1,4 @@
-"""The backend's own all-reduce: gloo or NCCL through torch.distributed."""
+"""The backend's all-reduce: gloo or NCCL through torch.distributed."""
 
 from __future__ import annotations
 

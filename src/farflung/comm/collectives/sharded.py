@@ -1,7 +1,8 @@
-"""All-reduce by owners: each shard of the tensor travels straight to its owner, is summed there, and comes back.
+"""All-reduce by owners: each shard of the tensor is sent straight to its owner, summed there, and sent back.
 
-``direct``: every rank owns one shard (reduce-scatter and all-gather without hops in between: two one-way delays in
-all). ``multi_parameter_server``: half the ranks own the shards. ``parameter_server``: rank 0 owns everything.
+``direct``: every rank owns one shard (reduce-scatter and all-gather without intermediate hops: two one-way
+delays).
+``multi_parameter_server``: half the ranks own the shards. ``parameter_server``: rank 0 owns everything.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ __all__ = [
 
 
 def all_own(size: int) -> int:
-    """How many of ``size`` ranks own a shard, always the first ones: all."""
+    """Counts the owners among ``size`` ranks if all own a shard; owners are always the first ranks."""
     return size
 
 
 def half_own(size: int) -> int:
-    """Half, rounded up; see :func:`all_own`."""
+    """Counts the owners if half the ranks, rounded up, own a shard."""
     return (size + 1) // 2
 
 
 def one_owns(size: int) -> int:
-    """Rank 0 alone; see :func:`all_own`."""
+    """Counts the owners if only rank 0 owns a shard."""
     del size
     return 1
 
 
 def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
-    """Each owner's shard, in pieces; all shards have as many."""
+    """Cuts a tensor into each owner's shard, and each shard into pieces, equally many for all."""
     shards = cut(numel, owners)
     pieces = pieces_of(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
@@ -50,16 +51,16 @@ def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment
 async def direct(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every rank owns one shard: the latency of two one-way delays, the traffic of a ring.
+    """Sums with one shard for every rank: the latency of two one-way delays, the traffic of a ring.
 
     Args:
-      channel: the exchange's.
-      tensor: flat; given away, and overwritten by the sum.
-      side: a few float64 numbers, summed beside it in rank order.
-      coding: how each segment is encoded on its way to its owner, and on its way back; ``None``: not at all.
+      channel: Channel of the exchange.
+      tensor: Flat tensor; given away, and overwritten by the sum.
+      metadata: A few float64 numbers, summed in rank order.
+      coding: Coding of each segment on its way to its owner and back; None for dense segments.
 
     Returns:
-      The sums of tensor and side over all ranks, bit-identical on all of them.
+      The sums of tensor and metadata over all ranks, bit-identical on all of them.
     """
     return await _by_owners(channel, tensor, side, all_own(channel.size), coding)
 
@@ -67,14 +68,14 @@ async def direct(
 async def parameter_server(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rank 0 sums everything and sends it back; arguments and result as :func:`direct`."""
+    """Sums everything on rank 0, which sends it back; arguments and result as :func:`direct`."""
     return await _by_owners(channel, tensor, side, one_owns(channel.size), coding)
 
 
 async def multi_parameter_server(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half the ranks, rounded up, own a shard each; arguments and result as :func:`direct`.
+    """Sums on half the ranks, rounded up, each of which owns a shard; arguments and result as :func:`direct`.
 
     The number of servers is our choice: with all ranks as servers this is :func:`direct`.
     """
