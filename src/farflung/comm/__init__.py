@@ -1,6 +1,4 @@
-"""Communication between replicas: the wire format, matching by tag, collectives, and the wall clock's
-communicator.
-"""
+"""Communication between replicas: the wire format, matching by tag, collectives, and the wall clock's communicator."""
 
 from typing import TYPE_CHECKING
 

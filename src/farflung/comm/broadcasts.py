@@ -20,10 +20,8 @@ def choose_trees(size: int, src: int, nbytes: int, profile: NetworkProfile | Non
     """Chooses the trees of a broadcast, each of which carries an equal part of it; equal on all ranks.
 
     A *star* takes one delay, and is chosen if the source sends at most 64 KiB more by it. *Fans* take two: each
-    other
-    rank receives a part and sends it to the rest. A *chain* passes everything from rank to rank, so only once
-    between two
-    sites. It is chosen if a profile predicts that it is faster than fans.
+    other rank receives a part and sends it to the rest. A *chain* passes everything from rank to rank, so only
+    once between two sites. It is chosen if a profile predicts that it is faster than fans.
 
     Args:
       size: Number of ranks.

@@ -228,8 +228,7 @@ def start(
 ) -> Started[T]:
     """Starts an exchange in the background, in the same order on all replicas.
 
-    If the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be built several
-    times.
+    If the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be built several times.
 
     Args:
       runtime: Runtime of the replica.

@@ -45,8 +45,7 @@ def choose(
     """Chooses the fastest collective for ``nbytes``; equal on all ranks that have the same profile.
 
     The first candidate wins unless another is faster by more than a billionth, so that rounding never decides.
-    Default
-    candidates are all collectives with a predictable duration.
+    Default candidates are all collectives with a predictable duration.
     """
     if among is None:
         among = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
@@ -63,10 +62,8 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
     """Resolves ``auto``: the fastest collective for one tensor among those that add in rank order.
 
     Parameters therefore never depend on the choice. ``all_gather`` is considered only if it sends little more
-    than
-    ``direct``: each rank adds the whole tensors of all ranks, which the model does not charge. Without a
-    profile the
-    result is :func:`farflung.comm.collectives.choose_default_collective`.
+    than ``direct``: each rank adds the whole tensors of all ranks, which the model does not charge. Without a
+    profile the result is :func:`farflung.comm.collectives.choose_default_collective`.
 
     Args:
       nbytes: Bytes of the tensor.

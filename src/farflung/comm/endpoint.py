@@ -30,32 +30,22 @@ class Endpoint:
 
     Args:
       interface: Address, or name of the network interface, to listen on; when not given, the one on the route
-        to the
-        master address, or to the coordinator of coded training.
+        to the master address, or to the coordinator of coded training.
       port: Port to listen on, or a range such as 7000-7100 of which each replica of a machine takes one, for
-        firewalls;
-        when not given, any free one.
+        firewalls; when not given, any free one.
       advertise: HOST or HOST:PORT by which peers reach this process, if that differs from its listening
-        address: behind
-        port forwarding, in a container. none if no peer can connect to it, as behind a home router: it connects
-        to its
-        peers, and a reachable one relays between two that are not.
+        address: behind port forwarding, in a container. none if no peer can connect to it, as behind a home
+        router: it connects to its peers, and a reachable one relays between two that are not.
       keys: Folder made by farflung keys, with this machine's secret key and the public keys of all; everything
-        is then
-        encrypted. When not given, keys are made for the run and exchanged through its store, or its
-        coordinator, so any
-        machine that reaches it can take part.
-      encrypt: True to encrypt messages within this machine too, to measure the cost; those between machines
-        always are.
+        is then encrypted. When not given, keys are made for the run and exchanged through its store, or its
+        coordinator, so any machine that reaches it can take part.
+      encrypt: True to encrypt messages within this machine too, to measure the cost; those between machines always are.
       connections: Number of connections that large messages to each peer share, 1 to 64: several are faster if
-        packets
-        are lost or the round trip is long. When not given, as many as help, by measurement; of two peers the
-        larger
-        number counts.
+        packets are lost or the round trip is long. When not given, as many as help, by measurement; of two
+        peers the larger number counts.
 
     Raises:
-      ConfigError: there is a port although the process does not listen, or the number of connections is out of
-        range.
+      ConfigError: there is a port although the process does not listen, or the number of connections is out of range.
     """
 
     interface: str | None = None

@@ -1,16 +1,12 @@
 """Handshake: connections of one process, accepted or made, that are not authenticated yet.
 
 Each begins with an introduction. The acceptor sends a nonce. The dialer answers with its rank and a proof that
-it knows
-the tokens of both, which the run's store reveals to the run's processes alone. The acceptor proves the same.
-With keys
-all of this is inside TLS, and the other end's certificate must be byte for byte the one published for its rank:
-that
-the certificate verifies is not enough.
+it knows the tokens of both, which the run's store reveals to the run's processes alone. The acceptor proves the
+same. With keys all of this is inside TLS, and the other end's certificate must be byte for byte the one
+published for its rank: that the certificate verifies is not enough.
 
 An unauthenticated connection costs a descriptor, has a deadline, and counts against a limit. At the limit, or
-if no
-member is expected, nothing is accepted.
+if no member is expected, nothing is accepted.
 """
 
 from __future__ import annotations
@@ -197,9 +193,7 @@ class Entrance:
         self.mind()
 
     def mind(self) -> None:
-        """Updates the watch of the listening socket: accepts if a member is expected and the limit is not
-        reached.
-        """
+        """Updates the watch of the listening socket: accepts if a member is expected and the limit is not reached."""
         if self.door is None or self._closes:
             return
         more = sum(

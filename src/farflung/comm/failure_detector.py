@@ -92,17 +92,14 @@ class FailureDetector:
     """Wait-for graph of one rank, which finds if a wait has failed, and on which rank.
 
     While a wait lasts, a rank probes its peers :data:`farflung.comm.mailbox.PROBES_PER_DEADLINE` times in each
-    deadline.
-    They answer at once with the source that they are blocked on and their progress. So the age of a wait does
-    not count:
+    deadline. They answer at once with the source that they are blocked on and their progress. So the age of a
+    wait does not count:
 
     * It fails on its source if nothing has arrived from it for a deadline.
-    * It fails on the root of the chain of waits if the root answers, and no rank of the chain has made progress
-    for
+    * It fails on the root of the chain of waits if the root answers, and no rank of the chain has made progress for
       :data:`MAX_IDLE_DEADLINES` deadlines. A rank that waits for samples makes progress.
 
-    If this rank itself has been suspended, all times count from its return, since it has not read its messages
-    yet.
+    If this rank itself has been suspended, all times count from its return, since it has not read its messages yet.
 
     Args:
       rank: This rank.

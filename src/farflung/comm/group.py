@@ -25,7 +25,7 @@ class Group(ABC):
       mailbox: Mailbox of the member.
       rank: Rank of the member.
       size: Number of ranks.
-      sent: Bytes sent so far.
+      sent_bytes: Bytes sent so far.
     """
 
     def __init__(self, mailbox: Mailbox, rank: int, size: int, sent: Sent) -> None:

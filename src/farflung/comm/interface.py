@@ -80,7 +80,7 @@ def check_host(host: str, named: str) -> None:
 
     Args:
       host: Name or address of the host.
-      named: The user's option, for messages.
+      option: The user's option, for messages.
 
     Raises:
       ConfigError: the host is unknown.

@@ -1,12 +1,8 @@
-"""Certificates by which replicas authenticate each other, and the folder that holds them if the run's store is
-not
-trusted.
+"""Certificates by which replicas authenticate each other, and their folder for runs whose store is not trusted.
 
 A folder belongs to one machine: ``NAME.secret`` is its secret key and certificate, ``*.public`` are the
-certificates of
-all replicas that may take part, including its own. All are PEM. A certificate is self-signed, for P-256, and
-not a
-certificate authority. Its names and times mean nothing: it is compared byte by byte.
+certificates of all replicas that may take part, including its own. All are PEM. A certificate is self-signed,
+for P-256, and not a certificate authority. Its names and times mean nothing: it is compared byte by byte.
 """
 
 from __future__ import annotations

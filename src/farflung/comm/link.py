@@ -180,9 +180,7 @@ class Link:
         return None if self._secure is None else self._secure.getpeercert(True)
 
     def say(self, said: bytes, *, expects: int = 0) -> None:
-        """Sends a part of the introduction; the owner is called when ``expected_nbytes`` of the answer have
-        arrived.
-        """
+        """Sends a part of the introduction; the owner is called when ``expected_nbytes`` of the answer have arrived."""
         self._due, self._said = expects, b""
         if said:
             self._put(said)
@@ -275,9 +273,7 @@ class Link:
         return self._chunk is not None
 
     def _put(self, *buffers: Frame) -> None:
-        """Appends to the outgoing bytes; TLS encrypts them at once, so that the kernel takes many records
-        together.
-        """
+        """Appends to the outgoing bytes; TLS encrypts them at once, so that the kernel takes many records together."""
         if self._secure is None:
             self._out += map(memoryview, buffers)
             return

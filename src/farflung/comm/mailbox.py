@@ -154,8 +154,7 @@ class Mailbox:
         return src, payload
 
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
-        """Matches a message to its wait, or stores it; sets one of a newer view aside, and drops one of an
-        older view.
+        """Matches a message to its wait, or stores it; sets one of a newer view aside, and drops one of an older view.
 
         Raises:
           Full: more than :data:`AHEAD_NBYTES` bytes of messages of newer views.
@@ -205,8 +204,7 @@ class Mailbox:
         return next(iter(self._waits.values()), None)
 
     def any_wait(self) -> Waiting | None:
-        """Returns the oldest wait under the run's deadline, or else a timed one, preferably for a single rank.
-        """
+        """Returns the oldest wait under the run's deadline, or else a timed one, preferably for a single rank."""
         timed = (waiting for waiting, _ in self._timed.values())
         return self.oldest() or min(timed, key=lambda waiting: waiting.src is None, default=None)
 

@@ -28,7 +28,7 @@ class Meeting(Listener):
     Args:
       transport: Transport of the view's messages.
       size: World size.
-      whole: True if every member is needed.
+      needs_all_members: True if every member is needed.
       members: Initial members, including this rank; all ranks when not given.
       settings: Values that must be equal on all members, by name.
     """
@@ -73,8 +73,7 @@ class Meeting(Listener):
         """Clears the state of earlier holders of a rank."""
 
     def connect(self, peers: Iterable[Peer]) -> None:
-        """Registers the peers' addresses and keys, connects to those that this rank has to connect to, and
-        greets them.
+        """Registers the peers' addresses and keys, connects to those that this rank has to connect to, and greets them.
 
         Raises:
           ConfigError: a key is not on this rank's list; some ranks encrypt and others do not; or two ranks cannot
@@ -97,15 +96,13 @@ class Meeting(Listener):
         A rank that has left or was lost may be admitted again.
 
         Returns:
-          Done once the peer has greeted, as :meth:`farflung.types.Communicator.wait_for_join` reports too. Fails with
-          :class:`ProtocolError` if its settings differ, which is sent to it; with :class:`PeerLost` if it is
-          lost or its
-          admission is revoked before its greeting, see :meth:`revoke_admission`.
+          Done once the peer has greeted, as :meth:`farflung.types.Communicator.wait_for_join` reports too.
+          Fails with :class:`ProtocolError` if its settings differ, which is sent to it; with :class:`PeerLost`
+          if it is lost or its admission is revoked before its greeting, see :meth:`revoke_admission`.
 
         Raises:
           ConfigError: its key is not on this rank's list; only one of the two encrypts; or no rank can relay
-            between it
-            and another.
+            between it and another.
           ProtocolError: the view needs all members; the rank is present already, or does not belong to the run.
         """
         if self.is_whole:
@@ -126,8 +123,7 @@ class Meeting(Listener):
         Args:
           rank: Rank of the member.
           relay: Rank of a member that both can reach, which calls :meth:`farflung.comm.relay.Relay.serve_pair`;
-            None keeps
-            the route.
+            None keeps the route.
 
         Returns:
           Done once it has greeted again; fails with :class:`PeerLost` if its process has ended or its address

@@ -95,8 +95,7 @@ def connects(one: Peer, other: Peer) -> bool:
     """Returns True if ``source`` is the replica of a pair that connects to the other.
 
     If both are reachable, the higher rank connects; if one is, the other connects. Neither does if none is
-    reachable,
-    and a third relays their messages, see :class:`farflung.comm.routes.Routes`.
+    reachable, and a third relays their messages, see :class:`farflung.comm.routes.Routes`.
     """
     return other.address is not None and (one.address is None or one.rank > other.rank)
 

@@ -43,9 +43,7 @@ class Pool:
         self._nbytes = 0
 
     def tensor(self, nbytes: int) -> Tensor:
-        """Allocates an uninitialized tensor of ``nbytes``, at an address that is a multiple of
-        :data:`ALIGNMENT`.
-        """
+        """Allocates an uninitialized tensor of ``nbytes``, at an address that is a multiple of :data:`ALIGNMENT`."""
         if nbytes < WORTH_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         memory = torch.frombuffer(self.take(nbytes + ALIGNMENT), dtype=torch.uint8)
@@ -94,8 +92,7 @@ def scratch_like(tensor: Tensor) -> Tensor:
     """Allocates an uninitialized tensor like ``tensor``, for sums and copies of an exchange.
 
     On the host it reuses memory of the same thread and size if possible. It may be given away like any tensor:
-    its
-    memory is reused only once no sender, receiver or view holds it.
+    its memory is reused only once no sender, receiver or view holds it.
     """
     if tensor.device.type != "cpu" or tensor.nbytes < WORTH_NBYTES:
         return torch.empty_like(tensor)

@@ -1,12 +1,9 @@
 """Records: several messages share the connections of two ranks, and tensors arrive in pieces.
 
-A record is a header (size, kind, three bytes of zero) and ``size`` bytes. A ``HEAD`` carries the head of a
-message, a
-``PIECE`` a piece of one of its large tensors, a ``WITHDRAWN`` the number of a message that is not completed.
-Messages
+A record is a header (size, kind, three bytes of zero) and ``size`` bytes. A ``HEAD`` carries the head of a message, a
+``PIECE`` a piece of one of its large tensors, a ``WITHDRAWN`` the number of a message that is not completed. Messages
 with large tensors are numbered from 1 on, in the order of their heads. Heads and ``WITHDRAWN`` take the first
-connection
-of a pair; pieces take any connection with room. This module is independent of sockets.
+connection of a pair; pieces take any connection with room. This module is independent of sockets.
 """
 
 from __future__ import annotations
@@ -400,8 +397,7 @@ class Receiver:
                     self._links(body[0])
 
     def _record(self) -> tuple[int, memoryview] | None:
-        """Returns kind and bytes of the next record (of a piece, only its header), or None if it is incomplete.
-        """
+        """Returns kind and bytes of the next record (of a piece, only its header), or None if it is incomplete."""
         rest = self._end - self._begin
         if rest < RECORD_NBYTES:
             return None

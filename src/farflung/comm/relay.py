@@ -1,8 +1,7 @@
 """Relay of messages between members that cannot connect to each other.
 
 A message is relayed only if its source is the authenticated rank of its connection, and this rank is the relay
-of the
-pair. Greetings are held until both members of a pair have sent one with the other's token.
+of the pair. Greetings are held until both members of a pair have sent one with the other's token.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ class Routes:
     """Routes between the members of a view; all members compute equal ones.
 
     Between two ranks that accept no connections, the lowest rank that accepts them relays. The relay of a pair
-    is fixed
-    at the meeting at which the second of them joins, so later members do not change it. If the connection of a
-    pair
-    breaks, another member may become its relay; see :meth:`set_detour`.
+    is fixed at the meeting at which the second of them joins, so later members do not change it. If the
+    connection of a pair breaks, another member may become its relay; see :meth:`set_detour`.
 
     Args:
       local_peer: Peer of this rank.

@@ -28,8 +28,7 @@ def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:
 
     Returns:
       The payload in pinned host memory, and a function that waits for the copies. Call it before the payload is
-      read,
-      on a thread that may block.
+      read, on a thread that may block.
     """
     devices = {tensor.device for tensor in payload.tensors() if tensor.device.type != "cpu"}
     host = rebuilt(payload, lambda tensor: tensor.to("cpu", non_blocking=True))

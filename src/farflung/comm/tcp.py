@@ -1,12 +1,10 @@
 """TCP transport between real processes, encrypted with TLS 1.3 between machines.
 
 One rank of each pair connects (:func:`farflung.comm.peer.should_connect`), so the other must be reachable at
-one port.
-Authentication of a connection is in :mod:`farflung.comm.handshake`.
+one port. Authentication of a connection is in :mod:`farflung.comm.handshake`.
 
 There are no heartbeats: TCP itself survives a network cut. Only a deadline gives up a slow or silent peer,
-whereas a
-connection that the peer closes is reported at once.
+whereas a connection that the peer closes is reported at once.
 """
 
 from __future__ import annotations
@@ -71,19 +69,15 @@ class TcpTransport:
       size: Number of processes of the run.
       interface: Address to listen on, loopback by default.
       ports: Candidate ports, of which the first free one is used; 0 is any.
-      advertise: Host, or host and port, by which peers reach this process if that differs from the listening
-        address:
-        behind port forwarding, in a container. ``"none"``: no peer can connect, and the process does not
-        listen.
+      advertise: Host, or host and port, by which peers reach this process if that differs from the listening address:
+        behind port forwarding, in a container. ``"none"``: no peer can connect, and the process does not listen.
       keys: Keys of this process, with which everything is encrypted. Required off loopback.
       allow_late: True if peers may come after the first meeting.
-      connections: Number of connections to each peer for bulk; None adds them while they help, see
-        :meth:`handle_busy`.
+      connections: Number of connections to each peer for bulk; None adds them while they help, see :meth:`handle_busy`.
 
     Raises:
       ConfigError: the address does not belong to this machine, or is not loopback and there are no keys; or
-        this process
-        may not open enough files.
+        this process may not open enough files.
     """
 
     listener: Listener
@@ -314,9 +308,7 @@ class TcpTransport:
         self.entrance.mind()
 
     def _widened(self, member: Remote, count: int) -> None:
-        """Handles a peer's request for ``count`` connections: agrees, and makes those that this rank has to
-        make.
-        """
+        """Handles a peer's request for ``count`` connections: agrees, and makes those that this rank has to make."""
         if member.wanted < count <= MOST_CONNECTIONS:
             self._widen(member, count)
         if connects(self.me, member.peer):
@@ -326,13 +318,11 @@ class TcpTransport:
                     self.entrance.dial(member, index)
 
     def busy(self, link: Link) -> None:
-        """Adds connections to a peer whose connection has had more to send than it could, as long as that
-        helps.
+        """Adds connections to a peer whose connection has had more to send than it could, as long as that helps.
 
         If a connection reaches at least half of what its losses and its window allow, these limit it and not
-        the network,
-        so twice as many are tried. If all of them together did not become faster by a quarter, their number
-        stays.
+        the network, so twice as many are tried. If all of them together did not become faster by a quarter,
+        their number stays.
         """
         member = self._remotes.get(-1 if link.rank is None else link.rank)
         if member is None or self._connections is not None or link.index or member.settled:
@@ -365,9 +355,7 @@ class TcpTransport:
                 self._ended(member)
 
     def _ended(self, member: Remote) -> None:
-        """Handles the end of one of a member's connections: it is lost unless the others end soon by
-        themselves.
-        """
+        """Handles the end of one of a member's connections: it is lost unless the others end soon by themselves."""
         for link in tuple(member.links.values()):
             while link.read():
                 pass
@@ -406,9 +394,7 @@ class TcpTransport:
         self._loop.close()
 
     def abandon(self) -> None:
-        """Closes the sockets that a child process has inherited, so that the parent's end closes its
-        connections.
-        """
+        """Closes the sockets that a child process has inherited, so that the parent's end closes its connections."""
         for link in (*self.entrance.early, *self._links()):
             link.sock.close()
         if self.entrance.door is not None:

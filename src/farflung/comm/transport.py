@@ -20,8 +20,8 @@ class Traffic(NamedTuple):
     """Byte counts of the connections to a member.
 
     Args:
-      heard_nbytes: Bytes of any kind received from it.
-      moved_nbytes: Bytes of large tensors to and from it.
+      received_nbytes: Bytes of any kind received from it.
+      bulk_nbytes: Bytes of large tensors to and from it.
     """
 
     heard_nbytes: int
@@ -62,9 +62,7 @@ class Listener(Protocol):
         ...
 
     def ended(self, rank: int) -> None:
-        """Handles the end of a process: nothing listens any more at the address of a member that is
-        reconnected.
-        """
+        """Handles the end of a process: nothing listens any more at the address of a member that is reconnected."""
         ...
 
 
@@ -103,16 +101,14 @@ class Transport(Protocol):
         ...
 
     def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
-        """Accepts the connections of some peers and connects to the others; may be called again with more
-        peers.
+        """Accepts the connections of some peers and connects to the others; may be called again with more peers.
 
         Args:
-          others: Peers; of each pair of this process and a peer, one has an address, see
+          peers: Peers; of each pair of this process and a peer, one has an address, see
             :func:`farflung.comm.peer.should_connect`.
           listener: Receiver of events.
-          again: True if they were connected before, so that a refused connection means that a peer has ended
-            (:meth:`Listener.handle_process_end`). Peers whose connections this process accepts are then probed
-            too.
+          is_reconnect: True if they were connected before, so that a refused connection means that a peer has ended
+            (:meth:`Listener.handle_process_end`). Peers whose connections this process accepts are then probed too.
         """
         ...
 

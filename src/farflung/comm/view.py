@@ -49,25 +49,21 @@ _CONTROL = Tag(0)
 class View(Meeting):
     """Membership view of one rank.
 
-    It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before
-    it.
+    It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
 
     Args:
       transport: Transport of the view's messages.
       size: World size.
-      now: Clock, in seconds.
+      read_clock: Clock, in seconds.
       number: Number of the view at first, see :meth:`advance_view`.
-      whole: True if the loss of a member ends the view, as it must if every exchange needs all ranks; otherwise
-        only
-        waits for that member fail.
+      needs_all_members: True if the loss of a member ends the view, as it must if every exchange needs all ranks; otherwise
+        only waits for that member fail.
       members: Initial members, including this rank; all ranks when not given. A view that does not need all
-        members may
-        admit more later.
+        members may admit more later.
       settings: Values that must be equal on all members, by name; compared at the start.
       max_nbytes: Largest payload accepted, in bytes.
-      kept_nbytes: Most bytes of unreceived messages kept for each sender. When not given, there is no limit if
-        the view
-        needs all members, and :data:`farflung.comm.mailbox.MAX_UNRECEIVED_NBYTES` otherwise.
+      max_unreceived_nbytes: Most bytes of unreceived messages kept for each sender. When not given, there is no limit if
+        the view needs all members, and :data:`farflung.comm.mailbox.MAX_UNRECEIVED_NBYTES` otherwise.
     """
 
     def __init__(
@@ -240,9 +236,7 @@ class View(Meeting):
         self._tell_gone(rank, CLOSED)
 
     def _tell_gone(self, rank: int, why: str) -> None:
-        """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as
-        lost.
-        """
+        """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as lost."""
         self._tell_lost(rank, why)
         for behind in self.routes.behind(rank):
             self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
@@ -322,9 +316,7 @@ class View(Meeting):
         self.mailbox.fail_from(rank, PeerLost(rank, self.left))
 
     def _is_gone(self, rank: int, why: str) -> None:
-        """Ends the membership of an unreachable peer: it has left if it announced its leave, and is lost
-        otherwise.
-        """
+        """Ends the membership of an unreachable peer: it has left if it announced its leave, and is lost otherwise."""
         if rank in self._leaving:
             self._leaves(rank)
         elif rank not in self._left:
@@ -399,7 +391,7 @@ class View(Meeting):
 
         Args:
           error: Error on which the rank ends; None if it leaves normally.
-          relays_s: After a normal leave, seconds without a relayed message after which relaying ends.
+          relay_idle_s: After a normal leave, seconds without a relayed message after which relaying ends.
         """
         others = self._addresses.keys() - self._left
         if error is None and self.lost is None:
@@ -445,7 +437,5 @@ class View(Meeting):
                 until, held = self.now() + STUCK_S, self.transport.held_nbytes
 
     def close(self) -> None:
-        """Closes the transport; while members are present, sends queued messages first, for a few seconds at
-        most.
-        """
+        """Closes the transport; while members are present, sends queued messages first, for a few seconds at most."""
         self.transport.close(linger=bool(self.present()))

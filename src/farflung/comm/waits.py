@@ -41,8 +41,7 @@ class Waits:
         """Fails waits that have passed their deadline.
 
         A wait without its own deadline fails if the rank that it depends on is silent for ``deadline_s``, or
-        idle for long.
-        It then ends the view, or fails alone if the view does not need all members.
+        idle for long. It then ends the view, or fails alone if the view does not need all members.
 
         Returns:
           Time of the next check; None if there is no wait.
@@ -109,9 +108,7 @@ class Waits:
             self._failure_detector.forget(rank)
 
     def _report_to(self, rank: int, *, asks: bool) -> None:
-        """Reports to a peer this rank's progress and the source it is blocked on; a probe asks for a report in
-        return.
-        """
+        """Reports progress and the source that blocks this rank to a peer; a probe asks for a report in return."""
         view, waiting = self._view, self._view.mailbox.any_wait()
         blocked_on = None if waiting is None else waiting.src
         body = {
@@ -129,9 +126,7 @@ class Waits:
         return sum(view.transport.traffic(each).moved_nbytes for each in ranks)
 
     def _traffic(self, rank: int) -> Traffic:
-        """Returns the traffic of a peer or its relay; bytes received from a relay are no signs of life of other
-        ranks.
-        """
+        """Returns the traffic of a peer or its relay; bytes from a relay are no signs of life of other ranks."""
         hop = self._view.routes.next_hop(rank)
         traffic = self._view.transport.traffic(hop)
         return traffic if hop == rank else traffic._replace(heard_nbytes=0)

@@ -1,10 +1,8 @@
 r"""Cost model of collectives: durations by the latency-bandwidth model.
 
 The formulas assume that all ranks begin together and the network is otherwise idle. On equal links that are not
-shared
-they are exact. Elsewhere they predict the load of the busiest capacity, and leave shares over time to the
-simulator.
-Latencies and traces count by their mean.
+shared they are exact. Elsewhere they predict the load of the busiest capacity, and leave shares over time to
+the simulator. Latencies and traces count by their mean.
 """
 
 from __future__ import annotations
@@ -36,15 +34,12 @@ def pieces_of(nbytes: int) -> int:
 
 
 def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    r"""Predicts a ring of twice ``N - 1`` hops; :math:`d_r = \alpha_r + \beta_r n / N` is the delay from rank
-    :math:`r`.
+    r"""Predicts a ring of ``2 (N - 1)`` hops; rank :math:`r` takes :math:`d_r = \alpha_r + \beta_r n / N` for each.
 
-    .. math:: \max\Big( \max_r \sum_{j=1}^{2(N-1)} d_{r-j},\ \max_r \big(2 (N-1) \beta_r n / N + \alpha_r\big)
-    \Big)
+    .. math:: \max\Big( \max_r \sum_{j=1}^{2(N-1)} d_{r-j},\ \max_r \big(2 (N-1) \beta_r n / N + \alpha_r\big) \Big)
 
-    A segment adds up the delays of the links it passes, and a slow link makes all segments queue. On equal
-    links this is
-    :math:`2 (N-1)\, d`.
+    A segment adds up the delays of the links it passes, and a slow link makes all segments queue. On equal links this
+    is :math:`2 (N-1)\, d`.
     """
     size = profile.node_count
     alpha, seconds_per_bit = _ring_links(profile)
@@ -77,10 +72,8 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
     .. math:: \alpha_2 + T_1 + T_2 \quad (P = 1), \qquad
         \max\big( \alpha_2 + T_1 + T_2 / P,\ \alpha_2 + T_1 / P + T_2,\ \alpha + T_{12} \big)
 
-    :math:`T_1, T_2` are the busiest capacity's seconds for the way to the owners and back, :math:`T_{12}` those
-    for both.
-    :math:`\alpha_2` is the longest delay to an owner and on to another rank, :math:`\alpha` the longest single
-    one.
+    :math:`T_1, T_2` are the busiest capacity's seconds to the owners and back, :math:`T_{12}` those for both. The
+    longest delay to an owner and on to another rank is :math:`\alpha_2`, the longest single one :math:`\alpha`.
     """
     from farflung.network.wiring import groups_of, loads_s, mesh
 
@@ -121,9 +114,7 @@ def _delays(
 
 
 def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    """Predicts an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest
-    capacity.
-    """
+    """Predicts an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
     from farflung.network.wiring import groups_of, loads_s, mesh
 
     groups = groups_of(profile, profile.node_count)
@@ -133,8 +124,7 @@ def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 
 
 def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nbytes: int) -> float:
-    """Predicts a broadcast in small pieces, in seconds: the longest path plus the busiest capacity's transfer
-    time.
+    """Predicts a broadcast in small pieces, in seconds: the longest path plus the busiest capacity's transfer time.
 
     Args:
       profile: Profile with its number of nodes.

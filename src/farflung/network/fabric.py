@@ -52,8 +52,7 @@ class Fabric:
 
     The caller supplies the time: start flows, call :meth:`update_rates`, then :meth:`pop_ended` at
     :meth:`get_next_event_s`. A change is computed only for the flows that it can affect: those that share a
-    resource with
-    a flow that began or ended, those that share one with these, and so on.
+    resource with a flow that began or ended, those that share one with these, and so on.
 
     Args:
       capacities: Bits per second of each resource; may be appended to.
@@ -138,17 +137,14 @@ class Fabric:
                         heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
 
     def due(self) -> float:
-        """Returns the time at which the next flow ends or the next capacity changes; infinity if neither will.
-        """
+        """Returns the time at which the next flow ends or the next capacity changes; infinity if neither will."""
         while self._ends and self._ends[0][0] != self._ends[0][2].ends_at:
             heapq.heappop(self._ends)
         first = self._ends[0][0] if self._ends else math.inf
         return min(first, min(self._changes.values(), default=math.inf))
 
     def ended(self, now: float) -> list[Flow]:
-        """Removes and returns the flows that have ended, in the order they began; call :meth:`update_rates`
-        afterwards.
-        """
+        """Removes and returns the flows that have ended, in the order they began; call :meth:`update_rates` then."""
         done = []
         while self._ends and self._ends[0][0] <= now:
             ends_at, _, flow = heapq.heappop(self._ends)

@@ -109,9 +109,7 @@ class Trace:
         return replace(self, bandwidth_bps=tuple(change(bps) for bps in self.bandwidth_bps))
 
     def _round(self, t: float) -> float:
-        """Finds the start of the repetition that contains a time, by the sums that :meth:`get_next_change`
-        returns.
-        """
+        """Finds the start of the repetition that contains a time, by the sums that :meth:`get_next_change` returns."""
         if t < self.end_s:
             return 0.0
         count = int(t // self.end_s)
@@ -183,8 +181,7 @@ class Link:
       latency_s: One-way delay, in seconds; with jitter, its mean.
       bandwidth_bps: Bits per second, or a trace of them over time.
       jitter_s: Bound of a message's deviation from ``latency_s``, uniform as netem draws it; messages of one
-        sender to
-        one receiver stay in order.
+        sender to one receiver stay in order.
       loss: Share of packets that are lost and retransmitted; see :meth:`compute_goodput_bps`.
 
     Raises:
@@ -208,12 +205,10 @@ class Link:
     ) -> Capacity:
         r"""Computes the bandwidth of TCP connections under loss, which is modelled as less throughput.
 
-        Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and each of :math:`K` connections
-        gets no more
-        than its average window carries: the smaller of :math:`(1-p)\,b` and :math:`K` times
-        :func:`farflung.network.compute_window_bps`. A lost packet's own delay is not modelled. Retransmissions
-        are charged to
-        this link, not to shared capacities.
+        Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and each of :math:`K` connections gets no
+        more than its average window carries: the smaller of :math:`(1-p)\,b` and :math:`K` times
+        :func:`farflung.network.compute_window_bps`. A lost packet's own delay is not modelled. Retransmissions are
+        charged to this link, not to shared capacities.
 
         Args:
           round_trip_s: Sum of both delays, in seconds.

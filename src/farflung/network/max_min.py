@@ -14,15 +14,12 @@ Uses: TypeAlias = Sequence[tuple[R, int]]
 def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) -> list[float]:
     r"""Computes the rate of each flow, by progressive filling.
 
-    All rates grow together until a resource is full; its flows are then fixed, and the others share the rest.
-    With
+    All rates grow together until a resource is full; its flows are then fixed, and the others share the rest. With
     :math:`m_{fr}` the use flow :math:`f` makes of resource :math:`r`, :math:`\sum_f m_{fr} x_f \le c_r`.
 
     Flows that are fixed at one level are subtracted from a resource as level times count, in ascending levels.
-    So the
-    rates of equal flows are equal to the last bit, in any order, and equal to that of one flow that stands for
-    the class.
-    The number of levels is at most the number of resources.
+    So the rates of equal flows are equal to the last bit, in any order, and equal to that of one flow that
+    stands for the class. The number of levels is at most the number of resources.
 
     Args:
       flows: For each flow, the resources that it uses, and how many times.

@@ -117,8 +117,7 @@ class NetworkProfile:
 
     Raises:
       ConfigError: a site is named twice or missing, a medium, congestion control or number of connections is
-        invalid, or
-        a pair has no link.
+        invalid, or a pair has no link.
     """
 
     name: str
@@ -203,8 +202,7 @@ class NetworkProfile:
         return self.nodes
 
     def for_nodes(self, count: int) -> NetworkProfile:
-        """Returns the profile with ``count`` nodes: open sites share the rest evenly, the first ones take the
-        remainder.
+        """Returns the profile with ``count`` nodes; open sites share the rest evenly, the first ones get the remainder.
 
         Raises:
           ConfigError: the profile is of another number of nodes.
@@ -258,18 +256,14 @@ class NetworkProfile:
         return self.connection(self.site_index(src), self.site_index(dst)).link
 
     def goodput_bps(self, src_site: int, dst_site: int, extra_loss: float = 0.0) -> Capacity:
-        """Computes the bandwidth between sites under the link's loss and some more; see
-        :meth:`Link.compute_goodput_bps`.
-        """
+        """Computes the bandwidth of a link under its loss and some more; see :meth:`Link.compute_goodput_bps`."""
         link = self.connection(src_site, dst_site).link
         lossy = replace(link, loss=both_lose(link.loss, extra_loss))
         connections = self.connections_of(src_site, dst_site)
         return lossy.goodput_bps(self.round_trip_s(src_site, dst_site), self.congestion, connections)
 
     def connections_of(self, src_site: int, dst_site: int) -> int:
-        """Counts the TCP connections of two nodes, by the narrowest capacity of their path if the profile
-        leaves it open.
-        """
+        """Counts the TCP connections of two nodes; the narrowest capacity decides if the profile leaves it open."""
         if isinstance(self.tcp_connections, int):
             return self.tcp_connections
         link = self.connection(src_site, dst_site).link
@@ -278,9 +272,7 @@ class NetworkProfile:
         return connections_for(min(map(mean_capacity, limits)), round_trip_s, link.loss, self.congestion)
 
     def limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
-        """Yields the limits of a flow besides its link: kind, site or medium, capacity, and number of
-        crossings.
-        """
+        """Yields the limits of a flow besides its link: kind, site or medium, capacity, and number of crossings."""
         one, other = self.sites[src_site], self.sites[dst_site]
         yield ("up", src_site), one.up_bps, 1
         yield ("down", dst_site), other.down_bps, 1
@@ -351,8 +343,7 @@ class NetworkProfile:
     def standing_in(
         self, *, nbytes: float, step_s: float, for_nbytes: float, for_step_s: float
     ) -> NetworkProfile:
-        r"""Scales the network for a small model in place of a paper's: equal ratios of communication to
-        computation.
+        r"""Scales the network for a small model in place of a paper's: equal ratios of communication to computation.
 
         It keeps latency over step time, and a step's bytes over the bytes that the network can carry in a step:
 

@@ -33,8 +33,8 @@ LARGEST_WINDOW_BITS = 8.0 * (4 << 20)
 """Largest send buffer that Linux gives a connection by default (the third of net.ipv4.tcp_wmem, by the kernel's
 documentation of ip-sysctl), which bounds its bits in flight."""
 LEAST_SPREAD_S, SPREAD_KEPT = 0.2, 0.86
-"""Excess of a retransmission timeout over a round trip: its minimum, as in Linux, and the share that remains of it after
-each round trip, which is fitted; it starts at two round trips (RFC 6298)."""
+"""Excess of a retransmission timeout over a round trip: its minimum, as in Linux, and the fitted share that remains
+of it after each round trip. It starts at two round trips (RFC 6298)."""
 MOST_HALVINGS = 32
 """Number of halvings that reduce any window to the first one."""
 STARTUP_GAIN = 2.0 / math.log(2.0)
@@ -53,16 +53,14 @@ def window_share_bps(control: CongestionControl | None, loss: float, round_trip_
         w_\text{cubic} = \max\big( 1.054\,(R/p)^{3/4},\ w_\text{reno} \big)
 
     with loss :math:`p` and round trip :math:`R`. BBR ignores loss as long as its probing makes up for it, up to
-    a fifth of
-    all packets; beyond that it counts as Reno, which is our choice.
+    a fifth of all packets; beyond that it counts as Reno, which is our choice.
 
     Args:
       control: Congestion control; None counts as CUBIC.
       loss: Share of packets that are lost.
       round_trip_s: Round trip, in seconds.
 
-    References: Mathis et al. 1997 (Reno); RFC 9438 Eq. 5 with C = 0.4 (CUBIC); Cardwell et al., BBR, 2016 (Fig.
-    8).
+    References: Mathis et al. 1997 (Reno); RFC 9438 Eq. 5 with C = 0.4 (CUBIC); Cardwell et al., BBR, 2016 (Fig. 8).
     """
     if loss == 0.0 or round_trip_s == 0.0 or (control == "bbr" and loss < BBR_BEARS):
         return math.inf
@@ -98,17 +96,14 @@ def repaired_s(
 ) -> float:
     r"""Computes the delay of a message's end by a lost packet, under random loss.
 
-    A receiver gets nothing behind a lost packet until that has come again, a round trip :math:`R` later. The
-    rest of the
-    message fills that time, so the lost packet closest to its end counts. With :math:`j` packets behind it, a
-    geometric
-    number, :math:`\tau` apart, and lost :math:`k` more times, it arrives
+    A receiver gets nothing behind a lost packet until that has come again, a round trip :math:`R` later. The rest of
+    the message fills that time, so the lost packet closest to its end counts. With :math:`j` packets behind it, a
+    geometric number, :math:`\tau` apart, and lost :math:`k` more times, it arrives
 
     .. math:: \max(0,\ (1 + k) R - j\, \tau)
 
     after the end. The loss of a message's very last packet is not noticed if nothing follows: it is
-    retransmitted after
-    two round trips of silence (tail loss probe).
+    retransmitted after two round trips of silence (tail loss probe).
 
     Args:
       nbits: Bits of the message.
@@ -136,19 +131,13 @@ class Tcp:
     r"""TCP model of one connection in one direction: how much of a message may leave when.
 
     Bits leave in flights of at most one window :math:`W`. The next flight begins when the first acknowledgement
-    of this
-    one has arrived, a round trip :math:`R` after it began. Acknowledged bits are added to a window if more than
-    half of
-    it was used, so it doubles from ten segments on (slow start). A flight that takes a whole round trip has
-    saturated the
-    path: the rest follows without a pause, until the connection idles.
+    of this one has arrived, a round trip :math:`R` after it began. Acknowledged bits are added to a window if
+    more than half of it was used, so it doubles from ten segments on (slow start). A flight that takes a whole
+    round trip has saturated the path: the rest follows without a pause, until the connection idles.
 
-    CUBIC and Reno halve the window of an idle connection once for each retransmission timeout, down to the
-    first one. BBR
-    keeps its estimate, but paces: :math:`n` bytes take at least :math:`d = 8 n / (g E)` with :math:`g = 2 / \ln
-    2` and
-    the largest estimate :math:`E` of the bandwidth so far. A message that ends before it is acknowledged counts
-    as
+    CUBIC and Reno halve the window of an idle connection once for each retransmission timeout, down to the first one.
+    BBR keeps its estimate, but paces: :math:`n` bytes take at least :math:`d = 8 n / (g E)` with :math:`g = 2 / \ln 2`
+    and the largest estimate :math:`E` of the bandwidth so far. A message that ends before it is acknowledged counts as
 
     .. math:: E = \frac{8 n}{R + d}, \quad\text{in regular use}\quad
         E = \Big(1 - \frac{1}{g}\Big) \frac{8 n}{R} = 0.653\, \frac{8 n}{R},
@@ -156,21 +145,17 @@ class Tcp:
     so it takes :math:`0.53\, R` to leave, however wide the path.
 
     Not modelled: losses by full queues and the following congestion avoidance, the receiver's window, which
-    grows with the
-    sender's, BBR's pauses every ten seconds, delayed acknowledgements. Open points of RFCs follow Linux, and
-    are compared
-    with it in ``benchmarks/fidelity``.
+    grows with the sender's, BBR's pauses every ten seconds, delayed acknowledgements. Open points of RFCs
+    follow Linux, and are compared with it in ``benchmarks/fidelity``.
 
     Args:
       control: Congestion control.
       round_trip_s: Sum of both delays, in seconds.
 
     References: RFC 5681 Sec. 3.1 and 4.1 (slow start, restart after idling); RFC 6928 (ten segments); RFC 2861
-    and 7661
-    (a window is halved for each timeout, and one that is not used does not grow); the drafts
+    and 7661 (a window is halved for each timeout, and one that is not used does not grow); the drafts
     cardwell-iccrg-bbr-congestion-control and cheng-iccrg-delivery-rate-estimation (BBR). Flights as in
-    Cardwell, Savage
-    and Anderson 2000.
+    Cardwell, Savage and Anderson 2000.
     """
 
     __slots__ = (
@@ -215,9 +200,7 @@ class Tcp:
         self._flight -= bits
 
     def passed(self, now: float) -> float:
-        """Finishes a flight whose last bit the network has taken; returns the time at which it leaves, which
-        pacing delays.
-        """
+        """Finishes a flight whose last bit the network has taken; returns when it leaves, which pacing delays."""
         self._used += self._flight
         self._sent_s = now
         if self._paced:

@@ -1,6 +1,4 @@
-"""Wiring: the capacities that flows between nodes share, for single flows and for a collective's flows in
-bundles.
-"""
+"""Wiring: the capacities that flows between nodes share, for single flows and for a collective's flows in bundles."""
 
 from __future__ import annotations
 
@@ -200,8 +198,7 @@ def used_by(
 def loads_s(
     profile: NetworkProfile, groups: Sequence[Group], bundles: Sequence[Bundle], nbytes: float
 ) -> dict[Resource, float]:
-    """Computes the seconds that each capacity needs for ``nbytes`` in every flow; a trace counts by its mean.
-    """
+    """Computes the seconds that each capacity needs for ``nbytes`` in every flow; a trace counts by its mean."""
     loads: dict[Resource, float] = {}
     for bundle in bundles:
         for resource, (capacity, count) in used_by(profile, groups, bundle).items():

@@ -1,6 +1,4 @@
-"""All-gather as all-reduce in one delay: every rank sends its whole tensor to all others, and all add in rank
-order.
-"""
+"""All-gather as all-reduce in one delay: every rank sends its whole tensor to all others, and all add in rank order."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ async def all_gather(
 ) -> tuple[Tensor, Tensor]:
     """Sums in one one-way delay, with half the messages of :func:`farflung.comm.collectives.sharded.direct`.
 
-    Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``. Two replicas send no more than by
-    ``direct``; many do,
-    which pays off for tensors that are dominated by latency. With a codec a tensor is encoded once.
+    Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``. Two replicas send no more than by ``direct``; many
+    do, which pays off for tensors that are dominated by latency. With a codec a tensor is encoded once.
 
     Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`.
     """

@@ -15,8 +15,7 @@ WORTH_A_DELAY_NBYTES = 1 << 16
 
 
 def usual_collective(nbytes: int, size: int) -> str:
-    """Chooses ``all_gather`` if it sends at most 64 KiB more than ``direct``, as always between two, or else
-    ``direct``.
+    """Chooses ``all_gather`` if it sends at most 64 KiB more than ``direct`` (always between two), or else ``direct``.
 
     No other collective takes fewer delays, and ``direct`` sends no more than a ring.
 
@@ -31,12 +30,10 @@ def usual_collective(nbytes: int, size: int) -> str:
 def auto(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> Awaitable[tuple[Tensor, Tensor]]:
-    """Sums by the collective that :func:`farflung.comm.resolve_collective` chose for this size when the run was
-    built.
+    """Sums by the collective that :func:`farflung.comm.resolve_collective` chose for this size when the run was built.
 
     For other sizes it is :func:`choose_default_collective`. With a codec, whose errors depend on the
-    collective, it is
-    always ``direct``.
+    collective, it is always ``direct``.
     """
     name = "direct"
     if coding is None:

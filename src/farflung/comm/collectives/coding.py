@@ -32,16 +32,14 @@ class Coding:
     """Coding of the segments of one flat tensor; see :class:`farflung.types.SegmentCoding`.
 
     A segment's codec has a fresh state. Its seeds depend on the segment and on the number of tensors summed in
-    it, so
-    sender and receivers have equal ones, and no two encodings round alike by chance.
+    it, so sender and receivers have equal ones, and no two encodings round alike by chance.
 
     Args:
       codec: Codec whose only state between steps is seeds; error feedback is the caller's.
       seeds: Seeds of the tensor.
       step: Step, for the codec.
       residual: Flat tensor of equal length, to which the residuals of this rank's encodings are added, where
-        they are
-        finite; None discards them.
+        they are finite; None discards them.
       method: Name of the encodings' cost; see :class:`farflung.types.CodingCost`.
     """
 
@@ -139,14 +137,14 @@ class Wire:
         """Receives the segments of all other ranks and adds them in rank order, whatever their order of arrival.
 
         Args:
-          own: this rank's, dense.
-          where: the segment.
-          hop: at which the others' come.
-          side: this rank's side vector, where one rides along.
-          out: takes the sum; a tensor of its own does when not given.
+          tensor: Dense segment of this rank.
+          segment: Place of the segment.
+          hop: Hop of the other ranks' messages.
+          metadata: Metadata of this rank, if it travels with this segment.
+          out: Tensor for the sum; a new one when not given.
 
         Returns:
-          The sum, and the side vectors in rank order.
+          The sum, and the metadata in rank order.
         """
         parts, sides = [], []
         for peer in range(self._channel.size):

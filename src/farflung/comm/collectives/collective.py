@@ -19,11 +19,9 @@ class Collective:
       run: Coroutine function that sums by messages.
       cost_s: Predicts the duration by the latency-bandwidth model, in seconds; None if it is unpredictable.
       count_messages: Counts the messages of an exchange of ``size`` ranks without pieces; None if unknown.
-      is_rank_ordered: True if it adds in the order of ranks, so that ``auto`` may use it without changing a
-        bit.
+      is_rank_ordered: True if it adds in the order of ranks, so that ``auto`` may use it without changing a bit.
       is_native: True for collectives of the torch.distributed backend. These match by their order, carry no
-        codec
-        inside, are not encrypted, and exist on real processes alone.
+        codec inside, are not encrypted, and exist on real processes alone.
     """
 
     run: AllReduce

@@ -17,14 +17,11 @@ async def ring(
     """Sums by reduce-scatter, then all-gather, each in ``n - 1`` hops to the next rank.
 
     Compression is inside the ring, as in Pipe-SGD: a hop of the first half receives, decodes, adds the local
-    segment,
-    encodes and sends; a hop of the second half forwards the encoded bytes. The rank that completes a segment
-    keeps the
-    decoded form of its message, so all ranks end bit-identical.
+    segment, encodes and sends; a hop of the second half forwards the encoded bytes. The rank that completes a
+    segment keeps the decoded form of its message, so all ranks end bit-identical.
 
     Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`; the metadata travels
-    with
-    segment 0.
+    with segment 0.
 
     References: Patarasuk & Yuan 2009; Li et al. 2018 (Pipe-SGD), compression inside AllReduce.
     """

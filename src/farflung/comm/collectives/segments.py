@@ -43,9 +43,7 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def copied(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
-    """Copies ``source`` into ``target`` unless they share memory, as a charged part of an exchange; returns
-    ``target``.
-    """
+    """Copies ``source`` into ``target``, unless they share memory, as a charged part of an exchange."""
     there = source.data_ptr() == target.data_ptr()
     copy = partial(target.copy_, source)
     return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if there else copy)

@@ -1,7 +1,6 @@
 """All-reduce by owners: each shard of the tensor is sent straight to its owner, summed there, and sent back.
 
-``direct``: every rank owns one shard (reduce-scatter and all-gather without intermediate hops: two one-way
-delays).
+``direct``: every rank owns one shard (reduce-scatter and all-gather without intermediate hops: two one-way delays).
 ``multi_parameter_server``: half the ranks own the shards. ``parameter_server``: rank 0 owns everything.
 """
 
