@@ -32,15 +32,15 @@ def choose_trees(size: int, src: int, nbytes: int, profile: NetworkProfile | Non
     Raises:
       ConfigError: the profile is of another number of nodes.
     """
-    others = [(src + offset) % size for offset in range(1, size)]
+    ranks = [(src + offset) % size for offset in range(1, size)]
     if (size - 2) * nbytes <= WORTH_A_DELAY_NBYTES:
-        return [dict.fromkeys(others, src)]
-    fans: list[Tree] = [{owner: src, **{rank: owner for rank in others if rank != owner}} for owner in others]
+        return [dict.fromkeys(ranks, src)]
+    fans: list[Tree] = [{owner: src, **{rank: owner for rank in ranks if rank != owner}} for owner in ranks]
     if profile is None:
         return fans
     from farflung.network.costs import broadcast_s
 
-    chain: list[Tree] = [dict(zip(others, [src, *others], strict=False))]
+    chain: list[Tree] = [dict(zip(ranks, [src, *ranks], strict=False))]
     nodes = profile.for_nodes(size)
     is_faster = broadcast_s(nodes, chain, nbytes) < broadcast_s(nodes, fans, nbytes) * (1 - 1e-9)
     return chain if is_faster else fans

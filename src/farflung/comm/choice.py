@@ -50,11 +50,11 @@ def choose(
     if among is None:
         among = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
     best = among[0]
-    seconds = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
-    for other in among[1:]:
-        found = cost_s(profile, other, nbytes, side_nbytes=side_nbytes)
-        if found < seconds * (1 - 1e-9):
-            best, seconds = other, found
+    best_s = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
+    for candidate in among[1:]:
+        candidate_s = cost_s(profile, candidate, nbytes, side_nbytes=side_nbytes)
+        if candidate_s < best_s * (1 - 1e-9):
+            best, best_s = candidate, candidate_s
     return best
 
 
@@ -73,12 +73,12 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
     Raises:
       ConfigError: the profile is of another number of nodes.
     """
-    usual = usual_collective(nbytes, size)
+    default = usual_collective(nbytes, size)
     if profile is None:
-        return usual
+        return default
     candidates = [
-        other
-        for other, collective in COLLECTIVES.items()
-        if collective.in_rank_order and collective.cost_s is not None and other not in (usual, "all_gather")
+        name
+        for name, collective in COLLECTIVES.items()
+        if collective.in_rank_order and collective.cost_s is not None and name not in (default, "all_gather")
     ]
-    return choose(profile.for_nodes(size), nbytes, among=[usual, *candidates], side_nbytes=SIDE_NBYTES)
+    return choose(profile.for_nodes(size), nbytes, among=[default, *candidates], side_nbytes=SIDE_NBYTES)

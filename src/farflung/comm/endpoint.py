@@ -119,9 +119,9 @@ def ports_in(asked: str | int) -> range:
     Raises:
       ConfigError: it is malformed.
     """
-    found = _PORTS.fullmatch(str(asked))
-    first = int(found[1]) if found else -1
-    last = int(found[2]) if found and found[2] else first
+    match = _PORTS.fullmatch(str(asked))
+    first = int(match[1]) if match else -1
+    last = int(match[2]) if match and match[2] else first
     if not 0 <= first <= last <= _HIGHEST or (first == 0 < last):
         raise ConfigError(f"--port {asked}: must be a port or a range of them, such as 7000 or 7000-7100")
     return range(first, last + 1)
@@ -137,16 +137,16 @@ def advertised(asked: str, port: int) -> str:
     Raises:
       ConfigError: the host is unknown, or the text is malformed.
     """
-    found = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
-    if found is None or not 0 < int(found[2] or found[4] or port) <= _HIGHEST:
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
+    if match is None or not 0 < int(match[2] or match[4] or port) <= _HIGHEST:
         raise ConfigError(
             f"--advertise {asked}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000, or "
             f"{NO_WAY_IN} where no peer can connect"
         )
     try:
-        (*_, (host, *_)), *_ = socket.getaddrinfo(found[1] or found[3], None, type=socket.SOCK_STREAM)
+        (*_, (host, *_)), *_ = socket.getaddrinfo(match[1] or match[3], None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--advertise {asked}: unknown host ({error.strerror})") from None
     if ipaddress.ip_address(host).is_unspecified:
         raise ConfigError(f"--advertise {asked}: name the address that the other machines reach")
-    return f"{tcp(str(host))}:{found[2] or found[4] or port}"
+    return f"{tcp(str(host))}:{match[2] or match[4] or port}"

@@ -143,17 +143,17 @@ class Entrance:
             if self._transport.keys is None
             else tls_context(self._transport.keys, [peer.key or ""], server=False)
         )
-        link = Link(self._loop, self._transport, sock, peer.rank, context)
-        link.index = index
+        connection = Link(self._loop, self._transport, sock, peer.rank, context)
+        connection.index = index
         if connects(self._transport.me, peer):  # not a probe
-            quick = member.again and member.dials < QUICK_DIALS
-            again = partial(self.dial, member, index, again_s if quick else min(2 * again_s, RETRY_MOST_S))
-            link.retry = partial(self._loop.call_later, again_s, again)
-            if quick:
+            is_quick = member.again and member.dials < QUICK_DIALS
+            retry = partial(self.dial, member, index, again_s if is_quick else min(2 * again_s, RETRY_MOST_S))
+            connection.retry = partial(self._loop.call_later, again_s, retry)
+            if is_quick:
                 member.dials += 1
-                self._loop.call_later(QUICK_S[member.dials % len(QUICK_S)], link.give_up_connecting)
-        self._await(link, HANDSHAKE_S)
-        link.connect((host, port))
+                self._loop.call_later(QUICK_S[member.dials % len(QUICK_S)], connection.give_up_connecting)
+        self._await(connection, HANDSHAKE_S)
+        connection.connect((host, port))
 
     def _accept(self) -> None:
         assert self.door is not None
@@ -172,10 +172,10 @@ class Entrance:
                     return
                 continue  # it was closed before it was accepted
             sock.setblocking(False)
-            link = Link(self._loop, self._transport, sock, None, self._server_context())
-            crowded = sum(one.dialled is None for one in self.early) > CROWD // 2
-            self._await(link, min(CROWDED_S, HANDSHAKE_S) if crowded else HANDSHAKE_S)
-            link.begin()
+            connection = Link(self._loop, self._transport, sock, None, self._server_context())
+            is_crowded = sum(pending.dialled is None for pending in self.early) > CROWD // 2
+            self._await(connection, min(CROWDED_S, HANDSHAKE_S) if is_crowded else HANDSHAKE_S)
+            connection.begin()
             self.mind()
 
     def _await(self, link: Link, seconds: float) -> None:
@@ -196,17 +196,17 @@ class Entrance:
         """Updates the watch of the listening socket: accepts if a member is expected and the limit is not reached."""
         if self.door is None or self._closes:
             return
-        more = sum(
+        missing = sum(
             member.wanted - len(member.links)
             for member in self._remotes.values()
             if member.links and connects(member.peer, self._transport.me)
         )
-        due = self.due + more
-        strangers = sum(link.dialled is None for link in self.early)
-        reads = (due > 0 or self.visits is not None) and strangers < CROWD + due and not self.rests
-        if reads != self._reads_door:
-            self._reads_door = reads
-            self._loop.watch(self.door.fileno(), readable=self._accept if reads else None)
+        expected = self.due + missing
+        num_open = sum(connection.dialled is None for connection in self.early)
+        accepts = (expected > 0 or self.visits is not None) and num_open < CROWD + expected and not self.rests
+        if accepts != self._reads_door:
+            self._reads_door = accepts
+            self._loop.watch(self.door.fileno(), readable=self._accept if accepts else None)
 
     def _server_context(self) -> ssl.SSLContext | None:
         """Returns the TLS settings for accepted connections, which know the members' certificates."""
@@ -239,9 +239,9 @@ class Entrance:
             self._introduced(link, *HELLO.unpack(said))
             return
         member = self._remotes[link.dialled]
-        mine, theirs = self._transport.me.token, member.peer.token
+        local_token, peer_token = self._transport.me.token, member.peer.token
         if link.nonce:
-            if hmac.compare_digest(said, _proof(link.nonce, theirs, mine)):
+            if hmac.compare_digest(said, _proof(link.nonce, peer_token, local_token)):
                 self._transport.promote(member, link)
             else:
                 link.end(ConnectionError("another rank"))
@@ -251,7 +251,7 @@ class Entrance:
             link.end(ConnectionError("another protocol or version"))
             return
         link.nonce = secrets.token_bytes(16)
-        proof = _proof(nonce, mine, theirs, self._transport.me.rank, link.index)
+        proof = _proof(nonce, local_token, peer_token, self._transport.me.rank, link.index)
         link.say(HELLO.pack(self._transport.me.rank, link.index, link.nonce, proof), expects=PROOF_NBYTES)
 
     def _introduced(self, link: Link, rank: int, index: int, nonce: bytes, proof: bytes) -> None:
@@ -260,10 +260,10 @@ class Entrance:
             self._visited(link, self.visits, nonce, proof)
             return
         member = self._remotes.get(rank)
-        mine = self._transport.me.token
+        local_token = self._transport.me.token
         if (
             member is None
-            or not hmac.compare_digest(proof, _proof(link.nonce, member.peer.token, mine, rank, index))
+            or not hmac.compare_digest(proof, _proof(link.nonce, member.peer.token, local_token, rank, index))
             or not self._is_of(link, member.peer)
         ):
             link.end(ConnectionError("no member"))
@@ -276,7 +276,7 @@ class Entrance:
             link.end(ConnectionError("no member"))
             return
         link.index = index
-        link.say(_proof(nonce, mine, member.peer.token))
+        link.say(_proof(nonce, local_token, member.peer.token))
         if link.state is not State.GONE:
             self._transport.promote(member, link)
 
@@ -291,22 +291,22 @@ class Entrance:
             link.end(ConnectionError("no visitor"))
             return
 
-        def asks(said: bytes) -> None:
+        def handle_question(question: bytes) -> None:
             self.early.discard(link)
             self._transport.see_off(link)
-            text = answer(said)
+            text = answer(question)
             link.see_off(LENGTH.pack(len(text)) + text)
             self.mind()
 
-        def begins(said: bytes) -> None:
-            (nbytes,) = LENGTH.unpack(said)
-            link.hears = asks
+        def handle_length(header: bytes) -> None:
+            (nbytes,) = LENGTH.unpack(header)
+            link.hears = handle_question
             if 0 < nbytes <= MOST_NBYTES:
                 link.say(b"", expects=nbytes)
             else:
                 link.end(ConnectionError("no question"))
 
-        link.hears = begins
+        link.hears = handle_length
         link.say(visit_proof(key, "member", nonces, self._transport.me.key), expects=LENGTH.size)
 
     def gone(self, link: Link, remote: Remote | None, was: State, error: Exception | None) -> None:
@@ -334,8 +334,8 @@ class Entrance:
     def close(self) -> None:
         """Closes all unauthenticated connections and the listening socket."""
         self._closes = True
-        for link in tuple(self.early):
-            link.end(None)
+        for connection in tuple(self.early):
+            connection.end(None)
         if self.door is not None:
             self._loop.watch(self.door.fileno())
             self.door.close()

@@ -91,9 +91,8 @@ class Check(NamedTuple):
 class FailureDetector:
     """Wait-for graph of one rank, which finds if a wait has failed, and on which rank.
 
-    While a wait lasts, a rank probes its peers :data:`farflung.comm.mailbox.PROBES_PER_DEADLINE` times in each
-    deadline. They answer at once with the source that they are blocked on and their progress. So the age of a
-    wait does not count:
+    While a wait lasts, a rank probes its peers :data:`farflung.comm.mailbox.PROBES_PER_DEADLINE` times per deadline.
+    They answer at once with their progress and the source that blocks them. So the age of a wait does not count:
 
     * It fails on its source if nothing has arrived from it for a deadline.
     * It fails on the root of the chain of waits if the root answers, and no rank of the chain has made progress for
@@ -168,20 +167,20 @@ class FailureDetector:
         if now < waiting.since + interval_s:
             self._asks_since, self._due_s = None, waiting.since + interval_s
             return Check(None, False, self._due_s)
-        asks = self._asks_since is None or now >= self._asked_s + interval_s
-        self._look_at(peers if asks else sources, now, deadline_s)
-        since = max(waiting.since, self._awake_s)
-        failure = self._find_failure(waiting, peers, since, now, deadline_s)
-        if asks:
+        should_probe = self._asks_since is None or now >= self._asked_s + interval_s
+        self._look_at(peers if should_probe else sources, now, deadline_s)
+        start_s = max(waiting.since, self._awake_s)
+        failure = self._find_failure(waiting, peers, start_s, now, deadline_s)
+        if should_probe:
             self._asked_s = now
             if self._asks_since is None:
                 self._asks_since = now
         self._due_s = self._asked_s + interval_s
         if waiting.src is not None:
-            silent_at = max(since, self._peer(waiting.src).heard_s) + deadline_s
+            silent_at = max(start_s, self._peer(waiting.src).heard_s) + deadline_s
             if silent_at > now:
                 self._due_s = min(self._due_s, silent_at)
-        return Check(failure, asks, self._due_s)
+        return Check(failure, should_probe, self._due_s)
 
     def _find_failure(
         self, waiting: Waiting, peers: Collection[int], since: float, now: float, deadline_s: float

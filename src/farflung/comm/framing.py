@@ -43,5 +43,5 @@ def wire_nbytes(nbytes: N, piece: N, *, sealed: bool) -> N:
     """
     pieces = -(-nbytes // piece) * (nbytes > INLINE)
     framed = RECORD_NBYTES + HEAD_NBYTES + nbytes + (RECORD_NBYTES + MORE_NBYTES) * pieces
-    whole: N = framed + sealed * TLS_NBYTES * -(-framed // TLS_RECORD_NBYTES)
-    return whole
+    total: N = framed + sealed * TLS_NBYTES * -(-framed // TLS_RECORD_NBYTES)
+    return total

@@ -145,33 +145,33 @@ def load_keys(folder: Path) -> Keys:
             f"--keys {folder}: no such folder; make it with: farflung keys {folder} --name NAME"
         )
     _demand_private(folder, folder.stat().st_mode, "700")
-    own = sorted(folder.glob("*.secret"))
-    if len(own) != 1:
+    secret_paths = sorted(folder.glob("*.secret"))
+    if len(secret_paths) != 1:
         raise ConfigError(
-            f"--keys {folder}: holds {len(own)} secret keys (*.secret) where this machine's one was due; "
+            f"--keys {folder}: holds {len(secret_paths)} secret keys (*.secret) where this machine's one was due; "
             + (
                 "remove those of other machines"
-                if own
+                if secret_paths
                 else f"make one with: farflung keys {folder} --name NAME"
             )
         )
-    secret = _read(own[0], private=True)
+    secret = _read(secret_paths[0], private=True)
     try:
         keys = Keys(_certificate(secret), secret)
         tls_context(keys, [], server=True)
     except (ValueError, ssl.SSLError):
         raise ConfigError(
-            f"{own[0]}: damaged: it holds no key with its certificate; make a new key"
+            f"{secret_paths[0]}: damaged: it holds no key with its certificate; make a new key"
         ) from None
-    listed = {}
+    names = {}
     for path in sorted(folder.glob("*.public")):
         try:
-            listed[_certificate(_read(path))] = path.stem
+            names[_certificate(_read(path))] = path.stem
         except ValueError:
             raise ConfigError(
                 f"{path}: holds no public key; copy it again from the machine that made it"
             ) from None
-    return replace(keys, listed={**listed, keys.public: own[0].stem})
+    return replace(keys, listed={**names, keys.public: secret_paths[0].stem})
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, str]:
@@ -188,10 +188,10 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _demand_private(folder, folder.stat().st_mode, "700")
-        there = [path for path in folder.iterdir() if path.suffix == ".secret" or path.stem == name]
-        if there:
+        existing = [path for path in folder.iterdir() if path.suffix == ".secret" or path.stem == name]
+        if existing:
             raise ConfigError(
-                f"{there[0]} is there already: a folder holds one machine's keys, and none is ever overwritten"
+                f"{existing[0]} is there already: a folder holds one machine's keys, and none is ever overwritten"
             )
         keys = Keys.fresh()
         public = folder / f"{name}.public"

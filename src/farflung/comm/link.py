@@ -153,8 +153,8 @@ class Link:
 
     def _begin(self) -> None:
         if self._tls is not None:
-            server = self.dialled is None
-            self._secure = self._tls.wrap_bio(self._unsealed, self._sealed, server_side=server)
+            is_server = self.dialled is None
+            self._secure = self._tls.wrap_bio(self._unsealed, self._sealed, server_side=is_server)
         self._listen()
         self._shake()
 
@@ -230,9 +230,7 @@ class Link:
             except OSError:
                 if self.state is not State.MEMBER:
                     raise
-                self._broken = (
-                    True  # bytes that arrived before are read first; reading then finds the end
-                )
+                self._broken = True  # bytes that arrived before are read first; reading then finds the end
                 self._out.clear()
                 return
             self._since += sent
@@ -284,14 +282,14 @@ class Link:
 
     def _adapt(self) -> None:
         """Adapts the piece size to the rate at which a busy connection sends."""
-        now = time.monotonic()
-        took_s = now - self._looked_at
+        time_s = time.monotonic()
+        took_s = time_s - self._looked_at
         if took_s < _LOOK_S:
             return
         self._resize(8 * self._since / took_s)
         self.busy_s += took_s
         self.busy_nbytes += self._since
-        self._looked_at, self._since = now, 0
+        self._looked_at, self._since = time_s, 0
         self._owner.busy(self)
 
     def _resize(self, rate_bps: float) -> None:
@@ -310,26 +308,26 @@ class Link:
         """Reads the kernel's measurements of the connection; None except on Linux."""
         if sys.platform != "linux":
             return None
-        found = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
         control = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        if len(found) < _TCP_INFO_NBYTES:
+        if len(info) < _TCP_INFO_NBYTES:
             return None
-        (round_trip_us,), (again,), (segments,) = (
-            struct.unpack_from("I", found, at) for at in (68, 100, 156)
+        (round_trip_us,), (retransmitted,), (segments,) = (
+            struct.unpack_from("I", info, at) for at in (68, 100, 156)
         )
-        (nbytes_per_s,) = struct.unpack_from("Q", found, 160)
+        (nbytes_per_s,) = struct.unpack_from("Q", info, 160)
         name = control.rstrip(b"\0").decode()
-        return Path(round_trip_us / 1e6, again / max(1, segments), name, 8.0 * nbytes_per_s)
+        return Path(round_trip_us / 1e6, retransmitted / max(1, segments), name, 8.0 * nbytes_per_s)
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Updates the events that the loop watches for this connection."""
-        paused = self.receiver is not None and self.receiver.paused and self.state is State.MEMBER
+        is_paused = self.receiver is not None and self.receiver.paused and self.state is State.MEMBER
         if self.state is not State.GONE:
             self._loop.watch(
                 self._fd,
-                readable=None if paused else self.read,
+                readable=None if is_paused else self.read,
                 writable=partial(self._guarded, self._write) if self._blocked else None,
             )
 
@@ -361,14 +359,14 @@ class Link:
             self._shake()
             if self.state is State.GONE:  # type: ignore[comparison-overlap]
                 return False
-        many = LOCAL_PIECE_NBYTES
-        while many > 0:
+        remaining_nbytes = LOCAL_PIECE_NBYTES
+        while remaining_nbytes > 0:
             if self.state is State.CLOSING:
                 nbytes = len(self.sock.recv(1 << 16))
             elif self.receiver is None:
-                said = memoryview(bytearray(self._due - len(self._said)))
-                nbytes = self._receive(said)
-                self._said += said[:nbytes]
+                buffer = memoryview(bytearray(self._due - len(self._said)))
+                nbytes = self._receive(buffer)
+                self._said += buffer[:nbytes]
                 if nbytes and len(self._said) == self._due:
                     self._owner.entrance.heard(self, self._said)
             elif self.receiver.paused:
@@ -383,7 +381,7 @@ class Link:
                 return False
             if self._secure is None and nbytes < _MUCH:
                 return True
-            many -= nbytes
+            remaining_nbytes -= nbytes
         if self._secure is not None and (self._unsealed.pending or self._secure.pending()):
             self._loop.call_later(0.0, self.read)
         return True
@@ -454,10 +452,10 @@ class Link:
 
     def end(self, error: Exception | None) -> None:
         if self.state is not State.GONE:
-            was, self.state = self.state, State.GONE
+            old_state, self.state = self.state, State.GONE
             self._loop.watch(self._fd)
             self.sock.close()
-            self._owner.gone(self, was, error)
+            self._owner.gone(self, old_state, error)
 
     def abandon(self, error: Exception) -> None:
         """Fails the messages of which this connection holds an unsent piece."""

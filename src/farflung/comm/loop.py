@@ -27,11 +27,11 @@ class Loop:
     ) -> None:
         """Calls ``readable`` or ``writable`` whenever ``fd`` is; replaces earlier callbacks."""
         events = (selectors.EVENT_READ if readable else 0) | (selectors.EVENT_WRITE if writable else 0)
-        known = self._selector.get_map().get(fd)
+        registered = self._selector.get_map().get(fd)
         if not events:
-            if known is not None:
+            if registered is not None:
                 self._selector.unregister(fd)
-        elif known is None:
+        elif registered is None:
             self._selector.register(fd, events, (readable, writable))
         else:
             self._selector.modify(fd, events, (readable, writable))
@@ -44,8 +44,8 @@ class Loop:
     def once(self, timeout_s: float | None) -> None:
         """Waits for an event, for at most ``timeout_s`` seconds, and runs the callbacks."""
         if self._timers:
-            left_s = max(0.0, self._timers[0][0] - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+            remaining_s = max(0.0, self._timers[0][0] - time.monotonic())
+            timeout_s = remaining_s if timeout_s is None else min(timeout_s, remaining_s)
         for key, events in self._selector.select(timeout_s):
             readable, writable = key.data
             if readable is not None and events & selectors.EVENT_READ:

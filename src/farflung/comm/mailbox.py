@@ -119,18 +119,18 @@ class Mailbox:
         return into if into is not None and into.nbytes == nbytes else None
 
     def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
-        found, key = self._kept_for(waiting), (waiting.src, waiting.tag)
-        if found is not None:
-            self._lets_go(*found)
-            _hand_over(waiting, *found)
+        message, key = self._kept_for(waiting), (waiting.src, waiting.tag)
+        if message is not None:
+            self._lets_go(*message)
+            _hand_over(waiting, *message)
             return waiting.found
-        ended = self._ended
-        if ended is None and waiting.tag.exchange in self._cancelled:
-            ended = WaitEnded(waiting.src, waiting.what)
-        if ended is None and waiting.src is not None:
-            ended = self._gone.get(waiting.src)
-        if ended is not None:
-            return failed(ended)
+        error = self._ended
+        if error is None and waiting.tag.exchange in self._cancelled:
+            error = WaitEnded(waiting.src, waiting.what)
+        if error is None and waiting.src is not None:
+            error = self._gone.get(waiting.src)
+        if error is not None:
+            return failed(error)
         if key in self._waits or key in self._timed:
             raise RuntimeError(f"two receives for {waiting.what} from {waiting.src}")
         if deadline_s is None:
@@ -157,13 +157,13 @@ class Mailbox:
         """Matches a message to its wait, or stores it; sets one of a newer view aside, and drops one of an older view.
 
         Raises:
-          Full: more than :data:`AHEAD_NBYTES` bytes of messages of newer views.
+          Full: more than :data:`MAX_FUTURE_NBYTES` bytes of messages of newer views.
         """
         if view < self.view and not of_no_view(tag.exchange):
             self.dropped += 1
             return
         if view > self.view and not of_no_view(tag.exchange):
-            if sum(one.nbytes for *_, one in self._ahead) + payload.nbytes > AHEAD_NBYTES:
+            if sum(message.nbytes for *_, message in self._ahead) + payload.nbytes > AHEAD_NBYTES:
                 raise Full(f"more than {AHEAD_NBYTES} bytes of newer views")
             self._ahead.append((view, src, tag, payload))
             return
@@ -177,11 +177,11 @@ class Mailbox:
             self._keep(src, tag, payload)
 
     def _keep(self, src: int, tag: Tag, payload: Payload) -> None:
-        kept = self._kept[src] + payload.nbytes + _ENTRY_NBYTES
-        if self._kept[src] and kept > self._kept_nbytes:
+        stored_nbytes = self._kept[src] + payload.nbytes + _ENTRY_NBYTES
+        if self._kept[src] and stored_nbytes > self._kept_nbytes:
             self.dropped += 1
             return
-        self._kept[src] = kept
+        self._kept[src] = stored_nbytes
         self._came += 1
         self._arrived.setdefault(tag, {}).setdefault(src, []).append((self._came, payload))
 
@@ -218,7 +218,7 @@ class Mailbox:
 
     def fail_due(self, now: float) -> None:
         """Fails the timed waits whose deadline has passed, with :class:`farflung.errors.DeadlinePassed`."""
-        for waiting in [waiting for waiting, due in self._timed.values() if due <= now]:
+        for waiting in [waiting for waiting, deadline_s in self._timed.values() if deadline_s <= now]:
             self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Mailbox:
     def forget(self, exchange: int) -> None:
         """Cancels an exchange: ends its waits, and drops its messages, present and later."""
         self._cancelled.add(exchange)
-        for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
+        for waiting in [wait for wait in self._all() if wait.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         for key in [key for key in self._places if key[1].exchange == exchange]:
             del self._places[key]
@@ -235,9 +235,9 @@ class Mailbox:
 
     def _drop(self, tag: Tag) -> None:
         """Drops the stored messages of a tag."""
-        for src, kept in self._arrived.pop(tag).items():
-            self.dropped += len(kept)
-            for _, payload in kept:
+        for src, messages in self._arrived.pop(tag).items():
+            self.dropped += len(messages)
+            for _, payload in messages:
                 self._lets_go(src, payload)
 
     def advance(self, view: int) -> None:
@@ -256,8 +256,8 @@ class Mailbox:
         for tag in [tag for tag in self._arrived if not of_no_view(tag.exchange)]:
             self._drop(tag)
         self._places.clear()
-        self.view, ahead, self._ahead = view, self._ahead, []
-        for number, src, tag, payload in ahead:
+        self.view, messages, self._ahead = view, self._ahead, []
+        for number, src, tag, payload in messages:
             self.deliver(src, tag, payload, number)
 
     def fail_from(self, src: int, error: BaseException) -> None:
@@ -265,7 +265,7 @@ class Mailbox:
         if src in self._gone:
             return
         self._gone[src] = error
-        for waiting in [one for one in self._all() if one.src == src]:
+        for waiting in [wait for wait in self._all() if wait.src == src]:
             self.fail(waiting, error)
         self.departures.tell(src)
 
@@ -310,10 +310,10 @@ def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, w
     Raises:
       ProtocolError: its tensors differ.
     """
-    found = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
-    if found != expect:
+    specs = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
+    if specs != expect:
         raise ProtocolError(
-            f"rank {src} sent {_in_text(found)} for {what} where {_in_text(expect)} was due: do all ranks run the same "
+            f"rank {src} sent {_in_text(specs)} for {what} where {_in_text(expect)} was due: do all ranks run the same "
             "model and recipe?"
         )
 
@@ -395,22 +395,22 @@ class Cancelled:
         return len(self._begins)
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._begins, number) - 1
-        return at >= 0 and number < self._ends[at]
+        index = bisect_right(self._begins, number) - 1
+        return index >= 0 and number < self._ends[index]
 
     def add(self, number: int) -> None:
         if number in self:
             return
-        at = bisect_right(self._begins, number)
-        extends = at > 0 and self._ends[at - 1] == number
-        meets = at < len(self._begins) and self._begins[at] == number + 1
-        if extends and meets:
-            self._ends[at - 1] = self._ends.pop(at)
-            del self._begins[at]
-        elif extends:
-            self._ends[at - 1] += 1
-        elif meets:
-            self._begins[at] = number
+        index = bisect_right(self._begins, number)
+        is_after = index > 0 and self._ends[index - 1] == number
+        is_before = index < len(self._begins) and self._begins[index] == number + 1
+        if is_after and is_before:
+            self._ends[index - 1] = self._ends.pop(index)
+            del self._begins[index]
+        elif is_after:
+            self._ends[index - 1] += 1
+        elif is_before:
+            self._begins[index] = number
         else:
-            self._begins.insert(at, number)
-            self._ends.insert(at, number + 1)
+            self._begins.insert(index, number)
+            self._ends.insert(index, number + 1)

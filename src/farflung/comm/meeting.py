@@ -80,13 +80,13 @@ class Meeting(Listener):
             connect and no rank can relay between them.
           ProtocolError: the peers do not make up a run.
         """
-        others = [peer for peer in peers if peer.rank != self.rank]
-        check_peers(self.transport.me, others, self.transport.keys)
-        self.routes.meet(others)
-        self._addresses = {peer.rank: peer.address for peer in others}
-        self.transport.open([peer for peer in others if self.routes.relay(peer.rank) is None], self)
+        remote_peers = [peer for peer in peers if peer.rank != self.rank]
+        check_peers(self.transport.me, remote_peers, self.transport.keys)
+        self.routes.meet(remote_peers)
+        self._addresses = {peer.rank: peer.address for peer in remote_peers}
+        self.transport.open([peer for peer in remote_peers if self.routes.relay(peer.rank) is None], self)
         self._expect()
-        for peer in others:
+        for peer in remote_peers:
             if self.routes.goes_to(peer.rank):
                 self._greet(peer.rank)
 
@@ -169,18 +169,18 @@ class Meeting(Listener):
 
     def missing(self) -> list[int]:
         """Lists the members that have not greeted yet, those reached through a relay last."""
-        missing = self._members - self._greeted - {self.rank}
-        return sorted(missing, key=lambda rank: (self.routes.relay(rank) is not None, rank))
+        ranks = self._members - self._greeted - {self.rank}
+        return sorted(ranks, key=lambda rank: (self.routes.relay(rank) is not None, rank))
 
     def _expect(self) -> None:
         self.transport.expects(sum(map(self.routes.comes_from, self.missing())))
 
     def greeting_of(self, rank: int) -> str:
         """Describes the wait for a member's greeting, with its relay or the cause of the delay, for errors."""
-        theirs, mine = self.routes.peer(rank).machine, self.transport.me.machine
-        if theirs is not None and mine is not None and theirs != mine:
+        machine, host = self.routes.peer(rank).machine, self.transport.me.machine
+        if machine is not None and host is not None and machine != host:
             return (
-                f"its greeting: {self._addresses[rank]} is reached from {theirs} alone, and this is {mine}: "
+                f"its greeting: {self._addresses[rank]} is reached from {machine} alone, and this is {host}: "
                 f"{how_to_be_reached()}"
             )
         if not self.transport.failed_at(rank):
@@ -200,10 +200,10 @@ class Meeting(Listener):
         if not isinstance(theirs, dict):
             raise WireError("a greeting without settings")
         for name in sorted(self._settings.keys() | theirs.keys()):
-            mine, other = self._settings.get(name), theirs.get(name)
-            if mine != other:
+            local_value, peer_value = self._settings.get(name), theirs.get(name)
+            if local_value != peer_value:
                 return ProtocolError(
-                    f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
+                    f"ranks disagree on {name}: {local_value!r} on rank {self.rank}, {peer_value!r} on rank {rank}; "
                     "start all of them with the same command"
                 )
         return None

@@ -56,10 +56,10 @@ class Peer:
     @property
     def host_and_port(self) -> tuple[str, int]:
         """Host and port to connect to; raises as :attr:`host`."""
-        found = _ADDRESS.fullmatch(self.address or "")
-        if found is None or not 0 < int(found[3]) < 1 << 16:
+        match = _ADDRESS.fullmatch(self.address or "")
+        if match is None or not 0 < int(match[3]) < 1 << 16:
             raise ValueError(f"{self.address!r} is no address")
-        return str(ipaddress.ip_address(found[1] or found[2])), int(found[3])
+        return str(ipaddress.ip_address(match[1] or match[2])), int(match[3])
 
     def to_json(self) -> str:
         fields = {
@@ -114,10 +114,10 @@ def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
     """
     for peer in others:
         if (me.key is None) != (peer.key is None):
-            plain, sealed = (me, peer) if me.key is None else (peer, me)
+            plain, encrypting = (me, peer) if me.key is None else (peer, me)
             raise ConfigError(
-                f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {sealed.rank} encrypts "
-                f"({sealed.where}): {how_to_be_reached()}"
+                f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {encrypting.rank} encrypts "
+                f"({encrypting.where}): {how_to_be_reached()}"
             )
         if peer.key is None and peer.host is not None and not is_loopback(peer.host):
             raise ProtocolError(

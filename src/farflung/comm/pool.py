@@ -52,13 +52,13 @@ class Pool:
 
     def take(self, nbytes: int) -> bytearray:
         """Returns an uninitialized buffer of ``nbytes``."""
-        known = self._by_size.setdefault(nbytes, [])
+        buffers = self._by_size.setdefault(nbytes, [])
         self._by_size.move_to_end(nbytes)
-        for at in range(len(known)):
-            if sys.getrefcount(known[at]) == _UNUSED:
-                return known[at]
-        made = bytearray(nbytes)
-        known.append(made)
+        for index in range(len(buffers)):
+            if sys.getrefcount(buffers[index]) == _UNUSED:
+                return buffers[index]
+        buffer = bytearray(nbytes)
+        buffers.append(buffer)
         self._nbytes += nbytes
         while self._nbytes > KEPT_NBYTES:
             size, oldest = next(iter(self._by_size.items()))
@@ -66,13 +66,13 @@ class Pool:
             self._nbytes -= size
             if not oldest:
                 del self._by_size[size]
-        return made
+        return buffer
 
 
 def _unused() -> int:
     """Counts the references of a buffer that only a list refers to, as this call sees them."""
-    known = [bytearray()]
-    return sys.getrefcount(known[0])
+    buffers = [bytearray()]
+    return sys.getrefcount(buffers[0])
 
 
 _UNUSED = _unused()

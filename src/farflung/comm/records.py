@@ -86,16 +86,16 @@ class _Outgoing:
     @property
     def nbytes(self) -> int:
         """Bytes that have not been taken."""
-        rest = self.frames[self.tensor + 1 :] if self.number else self.frames
-        return sum(map(len, rest)) - self.offset
+        frames = self.frames[self.tensor + 1 :] if self.number else self.frames
+        return sum(map(len, frames)) - self.offset
 
     def piece(self, room: int) -> tuple[bytes, memoryview]:
         """Takes the next piece of at most ``max_nbytes`` bytes; returns its header and bytes."""
         tensor, offset = self.tensor, self.offset
-        whole = memoryview(self.frames[tensor + 1])
-        part = whole[offset : offset + room]
+        frame = memoryview(self.frames[tensor + 1])
+        part = frame[offset : offset + room]
         self.offset += len(part)
-        if self.offset == len(whole):
+        if self.offset == len(frame):
             self.tensor, self.offset = tensor + 1, 0
         self.unsent += 1
         return _MORE.pack(MORE_NBYTES + len(part), Record.MORE, self.number, tensor, offset), part
@@ -130,7 +130,7 @@ class Sender:
     @property
     def nbytes(self) -> int:
         """Bytes that no connection has taken."""
-        return sum(one.nbytes for queue in (self._waiting, self._begun) for *_, one in queue)
+        return sum(message.nbytes for queue in (self._waiting, self._begun) for *_, message in queue)
 
     def has(self, *, first: bool) -> bool:
         """Returns True if there are bytes for the first connection, or for another one."""
@@ -168,8 +168,8 @@ class Sender:
         if first and self._records:
             small, self._records = list(self._records), []
         while True:
-            begins = first and bool(self._waiting)
-            if begins and (not self._begun or self._waiting[0] < self._begun[0]):
+            has_waiting = first and bool(self._waiting)
+            if has_waiting and (not self._begun or self._waiting[0] < self._begun[0]):
                 priority, order, message = heapq.heappop(self._waiting)
                 head = message.frames[0]
                 small += (_RECORD.pack(len(head), Record.HEAD), head)
@@ -207,19 +207,21 @@ class Sender:
 
     def withdraw(self, view: int) -> None:
         """Withdraws a view's queued messages; notifies the peer of those that have been sent in part."""
-        gone = [one for queue in (self._waiting, self._begun) for *_, one in queue if one.view == view]
+        dropped = [item for queue in (self._waiting, self._begun) for *_, item in queue if item.view == view]
         self._waiting = [entry for entry in self._waiting if entry[2].view != view]
         self._begun = [entry for entry in self._begun if entry[2].view != view]
         for queue in (self._waiting, self._begun):
             heapq.heapify(queue)
-        self._records += [_WITHDRAWN.pack(4, Record.WITHDRAWN, one.number) for one in gone if one.number]
-        for one in gone:
-            one.left.fail(Withdrawn())
+        self._records += [
+            _WITHDRAWN.pack(4, Record.WITHDRAWN, item.number) for item in dropped if item.number
+        ]
+        for item in dropped:
+            item.left.fail(Withdrawn())
 
     def close(self, error: BaseException, *, keep_control: bool = False) -> None:
         """Fails all queued messages; ``keep_control`` keeps control messages."""
         queued = [*self._waiting, *self._begun]
-        self._waiting = [one for one in self._waiting if keep_control and one[2].view == CONTROL]
+        self._waiting = [entry for entry in self._waiting if keep_control and entry[2].view == CONTROL]
         self._begun, self._records = [], []
         for entry in queued:
             entry[2].left.fail(error)
@@ -248,14 +250,14 @@ class _Landing:
           WireError: the piece is outside of this message, or has arrived before.
         """
         end = offset + nbytes
-        gaps = self._gaps[tensor] if tensor < len(self._gaps) else []
-        at = next((at for at, (low, high) in enumerate(gaps) if low <= offset and end <= high), None)
+        ranges = self._gaps[tensor] if tensor < len(self._gaps) else []
+        at = next((at for at, (low, high) in enumerate(ranges) if low <= offset and end <= high), None)
         if at is None or not nbytes:
             raise WireError(
                 f"{nbytes} bytes at {offset} of tensor {tensor} that were not described, or twice"
             )
-        low, high = gaps[at]
-        gaps[at : at + 1] = [gap for gap in ((low, offset), (end, high)) if gap[0] < gap[1]]
+        low, high = ranges[at]
+        ranges[at : at + 1] = [gap for gap in ((low, offset), (end, high)) if gap[0] < gap[1]]
         memory = self._tensors[tensor]
         if memory is None:
             memory = self._tensors[tensor] = self._memory(self.head, tensor)
@@ -322,10 +324,10 @@ class Landings:
         Raises:
           WireError: it has not begun, or is complete.
         """
-        landing = self._begun.get(number)
-        if landing is None and number not in self._withdrawn:
+        partial = self._begun.get(number)
+        if partial is None and number not in self._withdrawn:
             raise WireError(f"a piece of message {number}, which is not under way")
-        return landing
+        return partial
 
     def landed(self, number: int, landing: _Landing, nbytes: int) -> Message | None:
         """Records received bytes of a message; returns the message once it is complete."""
@@ -364,9 +366,9 @@ class Receiver:
         if self._target is not None:
             return self._target
         if self._begin:
-            rest = self._end - self._begin
-            self._scratch[:rest] = self._scratch[self._begin : self._end]
-            self._begin, self._end = 0, rest
+            unread_nbytes = self._end - self._begin
+            self._scratch[:unread_nbytes] = self._scratch[self._begin : self._end]
+            self._begin, self._end = 0, unread_nbytes
         return self._scratch[self._end :]
 
     def took(self, nbytes: int) -> Iterator[Message]:
@@ -398,8 +400,8 @@ class Receiver:
 
     def _record(self) -> tuple[int, memoryview] | None:
         """Returns kind and bytes of the next record (of a piece, only its header), or None if it is incomplete."""
-        rest = self._end - self._begin
-        if rest < RECORD_NBYTES:
+        unread_nbytes = self._end - self._begin
+        if unread_nbytes < RECORD_NBYTES:
             return None
         size, kind = _RECORD.unpack_from(self._scratch, self._begin)
         self.nbytes, body = size, size
@@ -408,12 +410,12 @@ class Receiver:
         elif not self._first or not (_SIZES.get(kind) == size or (kind == Record.HEAD and size <= HEAD_MOST)):
             raise WireError("not a record of this protocol")
         begin = self._begin + RECORD_NBYTES
-        if rest >= RECORD_NBYTES + body:
+        if unread_nbytes >= RECORD_NBYTES + body:
             return kind, self._scratch[begin : begin + body]
         if RECORD_NBYTES + body > len(self._scratch):
             larger = memoryview(bytearray(RECORD_NBYTES + body))
-            larger[:rest] = self._scratch[self._begin : self._end]
-            self._scratch, self._begin, self._end = larger, 0, rest
+            larger[:unread_nbytes] = self._scratch[self._begin : self._end]
+            self._scratch, self._begin, self._end = larger, 0, unread_nbytes
         return None
 
     def _piece(self) -> Iterator[Message]:
@@ -430,12 +432,12 @@ class Receiver:
         else:
             self._target = self._landing.target(tensor, offset, nbytes)
         begin = self._begin + RECORD_NBYTES + MORE_NBYTES
-        there = min(nbytes, self._end - begin)
-        self._target[:there] = self._scratch[begin : begin + there]
-        self._begin = begin + there
+        available_nbytes = min(nbytes, self._end - begin)
+        self._target[:available_nbytes] = self._scratch[begin : begin + available_nbytes]
+        self._begin = begin + available_nbytes
         if self._begin == self._end:
             self._begin = self._end = 0
-        yield from self._land(there)
+        yield from self._land(available_nbytes)
 
     def _land(self, nbytes: int) -> Iterator[Message]:
         """Records bytes that have arrived in the target."""

@@ -75,7 +75,7 @@ class Relay:
 
     def serves(self, gone: Collection[int]) -> bool:
         """Returns True if this rank relays for a pair without members in ``lost_ranks``."""
-        return any(not parted and pair.isdisjoint(gone) for pair, parted in self._parted.items())
+        return any(not lost and pair.isdisjoint(gone) for pair, lost in self._parted.items())
 
     def _hold(self, message: Message) -> None:
         """Holds a greeting until its counterpart has arrived, then relays both.
@@ -85,15 +85,15 @@ class Relay:
             greeting is too large.
         """
         source, destination, _ = message.route
-        known, mine = destination in self._routes, self._serves(source, destination)
-        if known and not mine and not self._detours:
+        is_known, is_relay = destination in self._routes, self._serves(source, destination)
+        if is_known and not is_relay and not self._detours:
             raise Unauthorized("a greeting between two ranks that this one does not relay for")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
             raise Unauthorized(
                 "a greeting to a rank that is not of this run, or a greeting that is too large"
             )
         self._held[source, destination] = message, json_of(message.payload).get("to")
-        if known and mine:
+        if is_known and is_relay:
             self._introduce(source, destination)
 
     def _serves(self, one: int, other: int) -> bool:
@@ -101,10 +101,10 @@ class Relay:
 
     def _introduce(self, one: int, other: int) -> None:
         """Relays the greetings of two ranks to each other, if both are held and current."""
-        both = ((other, one), (one, other))
-        if all(map(self._is_current, both)):
-            self._parted[frozenset(both[0])] = False
-            for greeting, _ in [self._held.pop(ends) for ends in both]:
+        pairs = ((other, one), (one, other))
+        if all(map(self._is_current, pairs)):
+            self._parted[frozenset(pairs[0])] = False
+            for greeting, _ in [self._held.pop(ends) for ends in pairs]:
                 self._pass_on(greeting)
 
     def _is_current(self, ends: tuple[int, int]) -> bool:

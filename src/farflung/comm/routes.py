@@ -43,10 +43,10 @@ class Routes:
         Raises:
           ConfigError: no rank can relay between two of them.
         """
-        known = {**self._peers, **{peer.rank: peer for peer in peers}}
-        here = [known[rank] for rank in sorted(known) if rank not in gone]
-        relay = next((peer.rank for peer in here if peer.address is not None), None)
-        hidden = [peer.rank for peer in here if peer.address is None]
+        updated = {**self._peers, **{peer.rank: peer for peer in peers}}
+        present = [updated[rank] for rank in sorted(updated) if rank not in gone]
+        relay = next((peer.rank for peer in present if peer.address is not None), None)
+        hidden = [peer.rank for peer in present if peer.address is None]
         if relay is None and len(hidden) > 1:
             raise ConfigError(
                 f"ranks {hidden[0]} and {hidden[1]} advertise no address, and neither does any other rank: make one of "
@@ -54,7 +54,7 @@ class Routes:
             )
         self._met.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
-        self._peers = known
+        self._peers = updated
         self._find_hops()
 
     def detour(self, one: int, other: int, relay: int | None) -> None:
@@ -116,4 +116,4 @@ class Routes:
 
     def relayed_to(self, rank: int) -> list[int]:
         """Lists the ranks that ``rank`` reaches through this rank."""
-        return [other for other in sorted(self._peers) if self.between(rank, other) == self._me.rank]
+        return [peer for peer in sorted(self._peers) if self.between(rank, peer) == self._me.rank]

@@ -32,10 +32,10 @@ def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:
     """
     devices = {tensor.device for tensor in payload.tensors() if tensor.device.type != "cpu"}
     host = rebuilt(payload, lambda tensor: tensor.to("cpu", non_blocking=True))
-    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def wait() -> None:
-        for event in copied:
+        for event in events:
             event.synchronize()
 
     return host, wait

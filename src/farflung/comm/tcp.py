@@ -1,6 +1,6 @@
 """TCP transport between real processes, encrypted with TLS 1.3 between machines.
 
-One rank of each pair connects (:func:`farflung.comm.peer.should_connect`), so the other must be reachable at
+One rank of each pair connects (:func:`farflung.comm.peer.should_connect`), so only the other must be reachable, at
 one port. Authentication of a connection is in :mod:`farflung.comm.handshake`.
 
 There are no heartbeats: TCP itself survives a network cut. Only a deadline gives up a slow or silent peer,
@@ -95,8 +95,8 @@ class TcpTransport:
         later: bool = False,
         connections: int | None = None,
     ) -> None:
-        local = is_loopback(interface)
-        if not local and keys is None:
+        is_local = is_loopback(interface)
+        if not is_local and keys is None:
             raise ConfigError(
                 f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
             )
@@ -117,18 +117,18 @@ class TcpTransport:
         """Buffer for encrypted bytes on their way to TLS."""
         self._pool = Pool()
         address: str | None = None
-        door = None if advertise == NO_WAY_IN else _door(interface, ports, size + _BACKLOG)
-        if door is not None:
-            port = door.getsockname()[1]
+        server_socket = None if advertise == NO_WAY_IN else _door(interface, ports, size + _BACKLOG)
+        if server_socket is not None:
+            port = server_socket.getsockname()[1]
             try:
                 address = f"{tcp(interface)}:{port}" if advertise is None else advertised(advertise, port)
             except ConfigError:
-                door.close()
+                server_socket.close()
                 raise
-        machine = socket.gethostname() if local and advertise is None else None
+        machine = socket.gethostname() if is_local and advertise is None else None
         self.me = Peer(rank, address, secrets.token_bytes(16), keys.public if keys else None, machine)
         self._loop = Loop()
-        self.entrance = Entrance(self, self._loop, self._remotes, door, size - 1, later)
+        self.entrance = Entrance(self, self._loop, self._remotes, server_socket, size - 1, later)
         _open.add(self)
 
     # --- members ----------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ class TcpTransport:
         self.entrance.open()
         for peer in others:
             self.dismiss(peer.rank)
-            landings = Landings(partial(self._memory, peer.rank), lambda: self.max_nbytes)
-            self._remotes[peer.rank] = Remote(peer, landings, wanted=self._connections or 1, again=again)
+            buffers = Landings(partial(self._memory, peer.rank), lambda: self.max_nbytes)
+            self._remotes[peer.rank] = Remote(peer, buffers, wanted=self._connections or 1, again=again)
         self.entrance.tls = None
         for peer in others:
             if connects(self.me, peer) or (again and peer.address is not None):
@@ -149,22 +149,22 @@ class TcpTransport:
     def _memory(self, rank: int, head: Head, number: int) -> Tensor:
         """Allocates a large tensor of a message, in the posted receive buffer if there is one."""
         nbytes = head.large[number]
-        room = None if number else self.listener.room(rank, head, nbytes)
-        return self._pool.tensor(nbytes) if room is None else room
+        buffer = None if number else self.listener.room(rank, head, nbytes)
+        return self._pool.tensor(nbytes) if buffer is None else buffer
 
     def dismiss(self, rank: int) -> None:
         member = self._remotes.pop(rank, None)
         if member is None:
             return
         self.entrance.tls = None
-        for link in [link for link in self.entrance.early if link.dialled == rank]:
-            link.end(None)
+        for connection in [connection for connection in self.entrance.early if connection.dialled == rank]:
+            connection.end(None)
         member.sender.close(PeerLost(rank, "its connection is gone"), keep_control=True)
-        links, member.links = member.links, {}
-        self._leaving.update(links.values())
-        for link in links.values():
-            link.close_soon()
-            self._loop.call_later(LINGER_S, partial(link.end, None))
+        connections, member.links = member.links, {}
+        self._leaving.update(connections.values())
+        for connection in connections.values():
+            connection.close_soon()
+            self._loop.call_later(LINGER_S, partial(connection.end, None))
         self.entrance.mind()
 
     def expects(self, count: int) -> None:
@@ -176,15 +176,15 @@ class TcpTransport:
         self.entrance.mind()
 
     def quiet_s(self, rank: int) -> float:
-        links = self._remotes[rank].links.values() if rank in self._remotes else ()
-        return min((time.monotonic() - link.read_s for link in links), default=math.inf)
+        connections = self._remotes[rank].links.values() if rank in self._remotes else ()
+        return min((time.monotonic() - connection.read_s for connection in connections), default=math.inf)
 
     def traffic(self, rank: int) -> Traffic:
         member = self._remotes.get(rank)
         if member is None:
             return Traffic(0, 0)
-        heard = sum(link.read_nbytes for link in member.links.values())
-        return Traffic(heard, member.landings.nbytes + member.sender.taken_nbytes)
+        received_nbytes = sum(connection.read_nbytes for connection in member.links.values())
+        return Traffic(received_nbytes, member.landings.nbytes + member.sender.taken_nbytes)
 
     def failed_at(self, rank: int) -> bool:
         return rank in self._remotes and self._remotes[rank].failed
@@ -194,30 +194,30 @@ class TcpTransport:
     @property
     def held_nbytes(self) -> int:
         queued = sum(member.sender.nbytes for member in self._remotes.values())
-        return queued + sum(link.unsent for link in self._links())
+        return queued + sum(connection.unsent for connection in self._links())
 
     def _links(self) -> list[Link]:
         """Lists the connections of current and removed members."""
         return [
             *self._leaving,
-            *(link for member in self._remotes.values() for link in member.links.values()),
+            *(connection for member in self._remotes.values() for connection in member.links.values()),
         ]
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         member = self._remotes.get(rank)
         if member is None or member.ended:
             return failed(PeerLost(rank, "its connection is gone"))
-        left = member.sender.put(frames, priority, view)
+        sent = member.sender.put(frames, priority, view)
         if rank not in self._busy:  # messages that follow in this turn leave together
             self._busy.add(rank)
-            for link in tuple(member.links.values()):
-                link.flush()
-        return left
+            for connection in tuple(member.links.values()):
+                connection.flush()
+        return sent
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        said = self.send(rank, frames, priority=LAST if last else FIRST, view=CONTROL)
-        if said.error is not None:
-            raise said.error
+        sent = self.send(rank, frames, priority=LAST if last else FIRST, view=CONTROL)
+        if sent.error is not None:
+            raise sent.error
         self._flush()
 
     def withdraw(self, view: int) -> None:
@@ -229,8 +229,8 @@ class TcpTransport:
         while self._busy:
             member = self._remotes.get(self._busy.pop())
             if member is not None:
-                for link in tuple(member.links.values()):
-                    link.flush()
+                for connection in tuple(member.links.values()):
+                    connection.flush()
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,11 @@ class TcpTransport:
         if member.wanted < count <= MOST_CONNECTIONS:
             self._widen(member, count)
         if connects(self.me, member.peer):
-            dialled = {link.index for link in self.entrance.early if link.dialled == member.peer.rank}
+            dialled = {
+                connection.index
+                for connection in self.entrance.early
+                if connection.dialled == member.peer.rank
+            }
             for index in range(1, min(count, member.wanted)):
                 if index not in member.links and index not in dialled:
                     self.entrance.dial(member, index)
@@ -328,15 +332,15 @@ class TcpTransport:
         if member is None or self._connections is not None or link.index or member.settled:
             return
         took_s = link.busy_s - member.looked_s
-        path = link.path() if took_s >= WIDEN_S else None
-        if path is None or path.round_trip_s < SHORT_S:
+        info = link.path() if took_s >= WIDEN_S else None
+        if info is None or info.round_trip_s < SHORT_S:
             return
-        sent = sum(one.busy_nbytes for one in member.links.values())
+        sent = sum(sibling.busy_nbytes for sibling in member.links.values())
         rate_bps = 8 * (sent - member.sent) / took_s
         member.looked_s, member.sent = link.busy_s, sent
         if rate_bps < WORTH * member.rate_bps or 2 * member.wanted > MOST_UNASKED:
             member.settled = True
-        elif rate_bps / len(member.links) >= _reach_bps(path) / 2:
+        elif rate_bps / len(member.links) >= _reach_bps(info) / 2:
             member.rate_bps = rate_bps
             self._widen(member, 2 * member.wanted)
 
@@ -356,8 +360,8 @@ class TcpTransport:
 
     def _ended(self, member: Remote) -> None:
         """Handles the end of one of a member's connections: it is lost unless the others end soon by themselves."""
-        for link in tuple(member.links.values()):
-            while link.read():
+        for connection in tuple(member.links.values()):
+            while connection.read():
                 pass
         if not member.links:
             self._lose(member)
@@ -369,9 +373,9 @@ class TcpTransport:
             return
         member.ended = True
         rank = member.peer.rank
-        links, member.links = member.links, {}
-        for link in links.values():
-            link.end(None)
+        connections, member.links = member.links, {}
+        for connection in connections.values():
+            connection.end(None)
         member.sender.close(PeerLost(rank, "its connection is gone"))
         if self._remotes.get(rank) is member:
             self.listener.closed(rank)
@@ -380,23 +384,25 @@ class TcpTransport:
         self._closes = True
         _open.discard(self)
         self.entrance.close()
-        links = self._links()
+        connections = self._links()
         if linger:
-            for link in links:
-                link.close_soon()
-            until, least = time.monotonic() + LINGER_S, math.inf
-            while (left := sum(link.unsettled_nbytes() for link in links)) and time.monotonic() < until:
-                if left < least:
-                    until, least = time.monotonic() + LINGER_S, left
+            for connection in connections:
+                connection.close_soon()
+            end_s, min_nbytes = time.monotonic() + LINGER_S, math.inf
+            while (
+                unacked := sum(connection.unsettled_nbytes() for connection in connections)
+            ) and time.monotonic() < end_s:
+                if unacked < min_nbytes:
+                    end_s, min_nbytes = time.monotonic() + LINGER_S, unacked
                 self._loop.once(0.01)
-        for link in links:
-            link.end(None)
+        for connection in connections:
+            connection.end(None)
         self._loop.close()
 
     def abandon(self) -> None:
         """Closes the sockets that a child process has inherited, so that the parent's end closes its connections."""
-        for link in (*self.entrance.early, *self._links()):
-            link.sock.close()
+        for connection in (*self.entrance.early, *self._links()):
+            connection.sock.close()
         if self.entrance.door is not None:
             self.entrance.door.close()
         self._loop.close()
@@ -427,13 +433,13 @@ def _door(interface: str, ports: Sequence[int], backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     for port in ports:
         try:
-            door = socket.create_server((interface, port), family=family, backlog=backlog)
+            server_socket = socket.create_server((interface, port), family=family, backlog=backlog)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
         else:
-            door.setblocking(False)
-            return door
+            server_socket.setblocking(False)
+            return server_socket
     span = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
     raise ConfigError(
         f"interface {interface}: {span} in use: give others with --port, one for each replica here"
@@ -449,12 +455,12 @@ def _raise_limit(size: int, connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    most = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
-    most, needed = max(soft, most), connections * size + _RESERVE
-    if most < needed:
+    limit = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
+    limit, needed = max(soft, limit), connections * size + _RESERVE
+    if limit < needed:
         raise ConfigError(
-            f"{size} replicas take {needed} open files in each process, and {most} are allowed: raise ulimit -n"
+            f"{size} replicas take {needed} open files in each process, and {limit} are allowed: raise ulimit -n"
         )
-    if soft < most:
+    if soft < limit:
         with suppress(OSError, ValueError):  # macOS allows fewer than it reports
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

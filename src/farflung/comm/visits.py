@@ -43,18 +43,18 @@ def visit_proof(
       nonces: The member's nonce, then the visitor's.
       certificate: Certificate of the member, in PEM or DER; None without encryption.
     """
-    shown = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
-    text = b"farflung " + end.encode() + nonces + hashlib.sha256(shown).digest()
+    der = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
+    text = b"farflung " + end.encode() + nonces + hashlib.sha256(der).digest()
     return hmac.digest(key, text, "sha256")
 
 
 def answered(find: Callable[[Any], Mapping[str, Json]], said: bytes) -> bytes:
     """Processes a question: encodes the result of ``find``, or the error that it raises."""
     try:
-        found = find(json.loads(said))
+        answer = find(json.loads(said))
     except (FarflungError, RecursionError, ValueError) as error:
-        found = {"refused": str(error)}
-    return json.dumps(found).encode()
+        answer = {"refused": str(error)}
+    return json.dumps(answer).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +98,20 @@ class Access:
         """
         until = time.monotonic() + patience_s
         host, _, port = address.rpartition(":")
-        plain = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
-        with _sealed(plain) if self.encrypted else plain as link:
-            *_, nonce = CHALLENGE.unpack(exactly(link, CHALLENGE.size, until))
-            mine = secrets.token_bytes(16)
-            shown = link.getpeercert(True) if isinstance(link, ssl.SSLSocket) else None
-            said = visit_proof(self.key, "visitor", nonce + mine, shown)
-            link.sendall(HELLO.pack(VISITOR, 0, mine, said))
-            proof = exactly(link, PROOF_NBYTES, until)
-            if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + mine, shown)):
+        raw_socket = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
+        with _sealed(raw_socket) if self.encrypted else raw_socket as connection:
+            *_, nonce = CHALLENGE.unpack(exactly(connection, CHALLENGE.size, until))
+            visitor_nonce = secrets.token_bytes(16)
+            der = connection.getpeercert(True) if isinstance(connection, ssl.SSLSocket) else None
+            visitor_proof = visit_proof(self.key, "visitor", nonce + visitor_nonce, der)
+            connection.sendall(HELLO.pack(VISITOR, 0, visitor_nonce, visitor_proof))
+            proof = exactly(connection, PROOF_NBYTES, until)
+            if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + visitor_nonce, der)):
                 raise ConnectionError("another run")
             text = json.dumps(question).encode()
-            link.sendall(LENGTH.pack(len(text)) + text)
-            (nbytes,) = LENGTH.unpack(exactly(link, LENGTH.size, until))
-            answer: dict[str, Any] = json.loads(exactly(link, min(nbytes, MOST_NBYTES), until))
+            connection.sendall(LENGTH.pack(len(text)) + text)
+            (nbytes,) = LENGTH.unpack(exactly(connection, LENGTH.size, until))
+            answer: dict[str, Any] = json.loads(exactly(connection, min(nbytes, MOST_NBYTES), until))
             return answer
 
 
@@ -131,11 +131,11 @@ def exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
     Raises:
       OSError: they did not arrive, or the connection was closed.
     """
-    said = b""
-    while len(said) < nbytes:
+    data = b""
+    while len(data) < nbytes:
         link.settimeout(max(1e-3, until - time.monotonic()))
-        part = link.recv(nbytes - len(said))
+        part = link.recv(nbytes - len(data))
         if not part:
             raise ConnectionError("the connection was closed")
-        said += part
-    return said
+        data += part
+    return data

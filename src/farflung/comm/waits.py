@@ -46,11 +46,11 @@ class Waits:
         Returns:
           Time of the next check; None if there is no wait.
         """
-        now, mailbox = self._view.now(), self._view.mailbox
+        time_s, mailbox = self._view.now(), self._view.mailbox
         self._deadline_s = deadline_s
-        mailbox.fail_due(now)
-        again = [mailbox.next_due(), self._check_oldest(now, deadline_s)]
-        return min((each for each in again if each is not None), default=None)
+        mailbox.fail_due(time_s)
+        check_times = [mailbox.next_due(), self._check_oldest(time_s, deadline_s)]
+        return min((check_s for check_s in check_times if check_s is not None), default=None)
 
     def _check_oldest(self, now: float, deadline_s: float) -> float | None:
         """Checks the oldest wait without its own deadline; probes the peers when that is due.
@@ -70,9 +70,9 @@ class Waits:
             return None
         check = detector.check(waiting, view.present(), now, deadline_s)
         if check.failure is not None:
-            what = f"{waiting.what}{view.through(waiting.src)}"
-            rank, why = check.failure
-            passed = DeadlinePassed(rank, what, now - waiting.since, why=why)
+            description = f"{waiting.what}{view.through(waiting.src)}"
+            rank, reason = check.failure
+            passed = DeadlinePassed(rank, description, now - waiting.since, why=reason)
             if not view.is_whole:
                 view.mailbox.fail(waiting, passed)
                 return self._check_oldest(now, deadline_s)
@@ -123,7 +123,7 @@ class Waits:
         """Returns the bytes of large tensors to and from a peer, or all peers, so far."""
         view = self._view
         ranks = view.present() if rank is None else [view.routes.next_hop(rank)]
-        return sum(view.transport.traffic(each).moved_nbytes for each in ranks)
+        return sum(view.transport.traffic(peer).moved_nbytes for peer in ranks)
 
     def _traffic(self, rank: int) -> Traffic:
         """Returns the traffic of a peer or its relay; bytes from a relay are no signs of life of other ranks."""

@@ -179,8 +179,8 @@ class Head(NamedTuple):
         Args:
           large_tensors: Tensors that have frames of their own, as bytes.
         """
-        layout, rest = self.layout, iter(large)
-        tensors = [leaf.read(self.frame, rest) for leaf in layout.leaves]
+        layout, remaining = self.layout, iter(large)
+        tensors = [leaf.read(self.frame, remaining) for leaf in layout.leaves]
         payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
         return Message(self.kind, self.view, self.tag, payload, self.route)
 
@@ -195,16 +195,16 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = 
     description = _description(_structure(payload, tensors))
     head: list[Frame] = [b"", description]
     frames: list[Frame] = []
-    at = _HEADER.size + len(description)
+    offset = _HEADER.size + len(description)
     for tensor in tensors:
         dense = tensor.detach().contiguous()
-        if not _rides(dense.nbytes, at):
+        if not _rides(dense.nbytes, offset):
             frames.append(dense.reshape(-1).view(torch.uint8).numpy().data)
             continue
         # NumPy knows no bfloat16.
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
-        at += dense.nbytes + -dense.nbytes % _ALIGNMENT
+        offset += dense.nbytes + -dense.nbytes % _ALIGNMENT
     if len(frames) > MOST_LARGE or len(description) > MOST_HEAD:
         raise ValueError(f"a payload of {len(tensors)} tensors is more than fits in a message")
     head[0] = _HEADER.pack(
@@ -226,10 +226,10 @@ def read_head(frame: Frame) -> Head:
     """
     if len(frame) < _HEADER.size:
         raise WireError(f"a header of {len(frame)} bytes")
-    magic, version, kind, view, exchange, part, hop, described, *route = _HEADER.unpack_from(frame)
+    magic, version, kind, view, exchange, part, hop, description_nbytes, *route = _HEADER.unpack_from(frame)
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
-    end = _HEADER.size + described
+    end = _HEADER.size + description_nbytes
     if end > len(frame):
         raise WireError("a description that ends early")
     layout = _layout(bytes(frame[_HEADER.size : end]))
@@ -264,20 +264,20 @@ def _structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
 
 @lru_cache(maxsize=1024)
 def _description(structure: _Structure) -> bytes:
-    described = [bytes((_NESTED, len(structure)))]
+    chunks = [bytes((_NESTED, len(structure)))]
 
     def describe(nodes: _Structure) -> None:
         for node in nodes:
             if node and isinstance(node[0], torch.dtype):
                 dtype, shape = node
-                described.append(_SHAPES[len(shape)].pack(_CODES[dtype], len(shape), *shape))
+                chunks.append(_SHAPES[len(shape)].pack(_CODES[dtype], len(shape), *shape))
             else:
-                described.append(bytes((_NESTED, len(node))))
+                chunks.append(bytes((_NESTED, len(node))))
                 describe(node)
 
     describe(structure)
-    whole = b"".join(described)
-    return whole + bytes(-(_HEADER.size + len(whole)) % _ALIGNMENT)
+    encoded = b"".join(chunks)
+    return encoded + bytes(-(_HEADER.size + len(encoded)) % _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,33 +321,33 @@ class _Layout:
 @lru_cache(maxsize=1024)
 def _layout(description: bytes) -> _Layout:
     """Parses a description; raises :class:`WireError` if it is malformed, which is not cached."""
-    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    specs: list[tuple[torch.dtype, tuple[int, ...]]] = []
     try:
         if description[0] != _NESTED:
             raise WireError("no payload")
-        tree, end = _read_tree(description, 2, description[1], 0, found)
+        tree, end = _read_tree(description, 2, description[1], 0, specs)
     except (IndexError, struct.error) as error:
         raise WireError(f"a malformed description: {error}") from None
     if not 0 <= len(description) - end < _ALIGNMENT or any(description[end:]):
         raise WireError("a description longer than its contents")
-    at = _HEADER.size + len(description)
+    offset = _HEADER.size + len(description)
     leaves, nbytes = [], 0
-    for dtype, shape in found:
+    for dtype, shape in specs:
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         nbytes += size
-        if not _rides(size, at):
+        if not _rides(size, offset):
             leaves.append(_Leaf(dtype, shape, numel, None))
             continue
         if size == 0 and math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
             raise WireError("an empty tensor of absurd dimensions")
-        leaves.append(_Leaf(dtype, shape, numel, at))
-        at += size + -size % _ALIGNMENT
+        leaves.append(_Leaf(dtype, shape, numel, offset))
+        offset += size + -size % _ALIGNMENT
     nested = any(node is not None for node in tree)
     large = [leaf.nbytes for leaf in leaves if leaf.at is None]
     if len(large) > MOST_LARGE:
         raise WireError(f"{len(large)} large tensors")
-    return _Layout(tuple(leaves), tree, nested, nbytes, at, large)
+    return _Layout(tuple(leaves), tree, nested, nbytes, offset, large)
 
 
 def _read_tree(
@@ -365,10 +365,10 @@ def _read_tree(
             continue
         if dims > _MAX_DIMS:
             raise WireError(f"{dims} dimensions")
-        described = _SHAPES[dims]
-        found.append((_DTYPES[code], described.unpack_from(description, at)[2:]))
+        shape_struct = _SHAPES[dims]
+        found.append((_DTYPES[code], shape_struct.unpack_from(description, at)[2:]))
         tree.append(None)
-        at += described.size
+        at += shape_struct.size
     return tree, at
 
 

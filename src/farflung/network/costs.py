@@ -43,12 +43,12 @@ def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
     """
     size = profile.node_count
     alpha, seconds_per_bit = _ring_links(profile)
-    each = seconds_per_bit * 8 * (nbytes / size)
-    delays = alpha + each
+    transfer_s = seconds_per_bit * 8 * (nbytes / size)
+    delays = alpha + transfer_s
     hops = 2 * (size - 1)
-    around = 2 * float(delays.sum()) - float((delays + np.roll(delays, 1)).min())
-    riding = 8 * side_nbytes * hops * float(seconds_per_bit.mean())
-    return max(around + riding, float((hops * each + alpha).max()))
+    cycle_s = 2 * float(delays.sum()) - float((delays + np.roll(delays, 1)).min())
+    metadata_s = 8 * side_nbytes * hops * float(seconds_per_bit.mean())
+    return max(cycle_s + metadata_s, float((hops * transfer_s + alpha).max()))
 
 
 def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
@@ -83,15 +83,15 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
     shard = nbytes / owners
     pieces = pieces_of(int(shard))
     gathering, spreading = mesh(groups, to_owners=True), mesh(groups, from_owners=True)
-    back = side_nbytes if owners < size else 0
+    metadata_back = side_nbytes if owners < size else 0
     first = loads_s(profile, groups, gathering, shard + side_nbytes)
-    second = loads_s(profile, groups, spreading, shard + back)
+    second = loads_s(profile, groups, spreading, shard + metadata_back)
     t1, t2 = max(first.values(), default=0.0), max(second.values(), default=0.0)
-    there, twice = _delays(profile, groups, gathering, spreading)
+    one_way_s, two_way_s = _delays(profile, groups, gathering, spreading)
     if pieces == 1:
-        return twice + t1 + t2
-    both = max((first.get(r, 0.0) + second.get(r, 0.0) for r in first.keys() | second.keys()), default=0.0)
-    return max(twice + t1 + t2 / pieces, twice + t1 / pieces + t2, there + both)
+        return two_way_s + t1 + t2
+    both_s = max((first.get(r, 0.0) + second.get(r, 0.0) for r in first.keys() | second.keys()), default=0.0)
+    return max(two_way_s + t1 + t2 / pieces, two_way_s + t1 / pieces + t2, one_way_s + both_s)
 
 
 def _delays(
@@ -99,15 +99,15 @@ def _delays(
 ) -> tuple[float, float]:
     """Computes the longest one-way delay, and the longest delay to an owner and on to another node."""
 
-    def latency(bundle: Bundle) -> float:
+    def get_latency_s(bundle: Bundle) -> float:
         return profile.connection(groups[bundle.src].site, groups[bundle.dst].site).link.latency_s
 
     into: dict[int, float] = {}
     out: dict[int, float] = {}
     for bundle in gathering:
-        into[bundle.dst] = max(into.get(bundle.dst, 0.0), latency(bundle))
+        into[bundle.dst] = max(into.get(bundle.dst, 0.0), get_latency_s(bundle))
     for bundle in spreading:
-        out[bundle.src] = max(out.get(bundle.src, 0.0), latency(bundle))
+        out[bundle.src] = max(out.get(bundle.src, 0.0), get_latency_s(bundle))
     return max(out.values()), max(
         into.get(owner, 0.0) + out.get(owner, 0.0) for owner in into.keys() | out.keys()
     )
@@ -145,6 +145,6 @@ def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nby
             for use in path.uses:
                 loads[use.resource] += use.times
         delays += delay.values()
-    each = 8 * nbytes / len(trees)
-    busiest = (each * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
+    bits = 8 * nbytes / len(trees)
+    busiest = (bits * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
     return max(delays) + max(busiest, default=0.0)

@@ -122,12 +122,12 @@ class Fabric:
             for flow in flows:
                 classes.setdefault(flow.uses, []).append(flow)
             sharers = [
-                tuple((resource, times * len(alike)) for resource, times in uses)
-                for uses, alike in classes.items()
+                tuple((resource, times * len(equal_flows)) for resource, times in uses)
+                for uses, equal_flows in classes.items()
             ]
             rates = max_min_rates(sharers, lambda resource: capacity_at(self._capacities[resource], now))
-            for alike, rate in zip(classes.values(), rates, strict=True):
-                for flow in alike:
+            for equal_flows, rate in zip(classes.values(), rates, strict=True):
+                for flow in equal_flows:
                     flow.change_rate(now, rate)
             # The rates of the others are updated when the first of them has ended.
             first_ends_at = min(flow.ends_at for flow in flows)
@@ -145,19 +145,19 @@ class Fabric:
 
     def ended(self, now: float) -> list[Flow]:
         """Removes and returns the flows that have ended, in the order they began; call :meth:`update_rates` then."""
-        done = []
+        ended = []
         while self._ends and self._ends[0][0] <= now:
             ends_at, _, flow = heapq.heappop(self._ends)
             if ends_at == flow.ends_at:
                 flow.ends_at = -math.inf
-                done.append(flow)
+                ended.append(flow)
                 for resource, _ in flow.uses:
                     del self._users[resource][flow.number]
                     self._touched[resource] = None
         for resource, change in self._changes.items():
             if change <= now:
                 self._touched[resource] = None
-        return sorted(done, key=lambda flow: flow.number)
+        return sorted(ended, key=lambda flow: flow.number)
 
     def _reached(self, resource: int) -> tuple[list[Flow], dict[int, None]]:
         """Finds the flows and resources that a change of ``resource`` may affect."""

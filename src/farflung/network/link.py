@@ -65,8 +65,8 @@ class Trace:
         require(after_last, "end_s", self.end_s, "after the last of times_s")
         for bps in self.bandwidth_bps:
             require(0 <= bps < math.inf, "bandwidth_bps", bps, "a number of bits per second, 0 or more")
-        known = get_args(After)
-        require(self.after in known, "after", repr(self.after), f"one of {', '.join(known)}")
+        choices = get_args(After)
+        require(self.after in choices, "after", repr(self.after), f"one of {', '.join(choices)}")
         if not any(self.bandwidth_bps) or (self.after == "hold" and self.bandwidth_bps[-1] == 0):
             raise ConfigError("bandwidth_bps stays at 0: nothing would ever arrive")
 
@@ -84,18 +84,18 @@ class Trace:
                 )
             if self.after == "hold":
                 return self.bandwidth_bps[-1]
-        round_begin = self._round(t)
-        return self.bandwidth_bps[self._step(round_begin, t)]
+        cycle_start = self._round(t)
+        return self.bandwidth_bps[self._step(cycle_start, t)]
 
     def next_change(self, t: float) -> float:
         """Returns the start of the next step after a time; infinity if there is none."""
         if self.after == "hold" and t >= self.times_s[-1]:
             return math.inf
-        round_begin = self._round(t) if self.after == "repeat" else 0.0
-        following = self._step(round_begin, t) + 1
-        if following < len(self.times_s):
-            return round_begin + self.times_s[following]
-        return round_begin + self.end_s
+        cycle_start = self._round(t) if self.after == "repeat" else 0.0
+        next_step = self._step(cycle_start, t) + 1
+        if next_step < len(self.times_s):
+            return cycle_start + self.times_s[next_step]
+        return cycle_start + self.end_s
 
     @property
     def mean_bps(self) -> float:
@@ -196,8 +196,8 @@ class Link:
     def __post_init__(self) -> None:
         check_seconds("latency_s", self.latency_s)
         check_capacity("bandwidth_bps", self.bandwidth_bps)
-        most = f"0 or more, and no more than latency_s = {self.latency_s}"
-        require(0 <= self.jitter_s <= self.latency_s, "jitter_s", self.jitter_s, most)
+        requirement = f"0 or more, and no more than latency_s = {self.latency_s}"
+        require(0 <= self.jitter_s <= self.latency_s, "jitter_s", self.jitter_s, requirement)
         require(0 <= self.loss < 1, "loss", self.loss, "a share of packets, at least 0 and below 1")
 
     def goodput_bps(

@@ -66,7 +66,7 @@ def load_profile(path: Path) -> NetworkProfile:
       ConfigError: the file is absent, is not TOML, or has an invalid value; one line with file and key.
     """
     top = open_toml(path)
-    traces = {one.text("name"): _read_trace(one, path.parent) for one in top.tables("trace")}
+    traces = {entry.text("name"): _read_trace(entry, path.parent) for entry in top.tables("trace")}
 
     def read_capacity(table: Table, key: str) -> Capacity:
         value = table.number_or_text(key)
@@ -84,7 +84,7 @@ def load_profile(path: Path) -> NetworkProfile:
         table.where = f"{table.where.rpartition(':')[0]}: link from {src} to {dst}"
         shared, both_ways, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
         ways = ((src, dst), (dst, src)) if both_ways else ((src, dst),)
-        return [Connection(*way, link, shared) for way in ways]
+        return [Connection(*ends, link, shared) for ends in ways]
 
     readers: Readers = {
         "Capacity": read_capacity,
@@ -95,9 +95,9 @@ def load_profile(path: Path) -> NetworkProfile:
         NetworkProfile,
         readers,
         name=top.text("name", path.stem),
-        sites=tuple(one.build(Site, readers) for one in top.tables("site")),
-        connections=tuple(way for one in top.tables("link") for way in read_connections(one)),
-        media=tuple(one.build(Medium, readers) for one in top.tables("medium")),
+        sites=tuple(entry.build(Site, readers) for entry in top.tables("site")),
+        connections=tuple(site_link for entry in top.tables("link") for site_link in read_connections(entry)),
+        media=tuple(entry.build(Medium, readers) for entry in top.tables("medium")),
         source=str(path),
         tcp_connections=top.number_or_text("connections", 1),
     )

@@ -32,20 +32,20 @@ def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) 
     """
     members = [*flows]
     rates = [0.0] * len(members)
-    left: dict[R, float] = {}
+    remaining_bps: dict[R, float] = {}
     users: dict[R, list[int]] = {}
     count: dict[R, int] = {}
     for index, uses in enumerate(members):
         for resource, times in uses:
             if resource not in users:
                 users[resource], count[resource] = [], 0
-                left[resource] = capacity_bps(resource)
+                remaining_bps[resource] = capacity_bps(resource)
             users[resource].append(index)
             count[resource] += times
     waiting = set(range(len(members)))
     level = 0.0
     while count:
-        shares = {resource: left[resource] / number for resource, number in count.items()}
+        shares = {resource: remaining_bps[resource] / number for resource, number in count.items()}
         level = max(level, min(shares.values()))
         filled: dict[R, int] = {}
         for resource, share in shares.items():
@@ -58,7 +58,7 @@ def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) 
                     for used, times in members[index]:
                         filled[used] = filled.get(used, 0) + times
         for resource, number in filled.items():
-            left[resource] = max(0.0, left[resource] - level * number)
+            remaining_bps[resource] = max(0.0, remaining_bps[resource] - level * number)
             count[resource] -= number
             if not count[resource]:
                 del count[resource]

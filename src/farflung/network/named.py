@@ -28,14 +28,14 @@ def network_profile(name: str) -> NetworkProfile:
       UnknownName: there is no such name.
       ConfigError: the file is invalid (names file and key), or there is no such setting.
     """
-    if (said := _WITH_SETTINGS.fullmatch(name)) is not None:
-        profile, settings = network_profile(said["name"]), dict[str, Any]()
-        for setting, value in (one.strip().split("=") for one in said["settings"].split(",")):
+    if (match := _WITH_SETTINGS.fullmatch(name)) is not None:
+        profile, settings = network_profile(match["name"]), dict[str, Any]()
+        for setting, value in (pair.strip().split("=") for pair in match["settings"].split(",")):
             if setting not in _SETTINGS:
-                raise ConfigError(f"{said['name']}: {setting}: must be one of {', '.join(_SETTINGS)}")
+                raise ConfigError(f"{match['name']}: {setting}: must be one of {', '.join(_SETTINGS)}")
             settings[_SETTINGS[setting]] = value
         changed = replace(profile, **settings)
-        return replace(changed, name=f"{profile.name}({said['settings']})")
+        return replace(changed, name=f"{profile.name}({match['settings']})")
     if name.endswith(".toml"):
         return load_profile(Path(name))
     if name not in NETWORKS:
@@ -146,8 +146,8 @@ _PROFILES = (
         tuple(Site(city, inside=_REGION) for city in ("london", "ohio", "california", "tokyo")),
         tuple(
             Connection(*pair, Link(ms / 2e3, mbps * 1e6))
-            for (one, other), (ms, mbps) in _ROUND_TRIPS.items()
-            for pair in ((one, other), (other, one))
+            for (first, second), (ms, mbps) in _ROUND_TRIPS.items()
+            for pair in ((first, second), (second, first))
         ),
         source=(
             "DTS slides (Zhu et al. 2019): 140, 183, 35 and 277 ms; 23, 17, 63 and 13 Mbit/s. Read as round trips, "

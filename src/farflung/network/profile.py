@@ -142,20 +142,20 @@ class NetworkProfile:
             )
         object.__setattr__(self, "tcp_connections", self._checked_connections())
         names, media = [site.name for site in self.sites], [medium.name for medium in self.media]
-        ways = [f"{way.src} to {way.dst}" for way in self.connections]
-        for kind, known in (("site", names), ("medium", media), ("link", ways)):
-            if twice := [name for name, count in Counter(known).items() if count > 1]:
-                raise ConfigError(f"{self.name}: {kind}: {twice[0]} is there twice")
-        for way in self.connections:
-            for end in (way.src, way.dst):
+        link_names = [f"{link.src} to {link.dst}" for link in self.connections]
+        for kind, defined in (("site", names), ("medium", media), ("link", link_names)):
+            if repeated := [name for name, count in Counter(defined).items() if count > 1]:
+                raise ConfigError(f"{self.name}: {kind}: {repeated[0]} is there twice")
+        for link in self.connections:
+            for end in (link.src, link.dst):
                 if end not in names:
                     raise ConfigError(
-                        f"{self.name}: link from {way.src} to {way.dst}: no site is named {end!r}"
+                        f"{self.name}: link from {link.src} to {link.dst}: no site is named {end!r}"
                     )
         for site in self.sites:
             if site.medium is not None and site.medium not in media:
                 raise ConfigError(f"{self.name}: site {site.name}: medium: none is named {site.medium!r}")
-        object.__setattr__(self, "_links", {(way.src, way.dst): way for way in self.connections})
+        object.__setattr__(self, "_links", {(link.src, link.dst): link for link in self.connections})
         object.__setattr__(self, "_starts", (0, *accumulate(site.nodes or 0 for site in self.sites)))
         self._check_reachable()
 
@@ -174,14 +174,14 @@ class NetworkProfile:
     def _check_reachable(self) -> None:
         if self.default is not None:
             return
-        for one in self.sites:
-            if one.inside is None and one.nodes != 1:
+        for src in self.sites:
+            if src.inside is None and src.nodes != 1:
                 raise ConfigError(
-                    f"{self.name}: site {one.name}: inside: its nodes have no link to each other"
+                    f"{self.name}: site {src.name}: inside: its nodes have no link to each other"
                 )
-            for other in self.sites:
-                if one is not other and (one.name, other.name) not in self._links:
-                    raise ConfigError(f"{self.name}: link: none leads from {one.name} to {other.name}")
+            for dst in self.sites:
+                if src is not dst and (src.name, dst.name) not in self._links:
+                    raise ConfigError(f"{self.name}: link: none leads from {src.name} to {dst.name}")
 
     @staticmethod
     def uniform(link: Link, nodes: int | None = None, name: str = "uniform") -> NetworkProfile:
@@ -210,24 +210,24 @@ class NetworkProfile:
         if self.nodes == count:
             return self
         open_sites = sum(site.nodes is None for site in self.sites)
-        rest = count - sum(site.nodes or 0 for site in self.sites)
-        if not open_sites or rest < 0:
+        remaining = count - sum(site.nodes or 0 for site in self.sites)
+        if not open_sites or remaining < 0:
             raise ConfigError(
-                f"{self.name}: nodes: it describes {count - rest} nodes, and {count} are to run"
+                f"{self.name}: nodes: it describes {count - remaining} nodes, and {count} are to run"
             )
-        base, over = divmod(rest, open_sites)
-        placed, seen = [], 0
+        base, remainder = divmod(remaining, open_sites)
+        placed, num_filled = [], 0
         for site in self.sites:
             if site.nodes is None:
-                here = base + (seen < over)
-                seen += 1
-                if here:
-                    placed.append(replace(site, nodes=here))
+                num_nodes = base + (num_filled < remainder)
+                num_filled += 1
+                if num_nodes:
+                    placed.append(replace(site, nodes=num_nodes))
             else:
                 placed.append(site)
-        kept = {site.name for site in placed}
-        ways = tuple(way for way in self.connections if {way.src, way.dst} <= kept)
-        return replace(self, sites=tuple(placed), connections=ways)
+        site_names = {site.name for site in placed}
+        links = tuple(link for link in self.connections if {link.src, link.dst} <= site_names)
+        return replace(self, sites=tuple(placed), connections=links)
 
     def site_index(self, node: int) -> int:
         """Returns the index of a node's site in :attr:`sites`."""
@@ -241,15 +241,15 @@ class NetworkProfile:
 
     def connection(self, src_site: int, dst_site: int) -> Connection:
         """Returns the link between two of :attr:`sites`, which may be equal."""
-        one, other = self.sites[src_site], self.sites[dst_site]
+        src, dst = self.sites[src_site], self.sites[dst_site]
         if src_site == dst_site:
-            link = one.inside or self.default
-        elif (one.name, other.name) in self._links:
-            return self._links[one.name, other.name]
+            link = src.inside or self.default
+        elif (src.name, dst.name) in self._links:
+            return self._links[src.name, dst.name]
         else:
             link = self.default
         assert link is not None
-        return Connection(one.name, other.name, link)
+        return Connection(src.name, dst.name, link)
 
     def link(self, src: int, dst: int) -> Link:
         """Returns the link from one node to another."""
@@ -273,26 +273,26 @@ class NetworkProfile:
 
     def limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
         """Yields the limits of a flow besides its link: kind, site or medium, capacity, and number of crossings."""
-        one, other = self.sites[src_site], self.sites[dst_site]
-        yield ("up", src_site), one.up_bps, 1
-        yield ("down", dst_site), other.down_bps, 1
+        src, dst = self.sites[src_site], self.sites[dst_site]
+        yield ("up", src_site), src.up_bps, 1
+        yield ("down", dst_site), dst.down_bps, 1
         if src_site != dst_site:
-            yield ("exit", src_site), one.exit_bps, 1
-            yield ("entry", dst_site), other.entry_bps, 1
-        for name in dict.fromkeys((one.medium, other.medium)):
+            yield ("exit", src_site), src.exit_bps, 1
+            yield ("entry", dst_site), dst.entry_bps, 1
+        for name in dict.fromkeys((src.medium, dst.medium)):
             for index, medium in enumerate(self.media):
                 if medium.name == name:
-                    relayed = medium.relayed and one.medium == other.medium
-                    yield ("medium", index), medium.bandwidth_bps, 1 + relayed
+                    is_relayed = medium.relayed and src.medium == dst.medium
+                    yield ("medium", index), medium.bandwidth_bps, 1 + is_relayed
 
     def round_trip_s(self, src_site: int, dst_site: int) -> float:
         """Returns the sum of both delays between the nodes of two of :attr:`sites`, in seconds."""
-        there, back = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
-        return there.latency_s + back.latency_s
+        forward, backward = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
+        return forward.latency_s + backward.latency_s
 
     def all_links(self) -> Iterator[Link]:
         """Yields each link that is defined anywhere."""
-        yield from (way.link for way in self.connections)
+        yield from (site_link.link for site_link in self.connections)
         yield from (site.inside for site in self.sites if site.inside is not None)
         if self.default is not None:
             yield self.default
@@ -311,33 +311,34 @@ class NetworkProfile:
         for name, factor in factors.items():
             if not (factor >= 0 and math.isfinite(factor)) or (factor == 0 and name != "latency"):
                 raise ConfigError(f"{self.name}: scaled by {name} = {factor}: must be a number above 0")
-        said = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
-        if not said and not why:
+        description = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
+        if not description and not why:
             return self
-        wider = partial(scale_capacity, factor=bandwidth, longer=trace_time)
+        widen = partial(scale_capacity, factor=bandwidth, longer=trace_time)
 
-        def link(one: Link | None) -> Link | None:
-            return None if one is None else one.scaled(latency, bandwidth, trace_time)
+        def scale_link(unscaled: Link | None) -> Link | None:
+            return None if unscaled is None else unscaled.scaled(latency, bandwidth, trace_time)
 
         return replace(
             self,
             sites=tuple(
                 replace(
                     site,
-                    inside=link(site.inside),
-                    up_bps=wider(site.up_bps),
-                    down_bps=wider(site.down_bps),
-                    exit_bps=wider(site.exit_bps),
-                    entry_bps=wider(site.entry_bps),
+                    inside=scale_link(site.inside),
+                    up_bps=widen(site.up_bps),
+                    down_bps=widen(site.down_bps),
+                    exit_bps=widen(site.exit_bps),
+                    entry_bps=widen(site.entry_bps),
                 )
                 for site in self.sites
             ),
             connections=tuple(
-                replace(way, link=way.link.scaled(latency, bandwidth, trace_time)) for way in self.connections
+                replace(entry, link=entry.link.scaled(latency, bandwidth, trace_time))
+                for entry in self.connections
             ),
-            media=tuple(replace(medium, bandwidth_bps=wider(medium.bandwidth_bps)) for medium in self.media),
-            default=link(self.default),
-            changes=(*self.changes, f"{why}: {said or 'as it is'}" if why else said),
+            media=tuple(replace(medium, bandwidth_bps=widen(medium.bandwidth_bps)) for medium in self.media),
+            default=scale_link(self.default),
+            changes=(*self.changes, f"{why}: {description or 'as it is'}" if why else description),
         )
 
     def standing_in(
@@ -352,14 +353,14 @@ class NetworkProfile:
         Args:
           nbytes: Dense bytes that one replica exchanges in a step of the model that runs.
           step_s: Seconds of computation in its step.
-          paper_nbytes: Bytes of the paper's model.
-          paper_step_s: Seconds of the paper's model.
+          for_nbytes: Bytes of the paper's model.
+          for_step_s: Seconds of the paper's model.
 
         Raises:
           ConfigError: one of them is not above 0.
         """
-        given = {"nbytes": nbytes, "step_s": step_s, "for_nbytes": for_nbytes, "for_step_s": for_step_s}
-        for name, value in given.items():
+        values = {"nbytes": nbytes, "step_s": step_s, "for_nbytes": for_nbytes, "for_step_s": for_step_s}
+        for name, value in values.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{self.name}: standing in with {name} = {value}: must be a number above 0")
         longer = step_s / for_step_s

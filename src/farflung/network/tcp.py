@@ -117,14 +117,15 @@ def repaired_s(
     """
     if loss == 0.0 or nbits == 0.0:
         return 0.0
-    behind, more = (
-        int(math.log1p(-one) / math.log(odds)) for one, odds in zip(drawn, (1 - loss, loss), strict=True)
+    num_behind, num_losses = (
+        int(math.log1p(-uniform) / math.log(odds))
+        for uniform, odds in zip(drawn, (1 - loss, loss), strict=True)
     )
     packets = math.ceil(nbits / SEGMENT_BITS)
-    if behind >= packets:
+    if num_behind >= packets:
         return 0.0
-    waited_s = (1 + more + (last and behind == 0)) * round_trip_s
-    return max(0.0, waited_s - behind * took_s / packets)
+    waited_s = (1 + num_losses + (last and num_behind == 0)) * round_trip_s
+    return max(0.0, waited_s - num_behind * took_s / packets)
 
 
 class Tcp:
@@ -208,27 +209,27 @@ class Tcp:
             self._unpaced -= self._flight
             self._sent_s = max(now, self._began_s + paced / self._pace_bps)
         if not self.filled and self._used >= self._window:
-            acknowledged = self._round_s + self._round_trip_s
-            self.filled = now >= acknowledged
-            self.free_s = acknowledged
+            ack_s = self._round_s + self._round_trip_s
+            self.filled = now >= ack_s
+            self.free_s = ack_s
         return self._sent_s
 
     def _hear(self, now: float) -> None:
         """Handles the acknowledgement of the last round trip."""
         round_trip_s, took_s, rest_s = self._round_trip_s, self._sent_s - self._round_s, now - self._sent_s
-        rests, full = rest_s >= round_trip_s, self._used >= self._window
+        was_idle, is_full = rest_s >= round_trip_s, self._used >= self._window
         self._spread_s *= SPREAD_KEPT
         if self._paced or self._window < 2 * max(self._before, self._used):
             self._window = min(self._window + self._used, LARGEST_WINDOW_BITS)
         if self._paced and round_trip_s:
-            estimate = self._used / (round_trip_s if full else round_trip_s + took_s)
+            estimate = self._used / (round_trip_s if is_full else round_trip_s + took_s)
             self._estimate_bps = max(self._estimate_bps, estimate)
-            gained = STARTUP_GAIN * self._estimate_bps if rests else self._window / round_trip_s
-            self._pace_bps = max(self._pace_bps, gained)
-        elif rests and not self._paced:
+            pace_bps = STARTUP_GAIN * self._estimate_bps if was_idle else self._window / round_trip_s
+            self._pace_bps = max(self._pace_bps, pace_bps)
+        elif was_idle and not self._paced:
             timeout_s = round_trip_s + took_s / 2 + max(self._spread_s, LEAST_SPREAD_S)
             self._window = max(
                 self._window / 2 ** int(min(rest_s / timeout_s, MOST_HALVINGS)), FIRST_WINDOW_BITS
             )
-        self.filled = self.filled and not rests
-        self._before = 0.0 if rests else self._used
+        self.filled = self.filled and not was_idle
+        self._before = 0.0 if was_idle else self._used

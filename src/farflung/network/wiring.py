@@ -73,15 +73,15 @@ class Wiring:
 
     def path(self, src: int, dst: int) -> Path:
         """Returns the path from ``src`` to ``dst``."""
-        known = self._paths.get((src, dst))
-        if known is None:
-            known = self._paths[src, dst] = self._laid(src, dst)
-        return known
+        path = self._paths.get((src, dst))
+        if path is None:
+            path = self._paths[src, dst] = self._laid(src, dst)
+        return path
 
     def _laid(self, src: int, dst: int) -> Path:
         profile = self.profile
         a, b = profile.site_index(src), profile.site_index(dst)
-        there = profile.connection(a, b)
+        site_link = profile.connection(a, b)
         uses = []
         for key, capacity, times in limits(profile, a, b, src, dst, loses=self._loses):
             if key not in self._numbers:
@@ -89,12 +89,12 @@ class Wiring:
                 self.capacities.append(capacity)
             uses.append(Use(self._numbers[key], times))
         return Path(
-            there.link.latency_s,
-            there.link.jitter_s,
+            site_link.link.latency_s,
+            site_link.link.jitter_s,
             tuple(uses),
             profile.congestion,
             profile.round_trip_s(a, b),
-            there.link.loss,
+            site_link.link.loss,
             profile.connections_of(a, b),
         )
 
@@ -107,18 +107,18 @@ def limits(
     profile: NetworkProfile, src_site: int, dst_site: int, src: int, dst: int, *, loses: bool = True
 ) -> Iterator[tuple[Resource, Capacity, int]]:
     """Yields the limits of a flow between two nodes, or nodes of two groups, with the number of crossings."""
-    way = profile.connection(src_site, dst_site)
-    link = ("link", src_site, dst_site) if way.shared else ("pair", src, dst)
-    speed = profile.goodput_bps(src_site, dst_site) if loses else way.link.bandwidth_bps
+    site_link = profile.connection(src_site, dst_site)
+    link = ("link", src_site, dst_site) if site_link.shared else ("pair", src, dst)
+    speed = profile.goodput_bps(src_site, dst_site) if loses else site_link.link.bandwidth_bps
     ends = {"up": src, "down": dst}
-    every = [
+    candidates = [
         (link, speed, 1),
         *(
             ((kind, ends.get(kind, place), 0), capacity, times)
             for (kind, place), capacity, times in profile.limits(src_site, dst_site)
         ),
     ]
-    yield from (one for one in every if isinstance(one[1], Trace) or one[1] < math.inf)
+    yield from (item for item in candidates if isinstance(item[1], Trace) or item[1] < math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +173,13 @@ def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
 def mesh(groups: Sequence[Group], *, to_owners: bool = False, from_owners: bool = False) -> list[Bundle]:
     """Builds the flows between every two nodes; optionally only those to owners, or from owners."""
     bundles = []
-    for src, one in enumerate(groups):
-        for dst, other in enumerate(groups):
-            if (to_owners and not other.owns) or (from_owners and not one.owns):
+    for src, src_group in enumerate(groups):
+        for dst, dst_group in enumerate(groups):
+            if (to_owners and not dst_group.owns) or (from_owners and not src_group.owns):
                 continue
-            same = src == dst
-            if other.count > same:
-                bundles.append(Bundle(src, dst, other.count - same, one.count - same))
+            is_same = src == dst
+            if dst_group.count > is_same:
+                bundles.append(Bundle(src, dst, dst_group.count - is_same, src_group.count - is_same))
     return bundles
 
 
@@ -187,11 +187,11 @@ def used_by(
     profile: NetworkProfile, groups: Sequence[Group], bundle: Bundle
 ) -> dict[Resource, tuple[Capacity, int]]:
     """Collects the limits of a bundle: each capacity, and the number of its uses by the bundle's flows."""
-    one, other = groups[bundle.src], groups[bundle.dst]
-    each = {"pair": 1, "up": bundle.per_src, "down": bundle.per_dst}
+    src, dst = groups[bundle.src], groups[bundle.dst]
+    num_flows = {"pair": 1, "up": bundle.per_src, "down": bundle.per_dst}
     return {
-        resource: (capacity, times * each.get(resource[0], one.count * bundle.per_src))
-        for resource, capacity, times in limits(profile, one.site, other.site, bundle.src, bundle.dst)
+        resource: (capacity, times * num_flows.get(resource[0], src.count * bundle.per_src))
+        for resource, capacity, times in limits(profile, src.site, dst.site, bundle.src, bundle.dst)
     }
 
 

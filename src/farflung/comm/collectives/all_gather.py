@@ -28,23 +28,23 @@ async def all_gather(
         return tensor, side
     wire = Wire(channel, coding)
     # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
-    own = tensor
+    source = tensor
     if coding is None:
-        own = copied(channel, tensor, scratch_like(tensor))
+        source = copied(channel, tensor, scratch_like(tensor))
     segments = cut(tensor.numel(), pieces_of(tensor.nbytes))
     hop = channel.hops(len(segments))
     packed = []
     for index, segment in enumerate(segments):
-        piece = wire.pack(segment.of(own), segment, 1)
+        piece = wire.pack(segment.of(source), segment, 1)
         packed.append(unshared(piece, tensor) if isinstance(piece, Payload) else piece)
         for peer in others(channel):
             channel.send(with_side(packed[index], side if index == 0 else None), peer, hop + index)
 
-    total_side = side
+    total_metadata = side
     for index, segment in enumerate(segments):
         total = segment.of(tensor)
-        mine = wire.unpack(packed[index], total, segment, 1)
-        _, sides = await wire.sum(mine, segment, hop + index, side if index == 0 else None, total)
+        local_part = wire.unpack(packed[index], total, segment, 1)
+        _, sides = await wire.sum(local_part, segment, hop + index, side if index == 0 else None, total)
         if index == 0:
-            total_side = sum_in_order(sides)
-    return tensor, total_side
+            total_metadata = sum_in_order(sides)
+    return tensor, total_metadata

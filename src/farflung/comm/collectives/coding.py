@@ -66,9 +66,9 @@ class Coding:
     def _state(self, spec: TensorSpec, where: Segment, count: int) -> CodecState:
         if self.codec.stateless:
             return CodecState()
-        shared, own = self.seeds
+        shared, local = self.seeds
         return self.codec.init(
-            spec, Seeds(derive(shared, where.start, count), derive(own, where.start, count))
+            spec, Seeds(derive(shared, where.start, count), derive(local, where.start, count))
         )
 
 
@@ -120,13 +120,13 @@ class Wire:
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
         """Receives a packed segment that is dense like ``like``, and the metadata if it is included."""
-        packed, *rest = (await self._channel.recv(src, hop)).parts
+        packed, *extras = (await self._channel.recv(src, hop)).parts
         if isinstance(packed, Tensor) == (self._coding is None):
             if isinstance(packed, Payload) or (packed.dtype == like.dtype and packed.shape == like.shape):
-                side = rest[0] if rest else None
-                assert side is None or isinstance(side, Tensor)
+                metadata = extras[0] if extras else None
+                assert metadata is None or isinstance(metadata, Tensor)
                 (packed,) = on_device(Payload((packed,)), like.device).parts
-                return packed, side
+                return packed, metadata
         raise ProtocolError(
             f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"
         )

@@ -25,5 +25,5 @@ async def native(
     if channel.size == 1:
         return tensor, side
     summed = channel.all_reduce(tensor)
-    total_side = channel.all_reduce(side)
-    return await summed, await total_side
+    total_metadata = channel.all_reduce(side)
+    return await summed, await total_metadata

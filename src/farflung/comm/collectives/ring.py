@@ -33,27 +33,27 @@ async def ring(
     after, before = (rank + 1) % size, (rank - 1) % size
     places = cut(tensor.numel(), size)
     segments = [place.of(tensor) for place in places]
-    riding = {0: side} if rank == 0 else {}
+    metadata_by_segment = {0: side} if rank == 0 else {}
 
     packed = wire.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(with_side(packed, riding.get(sending)), after, hop + k)
-        own, place = segments[receiving], places[receiving]
-        came, partial_side = await wire.recv(before, hop + k, own)
-        if partial_side is not None:
-            riding[receiving] = partial_side + side
-        packed = wire.pack(wire.add([wire.unpack(came, own, place, k + 1), own]), place, k + 2)
+        channel.send(with_side(packed, metadata_by_segment.get(sending)), after, hop + k)
+        segment, place = segments[receiving], places[receiving]
+        received, partial_metadata = await wire.recv(before, hop + k, segment)
+        if partial_metadata is not None:
+            metadata_by_segment[receiving] = partial_metadata + side
+        packed = wire.pack(wire.add([wire.unpack(received, segment, place, k + 1), segment]), place, k + 2)
 
     hop += size - 1
     complete = (rank + 1) % size
     wire.put(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        channel.send(with_side(packed, riding.get(sending)), after, hop + k)
+        channel.send(with_side(packed, metadata_by_segment.get(sending)), after, hop + k)
         target = segments[receiving]
-        packed, total_side = await wire.recv(before, hop + k, target)
-        if total_side is not None:
-            riding[receiving] = total_side
+        packed, total_metadata = await wire.recv(before, hop + k, target)
+        if total_metadata is not None:
+            metadata_by_segment[receiving] = total_metadata
         wire.put(packed, target, places[receiving], size)
-    return tensor, riding[0]
+    return tensor, metadata_by_segment[0]

@@ -44,9 +44,9 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 def copied(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
     """Copies ``source`` into ``target``, unless they share memory, as a charged part of an exchange."""
-    there = source.data_ptr() == target.data_ptr()
+    is_same = source.data_ptr() == target.data_ptr()
     copy = partial(target.copy_, source)
-    return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if there else copy)
+    return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if is_same else copy)
 
 
 def summed(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

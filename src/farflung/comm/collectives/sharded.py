@@ -106,17 +106,17 @@ async def _by_owners(
                 packed = wire.pack(views[owner][piece], owned[owner][piece], 1)
                 channel.send(with_side(packed, side if piece == 0 else None), owner, hop + 2 * piece)
 
-    total_side = side
+    total_metadata = side
     if rank < owners:
-        for piece, (own, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
-            total, sides = await wire.sum(own, place, hop + 2 * piece, side)
+        for piece, (piece_view, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
+            total, sides = await wire.sum(piece_view, place, hop + 2 * piece, side)
             if piece == 0:
-                total_side = sum_in_order(sides)
+                total_metadata = sum_in_order(sides)
             packed = wire.pack(total, place, size)
-            riding = total_side if piece == 0 and not everyone_owns else None
+            riding = total_metadata if piece == 0 and not everyone_owns else None
             for peer in peers:
                 channel.send(with_side(packed, riding), peer, hop + 2 * piece + 1)
-            wire.put(packed, own, place, size)
+            wire.put(packed, piece_view, place, size)
 
     for piece in range(pieces):
         for owner in peers:
@@ -124,5 +124,5 @@ async def _by_owners(
                 target = views[owner][piece]
                 packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
                 wire.put(packed, target, owned[owner][piece], size)
-                total_side = total_side if riding is None else riding
-    return tensor, total_side
+                total_metadata = total_metadata if riding is None else riding
+    return tensor, total_metadata
