@@ -80,7 +80,6 @@ class _Outgoing:
 
     @property
     def dealt(self) -> bool:
-        """Returns True if all of it has been taken."""
         return self.number > 0 and self.tensor == len(self.frames) - 1
 
     @property
