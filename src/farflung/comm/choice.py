@@ -49,13 +49,13 @@ def choose(
     """
     if among is None:
         among = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
-    best = among[0]
-    best_s = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
+    fastest = among[0]
+    fastest_s = cost_s(profile, fastest, nbytes, side_nbytes=side_nbytes)
     for candidate in among[1:]:
         candidate_s = cost_s(profile, candidate, nbytes, side_nbytes=side_nbytes)
-        if candidate_s < best_s * (1 - 1e-9):
-            best, best_s = candidate, candidate_s
-    return best
+        if candidate_s < fastest_s * (1 - 1e-9):
+            fastest, fastest_s = candidate, candidate_s
+    return fastest
 
 
 def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:

@@ -177,9 +177,9 @@ class FailureDetector:
                 self._asks_since = now
         self._due_s = self._asked_s + interval_s
         if waiting.src is not None:
-            silent_at = max(start_s, self._peer(waiting.src).heard_s) + deadline_s
-            if silent_at > now:
-                self._due_s = min(self._due_s, silent_at)
+            silence_end_s = max(start_s, self._peer(waiting.src).heard_s) + deadline_s
+            if silence_end_s > now:
+                self._due_s = min(self._due_s, silence_end_s)
         return Check(failure, should_probe, self._due_s)
 
     def _find_failure(
@@ -194,9 +194,9 @@ class FailureDetector:
         if has_asked and silent_s >= deadline_s:
             rank = chains[0][0] if len(chains) == 1 else waiting.src
             return Failure(rank, f"nothing has arrived for {silent_s:.1f} s")
-        moved_s = [self._peer(chain[0]).carried.last_s for chain in chains]
-        moved_s += [self._peer(rank).progress.last_s for chain in chains for rank in chain]
-        idle_s = now - max([since, *moved_s])
+        progress_s = [self._peer(chain[0]).carried.last_s for chain in chains]
+        progress_s += [self._peer(rank).progress.last_s for chain in chains for rank in chain]
+        idle_s = now - max([since, *progress_s])
         if idle_s >= BUSY * deadline_s:
             root = chains[0][-1] if len(chains) == 1 else waiting.src
             rank = waiting.src if root == self._rank else root

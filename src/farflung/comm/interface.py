@@ -64,10 +64,10 @@ def interface_address(interface: str) -> str:
         raise ConfigError(
             f"--interface {interface}: neither an address nor a network interface here; those are: {', '.join(names)}"
         )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             raise ConfigError(
                 f"--interface {interface}: has no IPv4 address; give an address instead"

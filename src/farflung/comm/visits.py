@@ -96,22 +96,22 @@ class Access:
         Raises:
           OSError: the member was not reached, does not know the key, or does not accept it.
         """
-        until = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         host, _, port = address.rpartition(":")
         raw_socket = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
         with _sealed(raw_socket) if self.encrypted else raw_socket as connection:
-            *_, nonce = CHALLENGE.unpack(exactly(connection, CHALLENGE.size, until))
+            *_, nonce = CHALLENGE.unpack(exactly(connection, CHALLENGE.size, deadline_s))
             visitor_nonce = secrets.token_bytes(16)
             der = connection.getpeercert(True) if isinstance(connection, ssl.SSLSocket) else None
             visitor_proof = visit_proof(self.key, "visitor", nonce + visitor_nonce, der)
             connection.sendall(HELLO.pack(VISITOR, 0, visitor_nonce, visitor_proof))
-            proof = exactly(connection, PROOF_NBYTES, until)
+            proof = exactly(connection, PROOF_NBYTES, deadline_s)
             if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + visitor_nonce, der)):
                 raise ConnectionError("another run")
             text = json.dumps(question).encode()
             connection.sendall(LENGTH.pack(len(text)) + text)
-            (nbytes,) = LENGTH.unpack(exactly(connection, LENGTH.size, until))
-            answer: dict[str, Any] = json.loads(exactly(connection, min(nbytes, MOST_NBYTES), until))
+            (nbytes,) = LENGTH.unpack(exactly(connection, LENGTH.size, deadline_s))
+            answer: dict[str, Any] = json.loads(exactly(connection, min(nbytes, MOST_NBYTES), deadline_s))
             return answer
 
 

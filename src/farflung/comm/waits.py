@@ -59,12 +59,12 @@ class Waits:
           Time of the next check; None if there is no such wait.
         """
         view = self._view
-        waiting, asks_at = view.mailbox.oldest(), math.inf
+        waiting, probe_s = view.mailbox.oldest(), math.inf
         if waiting is not None:
-            asks_at = waiting.since + deadline_s / QUESTIONS
-        if self._failure_detector is None and now < asks_at:
-            return None if waiting is None else asks_at
-        detector = self._detector(asks_at)
+            probe_s = waiting.since + deadline_s / QUESTIONS
+        if self._failure_detector is None and now < probe_s:
+            return None if waiting is None else probe_s
+        detector = self._detector(probe_s)
         if waiting is None:
             detector.rest()
             return None

@@ -102,14 +102,14 @@ def _delays(
     def get_latency_s(bundle: Bundle) -> float:
         return profile.connection(groups[bundle.src].site, groups[bundle.dst].site).link.latency_s
 
-    into: dict[int, float] = {}
-    out: dict[int, float] = {}
+    incoming: dict[int, float] = {}
+    outgoing: dict[int, float] = {}
     for bundle in gathering:
-        into[bundle.dst] = max(into.get(bundle.dst, 0.0), get_latency_s(bundle))
+        incoming[bundle.dst] = max(incoming.get(bundle.dst, 0.0), get_latency_s(bundle))
     for bundle in spreading:
-        out[bundle.src] = max(out.get(bundle.src, 0.0), get_latency_s(bundle))
-    return max(out.values()), max(
-        into.get(owner, 0.0) + out.get(owner, 0.0) for owner in into.keys() | out.keys()
+        outgoing[bundle.src] = max(outgoing.get(bundle.src, 0.0), get_latency_s(bundle))
+    return max(outgoing.values()), max(
+        incoming.get(owner, 0.0) + outgoing.get(owner, 0.0) for owner in incoming.keys() | outgoing.keys()
     )
 
 

@@ -48,7 +48,7 @@ class Flow:
 
 
 class Fabric:
-    """Resources of some capacity, and the flows that share them max-min fairly; see :func:`max_min_rates`.
+    """Resources of some capacity, and the flows that share them max-min fairly; see :func:`compute_max_min_rates`.
 
     The caller supplies the time: start flows, call :meth:`update_rates`, then :meth:`pop_ended` at
     :meth:`get_next_event_s`. A change is computed only for the flows that it can affect: those that share a

@@ -61,8 +61,8 @@ class Trace:
             not a < b for a, b in zip(self.times_s, self.times_s[1:], strict=False)
         ):
             raise ConfigError("times_s must begin at 0 and ascend")
-        after_last = self.times_s[-1] < self.end_s < math.inf
-        require(after_last, "end_s", self.end_s, "after the last of times_s")
+        is_valid_end = self.times_s[-1] < self.end_s < math.inf
+        require(is_valid_end, "end_s", self.end_s, "after the last of times_s")
         for bps in self.bandwidth_bps:
             require(0 <= bps < math.inf, "bandwidth_bps", bps, "a number of bits per second, 0 or more")
         choices = get_args(After)

@@ -82,8 +82,8 @@ def load_profile(path: Path) -> NetworkProfile:
     def read_connections(table: Table) -> list[Connection]:
         src, dst = table.text("from"), table.text("to")
         table.where = f"{table.where.rpartition(':')[0]}: link from {src} to {dst}"
-        shared, both_ways, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
-        ways = ((src, dst), (dst, src)) if both_ways else ((src, dst),)
+        shared, has_reverse, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
+        ways = ((src, dst), (dst, src)) if has_reverse else ((src, dst),)
         return [Connection(*ends, link, shared) for ends in ways]
 
     readers: Readers = {

@@ -87,8 +87,8 @@ def connections_for(
     """
     if round_trip_s == 0.0:
         return 1
-    one_bps = min(window_share_bps(control, loss, round_trip_s), LARGEST_WINDOW_BITS / round_trip_s)
-    return max(1, math.ceil(min((1 - loss) * rate_bps / one_bps, MOST_CONNECTIONS)))
+    connection_bps = min(window_share_bps(control, loss, round_trip_s), LARGEST_WINDOW_BITS / round_trip_s)
+    return max(1, math.ceil(min((1 - loss) * rate_bps / connection_bps, MOST_CONNECTIONS)))
 
 
 def repaired_s(

@@ -162,8 +162,8 @@ def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
       profile: Profile with its number of nodes.
       num_owners: Number of nodes that own a shard.
     """
-    starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
-    bounds = [*sorted(start for start in starts if 0 <= start < profile.node_count), profile.node_count]
+    first_nodes = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
+    bounds = [*sorted(start for start in first_nodes if 0 <= start < profile.node_count), profile.node_count]
     return [
         Group(profile.site_index(first), first, end - first, first < owners)
         for first, end in pairwise(bounds)

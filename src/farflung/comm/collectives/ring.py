@@ -30,7 +30,7 @@ async def ring(
         return tensor, side
     wire = Wire(channel, coding)
     hop = channel.hops(2 * (size - 1))
-    after, before = (rank + 1) % size, (rank - 1) % size
+    successor, predecessor = (rank + 1) % size, (rank - 1) % size
     places = cut(tensor.numel(), size)
     segments = [place.of(tensor) for place in places]
     metadata_by_segment = {0: side} if rank == 0 else {}
@@ -38,9 +38,9 @@ async def ring(
     packed = wire.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(with_side(packed, metadata_by_segment.get(sending)), after, hop + k)
+        channel.send(with_side(packed, metadata_by_segment.get(sending)), successor, hop + k)
         segment, place = segments[receiving], places[receiving]
-        received, partial_metadata = await wire.recv(before, hop + k, segment)
+        received, partial_metadata = await wire.recv(predecessor, hop + k, segment)
         if partial_metadata is not None:
             metadata_by_segment[receiving] = partial_metadata + side
         packed = wire.pack(wire.add([wire.unpack(received, segment, place, k + 1), segment]), place, k + 2)
@@ -50,9 +50,9 @@ async def ring(
     wire.put(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        channel.send(with_side(packed, metadata_by_segment.get(sending)), after, hop + k)
+        channel.send(with_side(packed, metadata_by_segment.get(sending)), successor, hop + k)
         target = segments[receiving]
-        packed, total_metadata = await wire.recv(before, hop + k, target)
+        packed, total_metadata = await wire.recv(predecessor, hop + k, target)
         if total_metadata is not None:
             metadata_by_segment[receiving] = total_metadata
         wire.put(packed, target, places[receiving], size)
