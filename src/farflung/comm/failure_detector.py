@@ -177,9 +177,9 @@ class FailureDetector:
                 self._asks_since = now
         self._due_s = self._asked_s + interval_s
         if waiting.src is not None:
-            silence_end_s = max(start_s, self._peer(waiting.src).heard_s) + deadline_s
-            if silence_end_s > now:
-                self._due_s = min(self._due_s, silence_end_s)
+            silent_at_s = max(start_s, self._peer(waiting.src).heard_s) + deadline_s
+            if silent_at_s > now:
+                self._due_s = min(self._due_s, silent_at_s)
         return Check(failure, should_probe, self._due_s)
 
     def _find_failure(

@@ -66,9 +66,7 @@ class Relay:
 
     def settle(self) -> None:
         """Drops held greetings of pairs that can connect, after a new view has changed their routes."""
-        self._held = {
-            ends: greeting for ends, greeting in self._held.items() if not self._routes.connect(*ends)
-        }
+        self._held = {ends: item for ends, item in self._held.items() if not self._routes.connect(*ends)}
 
     def lost(self, rank: int) -> None:
         """Stops relaying to and from a lost member, until it greets again."""

@@ -312,11 +312,7 @@ class TcpTransport:
         if member.wanted < count <= MOST_CONNECTIONS:
             self._widen(member, count)
         if connects(self.me, member.peer):
-            dialled = {
-                connection.index
-                for connection in self.entrance.early
-                if connection.dialled == member.peer.rank
-            }
+            dialled = {early.index for early in self.entrance.early if early.dialled == member.peer.rank}
             for index in range(1, min(count, member.wanted)):
                 if index not in member.links and index not in dialled:
                     self.entrance.dial(member, index)
@@ -390,7 +386,7 @@ class TcpTransport:
                 connection.close_soon()
             end_s, min_nbytes = time.monotonic() + LINGER_S, math.inf
             while (
-                unacked := sum(connection.unsettled_nbytes() for connection in connections)
+                unacked := sum(item.unsettled_nbytes() for item in connections)
             ) and time.monotonic() < end_s:
                 if unacked < min_nbytes:
                     end_s, min_nbytes = time.monotonic() + LINGER_S, unacked

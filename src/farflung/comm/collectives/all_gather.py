@@ -26,7 +26,7 @@ async def all_gather(
     """
     if channel.size == 1:
         return tensor, side
-    wire = Wire(channel, coding)
+    transfer = Wire(channel, coding)
     # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
     source = tensor
     if coding is None:
@@ -35,7 +35,7 @@ async def all_gather(
     hop = channel.hops(len(segments))
     packed = []
     for index, segment in enumerate(segments):
-        piece = wire.pack(segment.of(source), segment, 1)
+        piece = transfer.pack(segment.of(source), segment, 1)
         packed.append(unshared(piece, tensor) if isinstance(piece, Payload) else piece)
         for peer in others(channel):
             channel.send(with_side(packed[index], side if index == 0 else None), peer, hop + index)
@@ -43,8 +43,10 @@ async def all_gather(
     total_metadata = side
     for index, segment in enumerate(segments):
         total = segment.of(tensor)
-        local_part = wire.unpack(packed[index], total, segment, 1)
-        _, sides = await wire.sum(local_part, segment, hop + index, side if index == 0 else None, total)
+        local_part = transfer.unpack(packed[index], total, segment, 1)
+        _, all_metadata = await transfer.sum(
+            local_part, segment, hop + index, side if index == 0 else None, total
+        )
         if index == 0:
-            total_metadata = sum_in_order(sides)
+            total_metadata = sum_in_order(all_metadata)
     return tensor, total_metadata

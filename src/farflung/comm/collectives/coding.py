@@ -146,17 +146,17 @@ class Wire:
         Returns:
           The sum, and the metadata in rank order.
         """
-        parts, sides = [], []
+        parts, all_metadata = [], []
         for peer in range(self._channel.size):
             if peer == self._channel.rank:
-                part, riding = own, side
+                part, extra = own, side
             else:
-                packed, riding = await self.recv(peer, hop, own)
+                packed, extra = await self.recv(peer, hop, own)
                 part = self.unpack(packed, own, where, 1)
             parts.append(part)
-            if riding is not None:
-                sides.append(riding)
-        return self.add(parts, out), sides
+            if extra is not None:
+                all_metadata.append(extra)
+        return self.add(parts, out), all_metadata
 
     def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""

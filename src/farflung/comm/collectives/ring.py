@@ -28,32 +28,34 @@ async def ring(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    wire = Wire(channel, coding)
+    transfer = Wire(channel, coding)
     hop = channel.hops(2 * (size - 1))
     successor, predecessor = (rank + 1) % size, (rank - 1) % size
     places = cut(tensor.numel(), size)
     segments = [place.of(tensor) for place in places]
-    metadata_by_segment = {0: side} if rank == 0 else {}
+    extras = {0: side} if rank == 0 else {}
 
-    packed = wire.pack(segments[rank], places[rank], 1)
+    packed = transfer.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(with_side(packed, metadata_by_segment.get(sending)), successor, hop + k)
+        channel.send(with_side(packed, extras.get(sending)), successor, hop + k)
         segment, place = segments[receiving], places[receiving]
-        received, partial_metadata = await wire.recv(predecessor, hop + k, segment)
+        received, partial_metadata = await transfer.recv(predecessor, hop + k, segment)
         if partial_metadata is not None:
-            metadata_by_segment[receiving] = partial_metadata + side
-        packed = wire.pack(wire.add([wire.unpack(received, segment, place, k + 1), segment]), place, k + 2)
+            extras[receiving] = partial_metadata + side
+        packed = transfer.pack(
+            transfer.add([transfer.unpack(received, segment, place, k + 1), segment]), place, k + 2
+        )
 
     hop += size - 1
     complete = (rank + 1) % size
-    wire.put(packed, segments[complete], places[complete], size)
+    transfer.put(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        channel.send(with_side(packed, metadata_by_segment.get(sending)), successor, hop + k)
+        channel.send(with_side(packed, extras.get(sending)), successor, hop + k)
         target = segments[receiving]
-        packed, total_metadata = await wire.recv(predecessor, hop + k, target)
+        packed, total_metadata = await transfer.recv(predecessor, hop + k, target)
         if total_metadata is not None:
-            metadata_by_segment[receiving] = total_metadata
-        wire.put(packed, target, places[receiving], size)
-    return tensor, metadata_by_segment[0]
+            extras[receiving] = total_metadata
+        transfer.put(packed, target, places[receiving], size)
+    return tensor, extras[0]

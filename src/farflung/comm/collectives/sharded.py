@@ -87,7 +87,7 @@ async def _by_owners(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    wire = Wire(channel, coding)
+    transfer = Wire(channel, coding)
     owned = shards_of(tensor.numel(), tensor.element_size(), owners)
     views = [[place.of(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])
@@ -103,26 +103,26 @@ async def _by_owners(
     for piece in range(pieces):
         for owner in peers:
             if owner < owners:
-                packed = wire.pack(views[owner][piece], owned[owner][piece], 1)
+                packed = transfer.pack(views[owner][piece], owned[owner][piece], 1)
                 channel.send(with_side(packed, side if piece == 0 else None), owner, hop + 2 * piece)
 
     total_metadata = side
     if rank < owners:
         for piece, (piece_view, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
-            total, sides = await wire.sum(piece_view, place, hop + 2 * piece, side)
+            total, all_metadata = await transfer.sum(piece_view, place, hop + 2 * piece, side)
             if piece == 0:
-                total_metadata = sum_in_order(sides)
-            packed = wire.pack(total, place, size)
-            riding = total_metadata if piece == 0 and not everyone_owns else None
+                total_metadata = sum_in_order(all_metadata)
+            packed = transfer.pack(total, place, size)
+            extra = total_metadata if piece == 0 and not everyone_owns else None
             for peer in peers:
-                channel.send(with_side(packed, riding), peer, hop + 2 * piece + 1)
-            wire.put(packed, piece_view, place, size)
+                channel.send(with_side(packed, extra), peer, hop + 2 * piece + 1)
+            transfer.put(packed, piece_view, place, size)
 
     for piece in range(pieces):
         for owner in peers:
             if owner < owners:
                 target = views[owner][piece]
-                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
-                wire.put(packed, target, owned[owner][piece], size)
-                total_metadata = total_metadata if riding is None else riding
+                packed, extra = await transfer.recv(owner, hop + 2 * piece + 1, target)
+                transfer.put(packed, target, owned[owner][piece], size)
+                total_metadata = total_metadata if extra is None else extra
     return tensor, total_metadata
