@@ -79,7 +79,7 @@ class Mailbox:
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
         self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
-        """Members that were admitted, see :meth:`readmit_sender`, and those that have left or were lost."""
+        """Members that were admitted, see :meth:`admit_sender`, and those that have left or were lost."""
         self.view = 0
         """Number of the view whose messages are received."""
         self._ahead: list[tuple[int, int, Tag, Payload]] = []
@@ -270,7 +270,7 @@ class Mailbox:
         self.departures.tell(src)
 
     def welcome(self, src: int) -> None:
-        """Admits a sender again; undoes :meth:`fail_from`."""
+        """Admits a sender, perhaps again; undoes :meth:`fail_from`."""
         self._gone.pop(src, None)
         self.arrivals.tell(src)
 

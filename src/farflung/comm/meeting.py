@@ -23,7 +23,7 @@ ENDED = "no process listens at its address any more"
 
 
 class Meeting(Listener):
-    """Members of a view; :class:`farflung.comm.View` adds their messages.
+    """Members of a view; :class:`farflung.comm.ViewSession` adds their messages.
 
     Args:
       transport: Transport of the view's messages.

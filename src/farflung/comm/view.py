@@ -1,4 +1,4 @@
-"""Membership view of real processes: admission, messages, the failure detector, and how members leave."""
+"""View session of a real process: admission, messages, the failure detector, and how members leave."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CONTROL = Tag(0)
 
 
 class View(Meeting):
-    """Membership view of one rank.
+    """Session of one rank in a membership view.
 
     It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
 
