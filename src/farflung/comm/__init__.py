@@ -1,4 +1,4 @@
-"""Messages between replicas: the wire format, matching by tag, collectives, and the communicator of the wall clock."""
+"""Communication between replicas: the wire format, matching by tag, collectives, and the wall clock's communicator."""
 
 from typing import TYPE_CHECKING
 

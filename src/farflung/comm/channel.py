@@ -1,4 +1,4 @@
-"""One exchange's share of a communicator."""
+"""Channel: one exchange's share of a communicator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STEP_BITS = 56
 
 
 class PurposeBase(IntEnum):
-    """What exchanges are for; exchanges are numbered by purpose and step, so that no two ever meet.
+    """Purpose of an exchange; exchanges are numbered by purpose and step, so their messages never mix.
 
     Each member has a number, the ``kind`` that its bytes are counted as, and ``words`` for errors.
     """
@@ -43,20 +43,20 @@ class PurposeBase(IntEnum):
     words: str
 
     def __new__(cls, number: int, kind: str, words: str) -> Self:
-        """Makes an integer with two attributes."""
+        """Creates an integer with two attributes."""
         purpose = int.__new__(cls, number)
         purpose._value_, purpose.kind, purpose.words = number, kind, words
         return purpose
 
     def at(self, step: int) -> int:
-        """The number of this purpose's exchange at one step."""
+        """Returns the number of this purpose's exchange at one step."""
         return self << _STEP_BITS | step
 
 
 class Purpose(PurposeBase):
-    """What the exchanges of replicas are for.
+    """Purpose of an exchange between replicas.
 
-    ``gradients`` are whatever steps exchange, updates too. Coded training has numbers 13 to 16.
+    ``gradients`` are the tensors that steps exchange, including updates. Coded training has numbers 13 to 16.
     """
 
     STEP = 0, "gradients", "the exchange"
@@ -80,31 +80,31 @@ class Purpose(PurposeBase):
 
 
 RELAYED = "relayed"
-"""What bytes are counted as that a replica passes on between two others; these count them too, as what they are for."""
+"""Kind of the bytes that a replica relays between two others, which also count them by their purpose."""
 PURPOSES: dict[int, PurposeBase] = {int(purpose): purpose for purpose in Purpose}
-"""All purposes by number; a package with purposes of its own adds them."""
+"""Purposes by number; a package may add its own."""
 
 
 def kind_of(exchange: int) -> str:
-    """What the bytes of an exchange are counted as: the kind of its purpose, or ``other`` where it has none."""
+    """Returns the kind that the bytes of an exchange are counted as; ``other`` if it has no purpose."""
     purpose = PURPOSES.get(exchange >> _STEP_BITS)
     return "other" if purpose is None else purpose.kind
 
 
 def step_of(exchange: int) -> int:
-    """The step that :meth:`Purpose.at` has numbered an exchange by."""
+    """Returns the step of an exchange's number; see :meth:`Purpose.build_exchange_id`."""
     return exchange & ((1 << _STEP_BITS) - 1)
 
 
 def of_no_view(exchange: int) -> bool:
-    """Whether messages of an exchange outlive the view that they are sent in."""
+    """Returns True if messages of an exchange outlive the view in which they are sent."""
     return exchange >> _STEP_BITS in (Purpose.VIEWS, Purpose.STATE)
 
 
 def describe(tag: Tag) -> str:
     """Describes a message's purpose, step, part and hop, for errors.
 
-    >>> describe(Tag(Purpose.EVALUATION.at(3), 1))
+    >>> describe_tag(Tag(Purpose.EVALUATION.build_exchange_id(3), 1))
     'averaging or scoring the model at step 3, part 1, hop 0'
     """
     purpose, step = divmod(tag.exchange, 1 << _STEP_BITS)
@@ -112,19 +112,19 @@ def describe(tag: Tag) -> str:
 
 
 class ExchangeChannel:
-    """Numbers the hops of one exchange and counts its bytes; see :class:`farflung.types.Channel`.
+    """Channel of one exchange: numbers its hops and counts its bytes; see :class:`farflung.types.Channel`.
 
     Args:
-      comm: the ranks that take part.
-      exchange: the exchange's number, from :meth:`Purpose.at`; alike on all ranks.
-      part: which of the parts that this exchange moves.
+      comm: Communicator of the ranks that take part.
+      exchange: Number of the exchange, from :meth:`Purpose.build_exchange_id`; equal on all ranks.
+      part: Number of the part that this exchange moves.
     """
 
     def __init__(self, comm: Group, exchange: int, part: int) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.kind = kind_of(exchange)
-        """What its bytes are counted as."""
+        """Kind that its bytes are counted as."""
         self.sent: Counts = np.zeros(comm.size, dtype=np.int64)
         """Payload bytes sent so far to each rank."""
         self._comm = comm
@@ -141,7 +141,7 @@ class ExchangeChannel:
         return int(self.sent.sum())
 
     def tag(self, hop: int) -> Tag:
-        """Of this exchange and part."""
+        """Returns the tag of a hop."""
         return Tag(self._exchange, self._part, hop)
 
     def hops(self, count: int) -> int:
@@ -151,22 +151,22 @@ class ExchangeChannel:
         return first
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        """Runs ``fn`` now; a modelled device is charged for it."""
+        """Runs ``fn`` now; charges a modelled device for it."""
         if self._lane is not None:
             self._lane.charge(cost)
         return fn()
 
     def computed(self) -> Pending[None]:
-        """Done when the modelled device is through with what was computed."""
+        """Completes when the modelled device has finished all computations."""
         return _THROUGH if self._lane is None else self._lane.through()
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        """Sends, and counts the payload's bytes."""
+        """Sends a payload and counts its bytes."""
         self.sent[dst] += payload.nbytes
         return self._comm.send(payload, dst, self.tag(hop))
 
     def count(self, nbytes: Counts) -> None:
-        """Counts what goes past :meth:`send`."""
+        """Counts bytes that bypass :meth:`send`."""
         self.sent += nbytes
         self._comm.sent.add(self.kind, nbytes)
 
@@ -180,7 +180,7 @@ class ExchangeChannel:
         return self._comm.collective(name)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
-        """The backend's own sum; its bytes are modelled as a ring's, ``2 (n-1)/n`` of the tensor to the next rank."""
+        """Sums by the backend; models its bytes as a ring's, ``2 (n-1)/n`` of the tensor to the next rank."""
         modelled = np.zeros(self.size, dtype=np.int64)
         modelled[(self.rank + 1) % self.size] = 2 * (self.size - 1) * tensor.nbytes // self.size
         self.count(modelled)
@@ -188,11 +188,11 @@ class ExchangeChannel:
 
 
 class Values(NamedTuple, Generic[T]):
-    """How the result of an exchange travels to a member that lacks it.
+    """Codec of an exchange's result, for a member that lacks it.
 
     Args:
-      pack: the result as tensors.
-      unpack: the result from such tensors, which it may keep.
+      pack: Converts the result to tensors.
+      unpack: Converts such tensors, which it may keep, to the result.
     """
 
     pack: Callable[[T], tuple[Tensor, ...]]
@@ -201,11 +201,11 @@ class Values(NamedTuple, Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class Started(Generic[T]):
-    """An exchange that has been started.
+    """Handle of a running exchange.
 
     Args:
-      channel: counts its bytes.
-      result: what it brings.
+      channel: Channel that counts its bytes.
+      result: Result of the exchange.
     """
 
     channel: ExchangeChannel
@@ -226,18 +226,18 @@ def start(
     rewind: Callable[[], None] | None = None,
     ends_step: bool = False,
 ) -> Started[T]:
-    """Starts an exchange beside the replica, in the same order on all replicas.
+    """Starts an exchange in the background, in the same order on all replicas.
 
-    Where the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be made several times.
+    If the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be built several times.
 
     Args:
-      runtime: the world.
-      number: of the exchange, from :meth:`Purpose.at`.
-      part: which of the parts that this exchange moves.
-      make: the exchange, on a channel; leaves what it needs untouched where the run is elastic.
-      values: how its result travels.
-      rewind: restores what ``make`` has changed, before it is made again.
-      ends_step: whether all exchanges of a training step have been started with it.
+      runtime: Runtime of the replica.
+      number: Number of the exchange, from :meth:`Purpose.build_exchange_id`.
+      part: Number of the part that this exchange moves.
+      make: Builds the exchange on a channel; must not modify its inputs in an elastic run.
+      result_codec: Codec of its result.
+      rewind: Restores what ``make`` has changed, before the exchange is built again.
+      is_last_of_step: True if this is the last exchange of a training step.
     """
     if runtime.elastic is not None:
         started: Started[T] = runtime.elastic.start(

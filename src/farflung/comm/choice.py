@@ -1,4 +1,4 @@
-"""Which collective is the fastest, by the latency-bandwidth model; what ``auto`` stands for in a run."""
+"""Choice of the fastest collective by the latency-bandwidth model, and resolution of ``auto`` in a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 __all__ = ["SIDE_NBYTES", "choose", "cost_s", "resolve_collective"]
 
 SIDE_NBYTES = 48
-"""What rides beside a gradient: its weight, and what a replica tells the others."""
+"""Bytes of a gradient's metadata: its weight, and reports of the replica."""
 
 
 def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes: int = 0) -> float:
-    """Seconds that one exchange takes.
+    """Predicts the duration of one exchange, in seconds.
 
     Args:
-      profile: with its number of nodes.
-      collective: a name in :data:`farflung.comm.COLLECTIVES`.
-      nbytes: of one replica's tensor; what payloads take that all gather is what ``all_gather`` takes.
-      side_nbytes: of the vector that rides along.
+      profile: Network profile with its number of nodes.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`.
+      nbytes: Bytes of one replica's tensor; for payloads that all replicas gather, predict ``all_gather``.
+      metadata_nbytes: Bytes of the metadata.
 
     Raises:
-      UnknownName: no such collective.
-      Unsupported: one whose time cannot be predicted.
+      UnknownName: there is no such collective.
+      Unsupported: its duration cannot be predicted.
       ConfigError: the profile's number of nodes is open.
     """
     formula = collective_named(collective).cost_s
@@ -42,43 +42,43 @@ def cost_s(profile: NetworkProfile, collective: str, nbytes: int, *, side_nbytes
 def choose(
     profile: NetworkProfile, nbytes: int, *, among: Sequence[str] | None = None, side_nbytes: int = 0
 ) -> str:
-    """The collective that is fastest for ``nbytes``; equal on all ranks that have the same profile.
+    """Chooses the fastest collective for ``nbytes``; equal on all ranks that have the same profile.
 
-    The first of ``among`` wins unless another is faster by more than a billionth: no choice hangs on how a machine
-    rounds. All whose time can be predicted are among them when not given.
+    The first candidate wins unless another is faster by more than a billionth, so that rounding never decides.
+    Default candidates are all collectives with a predictable duration.
     """
     if among is None:
         among = [name for name, collective in COLLECTIVES.items() if collective.cost_s is not None]
-    best = among[0]
-    seconds = cost_s(profile, best, nbytes, side_nbytes=side_nbytes)
-    for other in among[1:]:
-        found = cost_s(profile, other, nbytes, side_nbytes=side_nbytes)
-        if found < seconds * (1 - 1e-9):
-            best, seconds = other, found
-    return best
+    fastest = among[0]
+    fastest_s = cost_s(profile, fastest, nbytes, side_nbytes=side_nbytes)
+    for candidate in among[1:]:
+        candidate_s = cost_s(profile, candidate, nbytes, side_nbytes=side_nbytes)
+        if candidate_s < fastest_s * (1 - 1e-9):
+            fastest, fastest_s = candidate, candidate_s
+    return fastest
 
 
 def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
     """Resolves ``auto``: the fastest collective for one tensor among those that add in rank order.
 
-    Parameters therefore never depend on the choice. ``all_gather`` is considered only where it sends little more than
-    ``direct``: each rank adds the whole tensors of all ranks, and the model does not charge for that. Without a
-    network profile the result is :func:`farflung.comm.collectives.usual_collective`.
+    Parameters therefore never depend on the choice. ``all_gather`` is considered only if it sends little more
+    than ``direct``: each rank adds the whole tensors of all ranks, which the model does not charge. Without a
+    profile the result is :func:`farflung.comm.collectives.choose_default_collective`.
 
     Args:
-      nbytes: of the tensor.
-      size: number of replicas.
-      profile: of the network, given or measured; ``None``: nothing is known of it.
+      nbytes: Bytes of the tensor.
+      size: Number of replicas.
+      profile: Profile of the network, given or measured; None if it is unknown.
 
     Raises:
       ConfigError: the profile is of another number of nodes.
     """
-    usual = usual_collective(nbytes, size)
+    default = usual_collective(nbytes, size)
     if profile is None:
-        return usual
+        return default
     candidates = [
-        other
-        for other, collective in COLLECTIVES.items()
-        if collective.in_rank_order and collective.cost_s is not None and other not in (usual, "all_gather")
+        name
+        for name, collective in COLLECTIVES.items()
+        if collective.in_rank_order and collective.cost_s is not None and name not in (default, "all_gather")
     ]
-    return choose(profile.for_nodes(size), nbytes, among=[usual, *candidates], side_nbytes=SIDE_NBYTES)
+    return choose(profile.for_nodes(size), nbytes, among=[default, *candidates], side_nbytes=SIDE_NBYTES)

@@ -1,4 +1,4 @@
-"""Where a process listens, by which address its peers reach it, and what it proves itself with."""
+"""Endpoint of a process: where it listens, its advertised address, and its keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from farflung.errors import ConfigError
 __all__ = ["MOST_CONNECTIONS", "NO_WAY_IN", "Endpoint", "advertised", "ports_in"]
 
 NO_WAY_IN = "none"
-"""What a replica advertises to which no peer can connect."""
+"""Advertised by a replica to which no peer can connect."""
 MOST_CONNECTIONS = 64
-"""To one peer."""
+"""Most connections to one peer."""
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _HIGHEST = 65535
@@ -26,26 +26,26 @@ _HIGHEST = 65535
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How a process connects to its peers.
+    """Connection settings of a process.
 
     Args:
-      interface: the address, or the name of the network interface, to listen on; when not given, the one on the way to
-        the master address, or to the coordinator of coded training.
-      port: the port to listen at, or a range such as 7000-7100 of which each replica of a machine takes one, for
-        firewalls; when not given, any that is free.
-      advertise: HOST or HOST:PORT by which peers reach this process, where that is another address than the one it
-        listens at: behind port forwarding, in a container. none where no peer can connect to it, as behind a home
-        router: it connects to its peers, and one that can be reached relays between two that cannot.
-      keys: the folder made by farflung keys, with this machine's secret key and the public keys of all; everything is
-        encrypted then. When not given, keys are made for the run and exchanged through its store, or its coordinator,
-        so whatever reaches that can take part.
-      encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
-      connections: how many connections large messages to each peer share, 1 to 64: several are faster where packets are
-        lost or the way is long. When not given, as many as help, by what is measured; of two peers the larger number
-        counts.
+      interface: Address, or name of the network interface, to listen on; when not given, the one on the route
+        to the master address, or to the coordinator of coded training.
+      port: Port to listen on, or a range such as 7000-7100 of which each replica of a machine takes one, for
+        firewalls; when not given, any free one.
+      advertise: HOST or HOST:PORT by which peers reach this process, if that differs from its listening
+        address: behind port forwarding, in a container. none if no peer can connect to it, as behind a home
+        router: it connects to its peers, and a reachable one relays between two that are not.
+      keys: Folder made by farflung keys, with this machine's secret key and the public keys of all; everything
+        is then encrypted. When not given, keys are made for the run and exchanged through its store, or its
+        coordinator, so any machine that reaches it can take part.
+      encrypt: True to encrypt messages within this machine too, to measure the cost; those between machines always are.
+      connections: Number of connections that large messages to each peer share, 1 to 64: several are faster if
+        packets are lost or the round trip is long. When not given, as many as help, by measurement; of two
+        peers the larger number counts.
 
     Raises:
-      ConfigError: a port where none is listened at, or another number of connections.
+      ConfigError: there is a port although the process does not listen, or the number of connections is out of range.
     """
 
     interface: str | None = None
@@ -66,7 +66,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The address of the interface; loopback when not given.
+        """Address of the interface; loopback when not given.
 
         Raises:
           ConfigError: there is no such interface.
@@ -75,25 +75,25 @@ class Endpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether all peers are on this machine."""
+        """Returns True if all peers are on this machine."""
         return is_loopback(self.address) and self.advertise in (None, NO_WAY_IN)
 
     @property
     def encrypts(self) -> bool:
-        """Whether messages are encrypted."""
+        """Returns True if messages are encrypted."""
         return self.keys is not None or self.encrypt or not self.is_local
 
     @property
     def ports(self) -> range:
-        """The ports of which one is listened at.
+        """Candidate ports to listen on.
 
         Raises:
-          ConfigError: they cannot be read.
+          ConfigError: they cannot be parsed.
         """
         return ports_in(0 if self.port is None else self.port)
 
     def on(self, route: Callable[[], str]) -> Endpoint:
-        """Returns this endpoint, with the address that ``route`` finds where no interface is given."""
+        """Resolves the interface by ``find_address`` if none is given; returns the endpoint."""
         return self if self.interface else replace(self, interface=route())
 
     def read_keys(self) -> Keys | None:
@@ -105,7 +105,7 @@ class Endpoint:
         return None if self.keys is None else load_keys(Path(self.keys))
 
     def proof(self) -> Keys | None:
-        """Returns what this process proves itself with; ``None`` where it does not encrypt.
+        """Returns the keys of this process, new ones if there is no folder; None if it does not encrypt.
 
         Raises:
           ConfigError: the folder of keys cannot be used.
@@ -114,39 +114,39 @@ class Endpoint:
 
 
 def ports_in(asked: str | int) -> range:
-    """The ports in ``7000``, ``"7000"`` or ``"7000-7100"``; 0 stands for any that is free.
+    """Parses ``7000``, ``"7000"`` or ``"7000-7100"`` as ports; 0 is any free port.
 
     Raises:
-      ConfigError: it says something else.
+      ConfigError: it is malformed.
     """
-    found = _PORTS.fullmatch(str(asked))
-    first = int(found[1]) if found else -1
-    last = int(found[2]) if found and found[2] else first
+    match = _PORTS.fullmatch(str(asked))
+    first = int(match[1]) if match else -1
+    last = int(match[2]) if match and match[2] else first
     if not 0 <= first <= last <= _HIGHEST or (first == 0 < last):
         raise ConfigError(f"--port {asked}: must be a port or a range of them, such as 7000 or 7000-7100")
     return range(first, last + 1)
 
 
 def advertised(asked: str, port: int) -> str:
-    """The address in ``"HOST"``, ``"HOST:PORT"``, ``"[IPV6]"`` or ``"[IPV6]:PORT"``, as a peer's is published.
+    """Parses ``"HOST"``, ``"HOST:PORT"``, ``"[IPV6]"`` or ``"[IPV6]:PORT"`` as a published address.
 
     Args:
-      asked: what the others are to be told; a host's name is looked up here.
-      port: where none is said.
+      text: Advertised address; the name of a host is resolved here.
+      port: Default port.
 
     Raises:
-      ConfigError: no such host, or it says something else.
+      ConfigError: the host is unknown, or the text is malformed.
     """
-    found = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
-    if found is None or not 0 < int(found[2] or found[4] or port) <= _HIGHEST:
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
+    if match is None or not 0 < int(match[2] or match[4] or port) <= _HIGHEST:
         raise ConfigError(
             f"--advertise {asked}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000, or "
             f"{NO_WAY_IN} where no peer can connect"
         )
     try:
-        (*_, (host, *_)), *_ = socket.getaddrinfo(found[1] or found[3], None, type=socket.SOCK_STREAM)
+        (*_, (host, *_)), *_ = socket.getaddrinfo(match[1] or match[3], None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--advertise {asked}: unknown host ({error.strerror})") from None
     if ipaddress.ip_address(host).is_unspecified:
         raise ConfigError(f"--advertise {asked}: name the address that the other machines reach")
-    return f"{tcp(str(host))}:{found[2] or found[4] or port}"
+    return f"{tcp(str(host))}:{match[2] or match[4] or port}"

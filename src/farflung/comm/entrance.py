@@ -1,12 +1,12 @@
-"""Connections of one process that are no member's yet: those that it accepts, and those that it makes.
+"""Handshake: connections of one process, accepted or made, that are not authenticated yet.
 
-Each begins with an introduction: the acceptor sends a nonce, the dialler answers with its rank and a proof that it
-knows the tokens of both, which the run's store has told the run's processes alone, and the acceptor proves the same.
-With keys all of this is inside TLS, and the certificate of the other end has to be the one that was published for its
-rank, byte by byte: that the certificate verifies is not enough.
+Each begins with an introduction. The acceptor sends a nonce. The dialer answers with its rank and a proof that
+it knows the tokens of both, which the run's store reveals to the run's processes alone. The acceptor proves the
+same. With keys all of this is inside TLS, and the other end's certificate must be byte for byte the one
+published for its rank: that the certificate verifies is not enough.
 
-Until then a connection is a stranger's. It costs a descriptor, is cut off at a deadline, and counts against a bound;
-where the bound is reached, or no member is due, nothing is accepted.
+An unauthenticated connection costs a descriptor, has a deadline, and counts against a limit. At the limit, or
+if no member is expected, nothing is accepted.
 """
 
 from __future__ import annotations
@@ -35,68 +35,68 @@ if TYPE_CHECKING:
 __all__ = ["CROWD", "Entrance", "Remote"]
 
 HANDSHAKE_S = 10.0
-"""How long a connection may take until both ends have proved which ranks they are."""
+"""Seconds that a connection may take until both ends have proved their ranks."""
 CROWDED_S = 2.0
-"""The same where more than half as many strangers are there as may be."""
+"""Seconds that it may take if more than half of :data:`MAX_UNAUTHENTICATED` connections are open."""
 CROWD = 64
-"""Strangers at once, beside the members that are due."""
+"""Most unauthenticated connections at once, besides the expected members."""
 RETRY_S, RETRY_MOST_S = 0.2, 5.0
-"""After how long a rank dials again, doubled each time, and the most."""
+"""Seconds until another attempt to connect, doubled each time, and their maximum."""
 QUICK_DIALS, QUICK_S = 200, (0.5, 0.5, 0.5, 1.5)
-"""How often a rank that was connected before is dialled soon, and for how many seconds at a time, in turn: the kernel
-asks again after 1 second."""
+"""Most quick attempts to reconnect to a rank, and the seconds of each, in turn: the kernel retransmits after 1
+second."""
 _BURST = 32
-"""Connections that are accepted in a row."""
+"""Most connections that are accepted in a row."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def _proof(nonce: bytes, of: bytes, to: bytes, *said: int) -> bytes:
-    """Proves, to the process with one token and for this connection alone, that the other one is known."""
+    """Computes the proof, for one process and this connection alone, that the sender knows both tokens."""
     return hmac.digest(to, nonce + of + struct.pack(f"<{len(said)}I", *said), "sha256")
 
 
 @dataclass(eq=False)
 class Remote:
-    """A peer that is let in or connected to.
+    """State of a peer that is accepted or connected to.
 
     Args:
-      peer: how it is reached and recognised.
-      landings: what arrives from it.
+      peer: Address and credentials of the peer.
+      recv_buffers: Partial messages from it.
     """
 
     peer: Peer
     landings: Landings
     sender: Sender = field(default_factory=Sender)
     links: dict[int, Link] = field(default_factory=dict)
-    """Its connections, by number."""
+    """Connections, by number."""
     wanted: int = 1
-    """How many there are to be."""
+    """Number of requested connections."""
     ended: bool = False
-    """Whether its connections have ended."""
+    """True once its connections have ended."""
     again: bool = False
-    """Whether it was connected before."""
+    """True if it was connected before."""
     dials: int = 0
-    """How often it was dialled since."""
+    """Number of quick attempts to reconnect."""
     failed: bool = False
-    """Whether a process was reached at its address that did not prove to be it."""
+    """True if a process at its address failed to authenticate as this peer."""
     settled: bool = False
-    """Whether more connections have not helped."""
+    """True if more connections have not helped."""
     looked_s: float = 0.0
     sent: int = 0
     rate_bps: float = 0.0
-    """When the first connection had been busy for so long, how much all of them had sent, and how fast."""
+    """Busy seconds of the first connection, bytes that all had sent, and their rate, at the last measurement."""
 
 
 class Entrance:
-    """The connections of a transport that are no member's yet.
+    """Handshakes of a transport's unauthenticated connections.
 
     Args:
-      transport: is told of those that have proved to be a member's.
-      loop: waits for them.
-      remotes: the peers that are let in or connected to, by rank.
-      door: is listened at; ``None``: no peer can connect.
-      due: how many are to be accepted.
-      later: whether peers may come later than the first meeting.
+      transport: Transport that handles authenticated connections.
+      loop: Event loop that watches the sockets.
+      remotes: Peers that are accepted or connected to, by rank.
+      server_socket: Listening socket; None if no peer can connect.
+      num_expected: Number of connections to accept.
+      allow_late: True if peers may come after the first meeting.
     """
 
     def __init__(
@@ -111,23 +111,23 @@ class Entrance:
         self._transport, self._loop, self._remotes, self._later = transport, loop, remotes, later
         self.door, self.due = door, due
         self.early: set[Link] = set()
-        """The connections."""
+        """Unauthenticated connections."""
         self.visits: tuple[bytes, Callable[[bytes], bytes]] | None = None
-        """The key that visitors prove that they know, and what answers them."""
+        """Key that visitors prove that they know, and the function that answers them."""
         self.tls: ssl.SSLContext | None = None
-        """The settings for those that connect; ``None`` where they are to be made anew."""
+        """TLS settings for accepted connections; None if they must be rebuilt."""
         self.rests = False
-        """Whether nothing is accepted for a while, for want of descriptors."""
+        """True while nothing is accepted for lack of descriptors."""
         self._closes = True
-        """Whether nothing is accepted or made, before the first meeting and at the end."""
+        """True while nothing is accepted or connected, before the first meeting and at the end."""
         self._reads_door = False
 
     def open(self) -> None:
-        """Accepts and makes connections from now on."""
+        """Starts to accept and make connections."""
         self._closes = False
 
     def dial(self, member: Remote, index: int, again_s: float = RETRY_S) -> None:
-        """Makes a connection of a number to a peer, and again where it fails, after so many seconds."""
+        """Connects to a peer; retries after ``retry_s`` seconds on failure."""
         peer = member.peer
         if self._closes or member.ended or self._remotes.get(peer.rank) is not member:
             return
@@ -143,17 +143,17 @@ class Entrance:
             if self._transport.keys is None
             else tls_context(self._transport.keys, [peer.key or ""], server=False)
         )
-        link = Link(self._loop, self._transport, sock, peer.rank, context)
-        link.index = index
-        if connects(self._transport.me, peer):  # and no probe
-            quick = member.again and member.dials < QUICK_DIALS
-            again = partial(self.dial, member, index, again_s if quick else min(2 * again_s, RETRY_MOST_S))
-            link.retry = partial(self._loop.call_later, again_s, again)
-            if quick:
+        connection = Link(self._loop, self._transport, sock, peer.rank, context)
+        connection.index = index
+        if connects(self._transport.me, peer):  # not a probe
+            is_quick = member.again and member.dials < QUICK_DIALS
+            retry = partial(self.dial, member, index, again_s if is_quick else min(2 * again_s, RETRY_MOST_S))
+            connection.retry = partial(self._loop.call_later, again_s, retry)
+            if is_quick:
                 member.dials += 1
-                self._loop.call_later(QUICK_S[member.dials % len(QUICK_S)], link.give_up_connecting)
-        self._await(link, HANDSHAKE_S)
-        link.connect((host, port))
+                self._loop.call_later(QUICK_S[member.dials % len(QUICK_S)], connection.give_up_connecting)
+        self._await(connection, HANDSHAKE_S)
+        connection.connect((host, port))
 
     def _accept(self) -> None:
         assert self.door is not None
@@ -172,14 +172,14 @@ class Entrance:
                     return
                 continue  # it was closed before it was accepted
             sock.setblocking(False)
-            link = Link(self._loop, self._transport, sock, None, self._server_context())
-            crowded = sum(one.dialled is None for one in self.early) > CROWD // 2
-            self._await(link, min(CROWDED_S, HANDSHAKE_S) if crowded else HANDSHAKE_S)
-            link.begin()
+            connection = Link(self._loop, self._transport, sock, None, self._server_context())
+            is_crowded = sum(pending.dialled is None for pending in self.early) > CROWD // 2
+            self._await(connection, min(CROWDED_S, HANDSHAKE_S) if is_crowded else HANDSHAKE_S)
+            connection.begin()
             self.mind()
 
     def _await(self, link: Link, seconds: float) -> None:
-        """Ends a connection that is no member's after so many seconds."""
+        """Ends a connection unless it authenticates within ``seconds``."""
         self.early.add(link)
 
         def give_up() -> None:
@@ -193,32 +193,32 @@ class Entrance:
         self.mind()
 
     def mind(self) -> None:
-        """Accepts where a member is due and not too many strangers are there."""
+        """Updates the watch of the listening socket: accepts if a member is expected and the limit is not reached."""
         if self.door is None or self._closes:
             return
-        more = sum(
+        missing = sum(
             member.wanted - len(member.links)
             for member in self._remotes.values()
             if member.links and connects(member.peer, self._transport.me)
         )
-        due = self.due + more
-        strangers = sum(link.dialled is None for link in self.early)
-        reads = (due > 0 or self.visits is not None) and strangers < CROWD + due and not self.rests
-        if reads != self._reads_door:
-            self._reads_door = reads
-            self._loop.watch(self.door.fileno(), readable=self._accept if reads else None)
+        expected = self.due + missing
+        num_open = sum(connection.dialled is None for connection in self.early)
+        accepts = (expected > 0 or self.visits is not None) and num_open < CROWD + expected and not self.rests
+        if accepts != self._reads_door:
+            self._reads_door = accepts
+            self._loop.watch(self.door.fileno(), readable=self._accept if accepts else None)
 
     def _server_context(self) -> ssl.SSLContext | None:
-        """The settings for those that connect: their certificates are those of the members."""
+        """Returns the TLS settings for accepted connections, which know the members' certificates."""
         if self._transport.keys is not None and self.tls is None:
             peers = [member.peer.key or "" for member in self._remotes.values()]
             self.tls = tls_context(self._transport.keys, peers, server=True)
             if self.visits is not None:
-                self.tls.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member has to
+                self.tls.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member must
         return self.tls
 
     def connected(self, link: Link) -> None:
-        """A connection is there, and TLS where there is any: the introduction begins."""
+        """Starts the introduction on a connection, after any TLS handshake."""
         if link.dialled is None:
             link.nonce = secrets.token_bytes(16)
             link.say(CHALLENGE.pack(MAGIC, VERSION, link.nonce), expects=HELLO.size)
@@ -231,7 +231,7 @@ class Entrance:
         return self._transport.keys is None or link.certificate() == certificate_of(peer.key or "")
 
     def heard(self, link: Link, said: bytes) -> None:
-        """A part of the introduction has been heard."""
+        """Handles a part of the introduction."""
         if link.hears is not None:
             link.hears(said)
             return
@@ -239,9 +239,9 @@ class Entrance:
             self._introduced(link, *HELLO.unpack(said))
             return
         member = self._remotes[link.dialled]
-        mine, theirs = self._transport.me.token, member.peer.token
+        local_token, peer_token = self._transport.me.token, member.peer.token
         if link.nonce:
-            if hmac.compare_digest(said, _proof(link.nonce, theirs, mine)):
+            if hmac.compare_digest(said, _proof(link.nonce, peer_token, local_token)):
                 self._transport.promote(member, link)
             else:
                 link.end(ConnectionError("another rank"))
@@ -251,39 +251,39 @@ class Entrance:
             link.end(ConnectionError("another protocol or version"))
             return
         link.nonce = secrets.token_bytes(16)
-        proof = _proof(nonce, mine, theirs, self._transport.me.rank, link.index)
+        proof = _proof(nonce, local_token, peer_token, self._transport.me.rank, link.index)
         link.say(HELLO.pack(self._transport.me.rank, link.index, link.nonce, proof), expects=PROOF_NBYTES)
 
     def _introduced(self, link: Link, rank: int, index: int, nonce: bytes, proof: bytes) -> None:
-        """A connection says that it is of a rank."""
+        """Authenticates the dialer of an accepted connection."""
         if rank == VISITOR and self.visits is not None:
             self._visited(link, self.visits, nonce, proof)
             return
         member = self._remotes.get(rank)
-        mine = self._transport.me.token
+        local_token = self._transport.me.token
         if (
             member is None
-            or not hmac.compare_digest(proof, _proof(link.nonce, member.peer.token, mine, rank, index))
+            or not hmac.compare_digest(proof, _proof(link.nonce, member.peer.token, local_token, rank, index))
             or not self._is_of(link, member.peer)
         ):
             link.end(ConnectionError("no member"))
             return
         if member.ended or not connects(member.peer, self._transport.me):
-            self.early.discard(link)  # no stranger: it comes too early, or is a probe
+            self.early.discard(link)  # it comes too early, or is a probe
             link.end(None)
             return
         if index in member.links or index >= (member.wanted if member.links else 1):
             link.end(ConnectionError("no member"))
             return
         link.index = index
-        link.say(_proof(nonce, mine, member.peer.token))
+        link.say(_proof(nonce, local_token, member.peer.token))
         if link.state is not State.GONE:
             self._transport.promote(member, link)
 
     def _visited(
         self, link: Link, visits: tuple[bytes, Callable[[bytes], bytes]], nonce: bytes, proof: bytes
     ) -> None:
-        """A connection says that it is a visitor's; see :mod:`farflung.comm.visits`."""
+        """Authenticates a visitor; see :mod:`farflung.comm.visits`."""
         from farflung.comm.visits import LENGTH, MOST_NBYTES, visit_proof
 
         (key, answer), nonces = visits, link.nonce + nonce
@@ -291,26 +291,26 @@ class Entrance:
             link.end(ConnectionError("no visitor"))
             return
 
-        def asks(said: bytes) -> None:
+        def handle_question(question: bytes) -> None:
             self.early.discard(link)
             self._transport.see_off(link)
-            text = answer(said)
+            text = answer(question)
             link.see_off(LENGTH.pack(len(text)) + text)
             self.mind()
 
-        def begins(said: bytes) -> None:
-            (nbytes,) = LENGTH.unpack(said)
-            link.hears = asks
+        def handle_length(header: bytes) -> None:
+            (nbytes,) = LENGTH.unpack(header)
+            link.hears = handle_question
             if 0 < nbytes <= MOST_NBYTES:
                 link.say(b"", expects=nbytes)
             else:
                 link.end(ConnectionError("no question"))
 
-        link.hears = begins
+        link.hears = handle_length
         link.say(visit_proof(key, "member", nonces, self._transport.me.key), expects=LENGTH.size)
 
     def gone(self, link: Link, remote: Remote | None, was: State, error: Exception | None) -> None:
-        """A connection has ended before it was a member's."""
+        """Handles the end of an unauthenticated connection."""
         self.early.discard(link)
         if self._closes:
             return
@@ -321,7 +321,7 @@ class Entrance:
         self.mind()
 
     def _miss(self, member: Remote, link: Link, was: State, error: Exception | None) -> None:
-        """A connection that this rank has made has not come to be a member's."""
+        """Handles a failed attempt to connect or authenticate."""
         if member.again and isinstance(error, ConnectionRefusedError):
             self._transport.listener.ended(member.peer.rank)
             return
@@ -332,10 +332,10 @@ class Entrance:
         link.retry()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Closes all unauthenticated connections and the listening socket."""
         self._closes = True
-        for link in tuple(self.early):
-            link.end(None)
+        for connection in tuple(self.early):
+            connection.end(None)
         if self.door is not None:
             self._loop.watch(self.door.fileno())
             self.door.close()

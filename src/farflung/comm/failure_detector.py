@@ -1,4 +1,4 @@
-"""The failure detector: which rank each rank is blocked on, and which rank a wait has failed on."""
+"""Failure detector: the rank that each rank is blocked on, and the rank on which a wait has failed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from farflung.types import Json
 __all__ = ["BUSY", "LEAST_NBYTES", "BlockedOn", "FailureDetector", "Progress"]
 
 BlockedOn: TypeAlias = 'int | Literal["data"] | None'
-"""The source of what a rank waits for: another rank, the rank's own stream of samples, or no rank in particular."""
+"""Source that a rank waits for: another rank, the rank's own stream of samples, or no rank in particular."""
 
 BUSY = 10
-"""The deadlines without progress after which a wait for a rank that answers fails."""
+"""Number of deadlines without progress after which a wait for a responsive rank fails."""
 LEAST_NBYTES = LEAST_PIECE_NBYTES
-"""The bytes of messages that count as progress where they are carried within a deadline."""
+"""Bytes of messages that count as progress if they are carried within a deadline."""
 
 
 class Progress:
-    """When a rank has made progress last, as its counters tell.
+    """Time of a rank's last progress, by its counters.
 
-    A step, a computation, or a message is progress, and so are :data:`LEAST_NBYTES` bytes within one deadline.
+    A step, a computation, a message, or :data:`MIN_PROGRESS_NBYTES` bytes within one deadline are progress.
 
     Args:
-      since: the time from which it counts, in seconds.
-      nbytes: the counter of bytes at that time.
+      start_s: Time from which it counts, in seconds.
+      nbytes: Counter of bytes at that time.
     """
 
     def __init__(self, since: float = -math.inf, nbytes: int = 0) -> None:
@@ -49,25 +49,25 @@ class Progress:
 
 @dataclass(slots=True)
 class _Peer:
-    """What is known of a peer."""
+    """State of a peer."""
 
     blocked_on: BlockedOn = None
-    """What it has told last."""
+    """Source that it was blocked on, by its last report."""
     progress: Progress = field(default_factory=Progress)
-    """As it has told."""
+    """Progress by its reports."""
     heard_s: float = -math.inf
-    """When anything has arrived from it last."""
+    """Time of the last bytes from it."""
     heard_nbytes: int | None = None
     carried: Progress = field(default_factory=Progress)
-    """Of the bytes to and from it."""
+    """Progress of the bytes to and from it."""
 
 
 class Failure(NamedTuple):
-    """Why a wait has failed.
+    """Failure of a wait.
 
     Args:
-      rank: the rank that it has failed on; ``None``: no rank in particular.
-      why: the reason, for the error.
+      rank: Rank that it has failed on; None for no rank in particular.
+      reason: Reason, for the error.
     """
 
     rank: int | None
@@ -75,12 +75,12 @@ class Failure(NamedTuple):
 
 
 class Check(NamedTuple):
-    """The result of a look at the signs of life.
+    """Result of a check of the signs of life.
 
     Args:
-      failure: of the wait; ``None``: it goes on.
-      asks: whether the peers are to be asked now.
-      due_s: when to look again, in seconds.
+      failure: Failure of the wait; None if it goes on.
+      should_probe: True if the peers are to be probed now.
+      next_check_s: Time of the next check, in seconds.
     """
 
     failure: Failure | None
@@ -89,21 +89,21 @@ class Check(NamedTuple):
 
 
 class FailureDetector:
-    """One rank's wait-for graph, from which it finds whether a wait has failed, and on which rank.
+    """Wait-for graph of one rank, which finds if a wait has failed, and on which rank.
 
-    While a wait lasts, a rank asks its peers :data:`farflung.comm.mailbox.QUESTIONS` times in each deadline. They
-    answer at once with what blocks them and how far they are. So the age of a wait does not count:
+    While a wait lasts, a rank probes its peers :data:`farflung.comm.mailbox.PROBES_PER_DEADLINE` times per deadline.
+    They answer at once with their progress and the source that blocks them. So the age of a wait does not count:
 
-    * It fails on its source where nothing has arrived from that for a deadline.
-    * It fails on the root of the chain of waits where that answers, and no rank of the chain has made progress for
-      :data:`BUSY` deadlines. A rank that waits for samples makes progress.
+    * It fails on its source if nothing has arrived from it for a deadline.
+    * It fails on the root of the chain of waits if the root answers, and no rank of the chain has made progress for
+      :data:`MAX_IDLE_DEADLINES` deadlines. A rank that waits for samples makes progress.
 
-    A rank that has stood still itself counts from then on, since it has not read yet what has arrived meanwhile.
+    If this rank itself has been suspended, all times count from its return, since it has not read its messages yet.
 
     Args:
-      rank: this rank.
-      traffic: gives the bytes that a peer's connections have carried.
-      due_s: when the next look is due, in seconds.
+      rank: This rank.
+      get_traffic: Returns the bytes that a peer's connections have carried.
+      next_check_s: Time of the next check, in seconds.
     """
 
     def __init__(self, rank: int, traffic: Callable[[int], Traffic], due_s: float = math.inf) -> None:
@@ -111,9 +111,9 @@ class FailureDetector:
         self._peers: dict[int, _Peer] = {}
         self._waiting: Waiting | None = None
         self._awake_s = -math.inf
-        """When this rank had stood still last."""
+        """Time at which this rank last returned from a suspension."""
         self._asks_since: float | None = None
-        """Since when the peers are asked; ``None``: they are not."""
+        """Time since which the peers are probed; None if they are not."""
         self._asked_s = -math.inf
         self._due_s = due_s
 
@@ -122,13 +122,13 @@ class FailureDetector:
         self._peer(rank).heard_s = max(self._peer(rank).heard_s, now)
 
     def hear_report(self, rank: int, body: Mapping[str, Json], now: float, deadline_s: float) -> None:
-        """Records what a peer tells of itself.
+        """Records a peer's report of itself.
 
         Args:
-          rank: the peer.
-          body: the message's body.
-          now: the clock, in seconds.
-          deadline_s: of the run.
+          rank: Rank of the peer.
+          body: Body of the message.
+          time_s: Current time, in seconds.
+          deadline_s: Deadline of the run.
         """
         peer, blocked_on = self._peer(rank), body.get("for")
         count, nbytes = body.get("count"), body.get("nbytes")
@@ -141,21 +141,21 @@ class FailureDetector:
             peer.progress.update(count, nbytes, now, deadline_s)
 
     def forget(self, rank: int) -> None:
-        """Discards what is known of an earlier holder of a rank."""
+        """Discards the state of an earlier holder of a rank."""
         self._peers.pop(rank, None)
 
     def rest(self) -> None:
-        """Ends the questions, since this rank waits for nothing."""
+        """Stops the probes, since this rank waits for nothing."""
         self._waiting, self._asks_since, self._due_s = None, None, math.inf
 
     def check(self, waiting: Waiting, peers: Collection[int], now: float, deadline_s: float) -> Check:
-        """Looks at the signs of life of those that the oldest wait depends on.
+        """Checks the signs of life of the ranks that the oldest wait depends on.
 
         Args:
-          waiting: this rank's oldest wait.
-          peers: the ranks that may be asked.
-          now: the clock, in seconds.
-          deadline_s: of the run.
+          waiting: This rank's oldest wait.
+          peers: Ranks that may be probed.
+          time_s: Current time, in seconds.
+          deadline_s: Deadline of the run.
         """
         interval_s = deadline_s / QUESTIONS
         if now > self._due_s + interval_s:
@@ -167,26 +167,26 @@ class FailureDetector:
         if now < waiting.since + interval_s:
             self._asks_since, self._due_s = None, waiting.since + interval_s
             return Check(None, False, self._due_s)
-        asks = self._asks_since is None or now >= self._asked_s + interval_s
-        self._look_at(peers if asks else sources, now, deadline_s)
-        since = max(waiting.since, self._awake_s)
-        failure = self._find_failure(waiting, peers, since, now, deadline_s)
-        if asks:
+        should_probe = self._asks_since is None or now >= self._asked_s + interval_s
+        self._look_at(peers if should_probe else sources, now, deadline_s)
+        start_s = max(waiting.since, self._awake_s)
+        failure = self._find_failure(waiting, peers, start_s, now, deadline_s)
+        if should_probe:
             self._asked_s = now
             if self._asks_since is None:
                 self._asks_since = now
         self._due_s = self._asked_s + interval_s
         if waiting.src is not None:
-            silent_at = max(since, self._peer(waiting.src).heard_s) + deadline_s
-            if silent_at > now:
-                self._due_s = min(self._due_s, silent_at)
-        return Check(failure, asks, self._due_s)
+            silent_at_s = max(start_s, self._peer(waiting.src).heard_s) + deadline_s
+            if silent_at_s > now:
+                self._due_s = min(self._due_s, silent_at_s)
+        return Check(failure, should_probe, self._due_s)
 
     def _find_failure(
         self, waiting: Waiting, peers: Collection[int], since: float, now: float, deadline_s: float
     ) -> Failure | None:
         chains = [self._follow(rank) for rank in (peers if waiting.src is None else (waiting.src,))]
-        if waiting.src is None:  # those that wait for this rank are not waited for
+        if waiting.src is None:  # ranks that wait for this rank do not count
             chains = [chain for chain in chains if chain[-1] != self._rank] or chains
         heard_s = max((self._peer(chain[0]).heard_s for chain in chains), default=-math.inf)
         silent_s = now - max(since, heard_s)
@@ -194,9 +194,9 @@ class FailureDetector:
         if has_asked and silent_s >= deadline_s:
             rank = chains[0][0] if len(chains) == 1 else waiting.src
             return Failure(rank, f"nothing has arrived for {silent_s:.1f} s")
-        moved_s = [self._peer(chain[0]).carried.last_s for chain in chains]
-        moved_s += [self._peer(rank).progress.last_s for chain in chains for rank in chain]
-        idle_s = now - max([since, *moved_s])
+        progress_s = [self._peer(chain[0]).carried.last_s for chain in chains]
+        progress_s += [self._peer(rank).progress.last_s for chain in chains for rank in chain]
+        idle_s = now - max([since, *progress_s])
         if idle_s >= BUSY * deadline_s:
             root = chains[0][-1] if len(chains) == 1 else waiting.src
             rank = waiting.src if root == self._rank else root

@@ -1,4 +1,4 @@
-"""What one member of a run sends and receives: the part that is alike in both worlds, and that of real processes."""
+"""Communicators of one member: the half that both worlds share, and that of real processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Group", "WallCommunicator"]
 
 
 class Group(ABC):
-    """The half of a :class:`farflung.types.Communicator` that receives, and counts what is sent.
+    """Half of a :class:`farflung.types.Communicator` that receives messages and counts sent bytes.
 
     Args:
-      mailbox: of the member.
-      rank: of the member.
-      size: the number of ranks.
-      sent: the bytes sent so far.
+      mailbox: Mailbox of the member.
+      rank: Rank of the member.
+      size: Number of ranks.
+      sent_bytes: Bytes sent so far.
     """
 
     def __init__(self, mailbox: Mailbox, rank: int, size: int, sent: Sent) -> None:
@@ -37,7 +37,7 @@ class Group(ABC):
 
     @abstractmethod
     def _begin_wait(self, deadline_s: float | None) -> float:
-        """Returns the time at which a wait begins that has so many seconds of its own, or none."""
+        """Returns the time at which a wait begins, with an optional deadline of its own."""
 
     def recv(
         self,
@@ -56,7 +56,7 @@ class Group(ABC):
         return self._mailbox.recv_any(tag, expect, self._begin_wait(deadline_s), deadline_s)
 
     def quiet_s(self, rank: int) -> float:
-        """Returns the seconds since bytes of a member have arrived; infinite where that is not known."""
+        """Returns the seconds since bytes of a member have arrived; infinity if unknown."""
         del rank
         return math.inf
 
@@ -65,11 +65,11 @@ class Group(ABC):
 
 
 class WallCommunicator(Group):
-    """The communicator of one view; see :class:`farflung.types.Communicator`. It belongs to the view's thread.
+    """Communicator of one view; see :class:`farflung.types.Communicator`. It belongs to the view's thread.
 
     Args:
-      view: whose messages.
-      native: sums a tensor by the backend's collective, or ``None`` where there is none.
+      view: View of its messages.
+      native: Sums a tensor by the backend's collective; None if there is none.
     """
 
     lane: None = None
@@ -77,7 +77,7 @@ class WallCommunicator(Group):
     def __init__(self, view: View, *, native: Callable[[Tensor], Pending[Tensor]] | None = None) -> None:
         super().__init__(view.mailbox, view.rank, view.size, view.sent)
         self.view = view
-        """The members."""
+        """View of the members."""
         self.send, self.advance, self.reconnect = view.send, view.advance, view.reconnect
         self.relay, self.moved_nbytes = view.relay.serve, view.waits.moved_nbytes
         self._native = native
@@ -92,7 +92,7 @@ class WallCommunicator(Group):
         return self.view.transport.quiet_s(rank)
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """The backend's sum; calls match by their order, so all ranks make them in the same one."""
+        """Sums by the backend; calls match by their order, which must be equal on all ranks."""
         del tag
         if self._native is None:
             raise RuntimeError("native collectives were not asked for when the run began")

@@ -1,4 +1,4 @@
-"""Which of a machine's addresses to listen on."""
+"""Network interfaces: the address to listen on, and the local address on a route."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach ``address``.
+    """Returns True if only this machine can reach ``address``.
 
     Raises:
-      ConfigError: it is no address, or stands for all of a machine's addresses.
+      ConfigError: it is not an address, or stands for all of a machine's addresses.
     """
     try:
         parsed = ipaddress.ip_address(address)
@@ -40,7 +40,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_address() -> str:
-    """Returns this machine's loopback address: that of IPv6 where it has none of IPv4."""
+    """Returns this machine's loopback address: ``::1`` if there is no IPv4."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((LOOPBACK, 0))
@@ -50,10 +50,10 @@ def loopback_address() -> str:
 
 
 def interface_address(interface: str) -> str:
-    """The address meant by ``interface``: itself, or the IPv4 address of the network interface of that name.
+    """Returns the address that ``interface`` names: itself, or the IPv4 address of that network interface.
 
     Raises:
-      ConfigError: no address, and no interface here has that name or an address.
+      ConfigError: it is neither an address nor a network interface with an IPv4 address.
     """
     try:
         return str(ipaddress.ip_address(interface))
@@ -64,10 +64,10 @@ def interface_address(interface: str) -> str:
         raise ConfigError(
             f"--interface {interface}: neither an address nor a network interface here; those are: {', '.join(names)}"
         )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             raise ConfigError(
                 f"--interface {interface}: has no IPv4 address; give an address instead"
@@ -76,14 +76,14 @@ def interface_address(interface: str) -> str:
 
 
 def check_host(host: str, named: str) -> None:
-    """Checks that there is a host of a name.
+    """Checks that a host name resolves.
 
     Args:
-      host: its name or address.
-      named: how the user gave it, for messages.
+      host: Name or address of the host.
+      option: The user's option, for messages.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: the host is unknown.
     """
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -92,10 +92,10 @@ def check_host(host: str, named: str) -> None:
 
 
 def route_to(host: str) -> str:
-    """This machine's address on the way to ``host``; nothing is sent.
+    """Returns this machine's address on the route to ``host``; sends nothing.
 
     Raises:
-      ConfigError: no such host, or no way there.
+      ConfigError: the host is unknown, or there is no route to it.
     """
     check_host(host, f"MASTER_ADDR {host}")
     for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
@@ -110,7 +110,7 @@ def route_to(host: str) -> str:
 
 
 def how_to_be_reached() -> str:
-    """Says what to do where a machine that others connect to listens on loopback, for errors."""
+    """Returns advice for errors where a machine that others connect to listens on loopback."""
     return (
         "set MASTER_ADDR (--master-addr) to an address of rank 0's machine that all machines reach, not to a name that "
         "/etc/hosts maps to 127.0.1.1 there, or give each machine its own --interface (Endpoint(interface=...))"
@@ -118,5 +118,5 @@ def how_to_be_reached() -> str:
 
 
 def tcp(address: str) -> str:
-    """``address`` as a peer's is published, without a port."""
+    """Formats an address as peers publish it, without a port."""
     return f"tcp://[{address}]" if ":" in address else f"tcp://{address}"

@@ -1,9 +1,8 @@
-"""The certificates by which replicas recognise each other, and the folder that holds them where the run's store is not
-trusted.
+"""Certificates by which replicas authenticate each other, and their folder for runs whose store is not trusted.
 
-A folder belongs to one machine: ``NAME.secret`` is its secret key and certificate, ``*.public`` are the certificates of
-all replicas that may take part, its own among them. All are PEM. A certificate is self-signed, for P-256, and no
-certificate authority; what it says of names and times means nothing, it is compared byte by byte.
+A folder belongs to one machine: ``NAME.secret`` is its secret key and certificate, ``*.public`` are the
+certificates of all replicas that may take part, including its own. All are PEM. A certificate is self-signed,
+for P-256, and not a certificate authority. Its names and times mean nothing: it is compared byte by byte.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a replica proves itself with, and which others it accepts.
+    """Keys of a replica, and the certificates that it accepts.
 
     Args:
-      public: its certificate, in PEM.
-      secret: the key that never leaves the machine, and the certificate, in PEM.
-      listed: the names of all accepted certificates; ``None`` accepts those that the run's store names.
+      public: Its certificate, in PEM.
+      secret: Secret key and certificate, in PEM; never leaves the machine.
+      accepted_names: Names of all accepted certificates; None accepts those that the run's store names.
     """
 
     public: str
@@ -46,13 +45,13 @@ class Keys:
 
     @staticmethod
     def fresh() -> Keys:
-        """A new pair."""
+        """Generates a new pair."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
         key = ec.generate_private_key(ec.SECP256R1())
-        # OpenSSL looks for a certificate by its subject, and takes the first that it finds.
+        # OpenSSL finds a certificate by its subject, and takes the first match.
         named = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, secrets.token_hex(16))])
         certificate = (
             x509.CertificateBuilder()
@@ -72,17 +71,17 @@ class Keys:
 
 
 def certificate_of(public: str) -> bytes:
-    """The certificate in DER."""
+    """Converts a certificate from PEM to DER."""
     return ssl.PEM_cert_to_DER_cert(public)
 
 
 def fingerprint(public: str) -> str:
-    """What stands for a certificate in messages: the beginning of its SHA-256, in hex."""
+    """Computes the short name of a certificate: the first half of its SHA-256, in hex."""
     return hashlib.sha256(certificate_of(public)).hexdigest()[:32]
 
 
 def is_public_key(text: object) -> bool:
-    """Whether ``text`` is a certificate as in :class:`Keys`."""
+    """Returns True if ``text`` is a certificate as in :class:`Keys`."""
     try:
         return isinstance(text, str) and _certificate(text) == text
     except ValueError:
@@ -90,21 +89,21 @@ def is_public_key(text: object) -> bool:
 
 
 def _certificate(text: str) -> str:
-    """The first certificate in a text, alone; raises ``ValueError`` where there is none."""
+    """Extracts the first certificate of a text; raises ``ValueError`` if there is none."""
     begin = "-----BEGIN CERTIFICATE-----"
     public = begin + text.partition(begin)[2].partition("-----END")[0] + "-----END CERTIFICATE-----\n"
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=public)
-    except (TypeError, ssl.SSLError):  # not even ASCII, or nothing that can be read
+    except (TypeError, ssl.SSLError):  # not ASCII, or not a certificate
         raise ValueError("no certificate") from None
     return ssl.DER_cert_to_PEM_cert(certificate_of(public))
 
 
 def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSLContext:
-    """TLS 1.3 between a replica and those with ``accepted`` certificates.
+    """Builds the TLS 1.3 settings between a replica and those with ``accepted`` certificates.
 
-    That a certificate verifies means only that it is one of these, or was signed by one: compare it with the one that
-    is due.
+    Verification means only that a certificate is one of these or signed by one: compare it with the expected
+    one.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -114,7 +113,7 @@ def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSL
     if server:
         context.num_tickets = 0
     with _file_with(keys.secret) as path:
-        context.load_cert_chain(path, password="none")  # rather than ask for one
+        context.load_cert_chain(path, password="none")  # rather than prompt for one
     for public in dict.fromkeys(accepted):
         context.load_verify_locations(cadata=certificate_of(public))
     return context
@@ -122,7 +121,7 @@ def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSL
 
 @contextmanager
 def _file_with(text: str) -> Iterator[str]:
-    """A file for this process alone: in memory where the system has such, which only Linux has."""
+    """Writes a file that only this process can open; in memory on Linux."""
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("farflung"), "w") as memory:
             memory.write(text)
@@ -136,47 +135,47 @@ def _file_with(text: str) -> Iterator[str]:
 
 
 def load_keys(folder: Path) -> Keys:
-    """Reads a folder of keys.
+    """Loads a folder of keys.
 
     Raises:
-      ConfigError: it is open to others, holds not exactly one secret key, or a file in it is damaged.
+      ConfigError: it is open to others, does not hold exactly one secret key, or a file in it is damaged.
     """
     if not folder.is_dir():
         raise ConfigError(
             f"--keys {folder}: no such folder; make it with: farflung keys {folder} --name NAME"
         )
     _demand_private(folder, folder.stat().st_mode, "700")
-    own = sorted(folder.glob("*.secret"))
-    if len(own) != 1:
+    secret_paths = sorted(folder.glob("*.secret"))
+    if len(secret_paths) != 1:
         raise ConfigError(
-            f"--keys {folder}: holds {len(own)} secret keys (*.secret) where this machine's one was due; "
+            f"--keys {folder}: holds {len(secret_paths)} secret keys (*.secret) where this machine's one was due; "
             + (
                 "remove those of other machines"
-                if own
+                if secret_paths
                 else f"make one with: farflung keys {folder} --name NAME"
             )
         )
-    secret = _read(own[0], private=True)
+    secret = _read(secret_paths[0], private=True)
     try:
         keys = Keys(_certificate(secret), secret)
         tls_context(keys, [], server=True)
     except (ValueError, ssl.SSLError):
         raise ConfigError(
-            f"{own[0]}: damaged: it holds no key with its certificate; make a new key"
+            f"{secret_paths[0]}: damaged: it holds no key with its certificate; make a new key"
         ) from None
-    listed = {}
+    names = {}
     for path in sorted(folder.glob("*.public")):
         try:
-            listed[_certificate(_read(path))] = path.stem
+            names[_certificate(_read(path))] = path.stem
         except ValueError:
             raise ConfigError(
                 f"{path}: holds no public key; copy it again from the machine that made it"
             ) from None
-    return replace(keys, listed={**listed, keys.public: own[0].stem})
+    return replace(keys, listed={**names, keys.public: secret_paths[0].stem})
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, str]:
-    """Makes a key and its certificate in a folder, which is made too where there is none.
+    """Creates a key and its certificate in a folder, which is created if necessary.
 
     Returns:
       The file to copy to the other machines, and the fingerprint of the certificate in it.
@@ -189,10 +188,10 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _demand_private(folder, folder.stat().st_mode, "700")
-        there = [path for path in folder.iterdir() if path.suffix == ".secret" or path.stem == name]
-        if there:
+        existing = [path for path in folder.iterdir() if path.suffix == ".secret" or path.stem == name]
+        if existing:
             raise ConfigError(
-                f"{there[0]} is there already: a folder holds one machine's keys, and none is ever overwritten"
+                f"{existing[0]} is there already: a folder holds one machine's keys, and none is ever overwritten"
             )
         keys = Keys.fresh()
         public = folder / f"{name}.public"
@@ -229,7 +228,7 @@ def _read(path: Path, *, private: bool = False) -> str:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """Writes a file that appears whole or not at all, and never in place of another."""
+    """Writes a file atomically, and never over another."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -238,6 +237,6 @@ def _write(path: Path, text: str, mode: int) -> None:
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        os.link(partial, path)  # unlike a rename, it fails where there is one already
+        os.link(partial, path)  # unlike a rename, it fails if the file exists
     finally:
         partial.unlink()

@@ -1,4 +1,4 @@
-"""One TCP connection, plain or with TLS: its state, what leaves over it and what arrives."""
+"""One TCP connection, plain or with TLS: its state, its outgoing and its incoming bytes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
 _KEEPIDLE = 0x10 if sys.platform == "darwin" else 4
 _KEEPALIVE_S = 30
 _SIOCOUTQ, _SO_NWRITE = 0x5411, 0x1024
-"""How Linux and macOS tell of bytes that are not acknowledged."""
+"""Requests of Linux and macOS for the number of unacknowledged bytes."""
 _TCP_INFO_NBYTES = 168
-"""Of the kernel's ``struct tcp_info``, up to the rate of delivery."""
+"""Size of the kernel's ``struct tcp_info`` up to the delivery rate."""
 _LOOK_S = 0.05
-"""How often the size of a piece follows the rate of a connection that is busy."""
+"""Interval at which a busy connection adapts its piece size to its rate, in seconds."""
 _MUCH = 1 << 15
-"""Bytes behind which there are likely more."""
+"""Number of bytes from which on a read is likely followed by another."""
 _AGAIN = (BlockingIOError, InterruptedError)
 
 
 class Path(NamedTuple):
-    """What the kernel has found of the way of a connection.
+    """The kernel's measurements of a connection.
 
     Args:
-      round_trip_s: in seconds.
-      loss: the share of segments that were sent again.
-      control: the name of the congestion control.
-      rate_bps: at which data was last seen to be delivered.
+      round_trip_s: Smoothed round trip, in seconds.
+      loss: Share of segments that were retransmitted.
+      control: Name of the congestion control.
+      rate_bps: Latest delivery rate.
     """
 
     round_trip_s: float
@@ -56,28 +56,28 @@ class Path(NamedTuple):
 
 
 class State(IntEnum):
-    """Where a connection stands."""
+    """State of a connection."""
 
     CONNECTING = 0
     SHAKING = 1
     """TLS is being set up."""
     STRANGER = 2
-    """The two ends have not proved which ranks they are."""
+    """The two ends have not proved their ranks."""
     MEMBER = 3
     CLOSING = 4
-    """What is queued leaves; what arrives is dropped."""
+    """Queued bytes are sent; incoming bytes are dropped."""
     GONE = 5
 
 
 class Link:
-    """One connection.
+    """One TCP connection.
 
     Args:
-      loop: waits for it.
-      owner: is told of it.
-      sock: not blocking.
-      dialled: the rank that it was made to; ``None``: it was accepted.
-      tls: the settings of its encryption; ``None``: it has none.
+      loop: Event loop that watches the socket.
+      owner: Transport that handles its events.
+      sock: Non-blocking socket.
+      dialed_rank: Rank that it was made to; None if it was accepted.
+      tls: TLS settings; None for a plain connection.
     """
 
     def __init__(
@@ -90,44 +90,44 @@ class Link:
     ) -> None:
         self.sock, self.dialled = sock, dialled
         self.rank, self.index = dialled, 0
-        """Of the peer, as far as it is known, and of this connection among those to it."""
+        """Rank of the peer, once known, and number of this connection among those to it."""
         self.nonce = b""
-        """What this end has challenged the other with."""
+        """Nonce of this end's challenge."""
         self.hears: Callable[[bytes], None] | None = None
-        """Takes what a visitor says, in the place of the owner."""
+        """Handles a visitor's bytes instead of the owner."""
         self.retry: Callable[[], None] = lambda: None
-        """Makes the connection again, later."""
+        """Schedules another attempt to connect."""
         self.state = State.CONNECTING
         self.receiver: Receiver | None = None
         self.read_s = time.monotonic()
-        """When bytes have arrived last."""
+        """Time of the last bytes received, in seconds."""
         self.read_nbytes = 0
-        """Bytes that have arrived."""
+        """Bytes received so far."""
         self.busy_s, self.busy_nbytes = 0.0, 0
-        """For how long there was more to send than could be, and what was sent in that time."""
+        """Seconds in which there was more to send than the kernel took, and bytes sent in that time."""
         self._loop, self._owner, self._tls, self._fd = loop, owner, tls, sock.fileno()
         self._sender: Sender | None = None
         self._links: Mapping[int, Link] = {}
         self._due, self._said = 0, b""
         self._secure: ssl.SSLObject | None = None
         self._sealed, self._unsealed = ssl.MemoryBIO(), ssl.MemoryBIO()
-        """What TLS has come to and is to be sent; what has arrived and TLS has not read."""
+        """Bytes of TLS to be sent; bytes received that TLS has not read."""
         self._out: list[memoryview] = []
         self._chunk: Chunk | None = None
         self._piece, self._adapts = LEAST_PIECE_NBYTES, True
         self._blocked, self._broken = False, False
-        """Whether the kernel takes nothing now, or never again."""
+        """True if the kernel accepts no bytes now; or never again."""
         self._looked_at, self._since = 0.0, 0
 
     def give_up_connecting(self) -> None:
-        """Ends it where the other end has not answered yet."""
+        """Ends the connection if the other end has not answered yet."""
         if self.state is State.CONNECTING:
             self.end(TimeoutError())
 
     # --- up to a member ---------------------------------------------------------------------------------------------
 
     def connect(self, address: tuple[str, int]) -> None:
-        """Begins to connect."""
+        """Starts to connect."""
         error = self.sock.connect_ex(address)
         if error in (0, errno.EINPROGRESS):
             self._loop.watch(self._fd, writable=self._connects)
@@ -143,7 +143,7 @@ class Link:
                 self.begin()
 
     def begin(self) -> None:
-        """Goes on with a connection that is there."""
+        """Starts the handshake of an established connection."""
         with suppress(OSError):  # the other end may be gone
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -153,8 +153,8 @@ class Link:
 
     def _begin(self) -> None:
         if self._tls is not None:
-            server = self.dialled is None
-            self._secure = self._tls.wrap_bio(self._unsealed, self._sealed, server_side=server)
+            is_server = self.dialled is None
+            self._secure = self._tls.wrap_bio(self._unsealed, self._sealed, server_side=is_server)
         self._listen()
         self._shake()
 
@@ -165,7 +165,7 @@ class Link:
                 break
             except ssl.SSLWantReadError:
                 pass
-            finally:  # also what it says of an error
+            finally:  # the alert of an error is sent too
                 self._put()
                 with suppress(OSError):
                     self._write()
@@ -176,24 +176,24 @@ class Link:
         self._owner.entrance.connected(self)
 
     def certificate(self) -> bytes | None:
-        """The certificate that the other end has proved to have the key of, in DER."""
+        """Returns the other end's authenticated certificate in DER; None without TLS or certificate."""
         return None if self._secure is None else self._secure.getpeercert(True)
 
     def say(self, said: bytes, *, expects: int = 0) -> None:
-        """Sends a few bytes of the introduction, and tells the owner when so many have come in answer."""
+        """Sends a part of the introduction; the owner is called when ``expected_nbytes`` of the answer have arrived."""
         self._due, self._said = expects, b""
         if said:
             self._put(said)
             self._guarded(self._write)
 
     def promote(self, rank: int, sender: Sender, receiver: Receiver, links: Mapping[int, Link]) -> None:
-        """The other end has proved to be a member.
+        """Marks the connection as authenticated.
 
         Args:
-          rank: of the member.
-          sender: what leaves.
-          receiver: what arrives.
-          links: all connections to it, by number.
+          rank: Rank of the member.
+          sender: Outgoing messages.
+          receiver: Parser of incoming bytes.
+          siblings: All connections to the member, by number.
         """
         self.rank, self._sender, self.receiver, self._links = rank, sender, receiver, links
         self.state = State.MEMBER
@@ -213,7 +213,7 @@ class Link:
         return sum(map(len, self._out))
 
     def flush(self) -> None:
-        """Sends what there is room for."""
+        """Sends as much as the kernel accepts."""
         if not self._blocked and self.state is State.MEMBER:
             try:
                 self._write()
@@ -230,9 +230,7 @@ class Link:
             except OSError:
                 if self.state is not State.MEMBER:
                     raise
-                self._broken = (
-                    True  # what has arrived before is read first; then reading tells that this is the end
-                )
+                self._broken = True  # bytes that arrived before are read first; reading then finds the end
                 self._out.clear()
                 return
             self._since += sent
@@ -254,7 +252,7 @@ class Link:
             self.sock.shutdown(socket.SHUT_WR)
 
     def _wait(self) -> None:
-        """Goes on once the kernel takes more."""
+        """Waits until the kernel accepts more bytes."""
         if not self._blocked:
             self._blocked, self._looked_at, self._since = True, time.monotonic(), 0
             if self._adapts and (path := self.path()) is not None:
@@ -262,7 +260,7 @@ class Link:
             self._listen()
 
     def _next(self) -> bool:
-        """Takes the next bytes from the queue; whether there are any."""
+        """Takes the next bytes from the queue; returns True if there are any."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             Sender.left(chunk)
@@ -273,7 +271,7 @@ class Link:
         return self._chunk is not None
 
     def _put(self, *buffers: Frame) -> None:
-        """Adds to what is sent; with TLS sealed as a whole, so that the kernel takes many records at once."""
+        """Appends to the outgoing bytes; TLS encrypts them at once, so that the kernel takes many records together."""
         if self._secure is None:
             self._out += map(memoryview, buffers)
             return
@@ -283,62 +281,62 @@ class Link:
             self._out.append(memoryview(self._sealed.read()))
 
     def _adapt(self) -> None:
-        """Follows the rate at which the connection sends while it is busy."""
-        now = time.monotonic()
-        took_s = now - self._looked_at
+        """Adapts the piece size to the rate at which a busy connection sends."""
+        time_s = time.monotonic()
+        took_s = time_s - self._looked_at
         if took_s < _LOOK_S:
             return
         self._resize(8 * self._since / took_s)
         self.busy_s += took_s
         self.busy_nbytes += self._since
-        self._looked_at, self._since = now, 0
+        self._looked_at, self._since = time_s, 0
         self._owner.busy(self)
 
     def _resize(self, rate_bps: float) -> None:
-        """Makes a piece what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
+        """Sets the piece size to what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
         piece = piece_nbytes(rate_bps)
         if not 0.8 < piece / self._piece < 1.25:
             self._hold(piece)
 
     def _hold(self, piece: int) -> None:
-        """Has the kernel take no more than a piece of so many bytes that it cannot send yet."""
+        """Limits the unsent bytes that the kernel accepts to one piece."""
         self._piece = piece
         with suppress(OSError):
             self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, piece)
 
     def path(self) -> Path | None:
-        """Reads what the kernel has found of the way; ``None`` where it does not tell, which only Linux does."""
+        """Reads the kernel's measurements of the connection; None except on Linux."""
         if sys.platform != "linux":
             return None
-        found = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
         control = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        if len(found) < _TCP_INFO_NBYTES:
+        if len(info) < _TCP_INFO_NBYTES:
             return None
-        (round_trip_us,), (again,), (segments,) = (
-            struct.unpack_from("I", found, at) for at in (68, 100, 156)
+        (round_trip_us,), (retransmitted,), (segments,) = (
+            struct.unpack_from("I", info, at) for at in (68, 100, 156)
         )
-        (nbytes_per_s,) = struct.unpack_from("Q", found, 160)
+        (nbytes_per_s,) = struct.unpack_from("Q", info, 160)
         name = control.rstrip(b"\0").decode()
-        return Path(round_trip_us / 1e6, again / max(1, segments), name, 8.0 * nbytes_per_s)
+        return Path(round_trip_us / 1e6, retransmitted / max(1, segments), name, 8.0 * nbytes_per_s)
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Waits for what this connection waits for."""
-        paused = self.receiver is not None and self.receiver.paused and self.state is State.MEMBER
+        """Updates the events that the loop watches for this connection."""
+        is_paused = self.receiver is not None and self.receiver.paused and self.state is State.MEMBER
         if self.state is not State.GONE:
             self._loop.watch(
                 self._fd,
-                readable=None if paused else self.read,
+                readable=None if is_paused else self.read,
                 writable=partial(self._guarded, self._write) if self._blocked else None,
             )
 
     def read(self) -> bool:
-        """Reads what there is, up to a piece; whether there may be more."""
+        """Reads available bytes, up to a piece; returns True if there may be more."""
         return self.state is not State.GONE and self._guarded(self._read)
 
     def resume(self) -> None:
-        """Reads on where a piece has waited for the head of its message."""
+        """Resumes reading after a pause for the head of a message."""
         if self.receiver is not None and self.receiver.paused and self.state is State.MEMBER:
             self._guarded(lambda: self._take(0))
             self.read()
@@ -361,14 +359,14 @@ class Link:
             self._shake()
             if self.state is State.GONE:  # type: ignore[comparison-overlap]
                 return False
-        many = LOCAL_PIECE_NBYTES
-        while many > 0:
+        remaining_nbytes = LOCAL_PIECE_NBYTES
+        while remaining_nbytes > 0:
             if self.state is State.CLOSING:
                 nbytes = len(self.sock.recv(1 << 16))
             elif self.receiver is None:
-                said = memoryview(bytearray(self._due - len(self._said)))
-                nbytes = self._receive(said)
-                self._said += said[:nbytes]
+                buffer = memoryview(bytearray(self._due - len(self._said)))
+                nbytes = self._receive(buffer)
+                self._said += buffer[:nbytes]
                 if nbytes and len(self._said) == self._due:
                     self._owner.entrance.heard(self, self._said)
             elif self.receiver.paused:
@@ -383,13 +381,13 @@ class Link:
                 return False
             if self._secure is None and nbytes < _MUCH:
                 return True
-            many -= nbytes
+            remaining_nbytes -= nbytes
         if self._secure is not None and (self._unsealed.pending or self._secure.pending()):
             self._loop.call_later(0.0, self.read)
         return True
 
     def _receive(self, room: memoryview) -> int:
-        """Reads bytes into ``room``; how many, 0 at the end."""
+        """Reads bytes into a buffer; returns their number, 0 at the end."""
         if self._secure is None:
             return self._count(self.sock.recv_into(room))
         while True:
@@ -400,14 +398,14 @@ class Link:
                     return 0
 
     def _fill(self) -> bool:
-        """Has TLS read what has arrived; whether it is not the end."""
+        """Feeds received bytes to TLS; returns False at the end."""
         arrived = self._owner.scratch
         nbytes = self._count(self.sock.recv_into(arrived))
         self._unsealed.write(arrived[:nbytes])
         return nbytes > 0
 
     def _count(self, nbytes: int) -> int:
-        """Counts bytes that have arrived, and returns how many they are."""
+        """Counts received bytes; returns their number."""
         self.read_nbytes += nbytes
         self.read_s = time.monotonic()
         return nbytes
@@ -433,7 +431,7 @@ class Link:
         self.close_soon()
 
     def close_soon(self) -> None:
-        """Closes once what is queued has left; what arrives until then is dropped."""
+        """Closes once all queued bytes have left; drops bytes that arrive until then."""
         if self.state is State.MEMBER:
             self.state = State.CLOSING
             self._listen()
@@ -442,7 +440,7 @@ class Link:
             self.end(None)
 
     def unsettled_nbytes(self) -> int:
-        """Bytes that the other end's kernel has yet to get; closing before that takes them back."""
+        """Counts bytes that the other end's kernel has not acknowledged; closing earlier discards them."""
         if self.state is State.GONE:
             return 0
         with suppress(OSError):
@@ -453,15 +451,14 @@ class Link:
         return self.unsent
 
     def end(self, error: Exception | None) -> None:
-        """Closes at once."""
         if self.state is not State.GONE:
-            was, self.state = self.state, State.GONE
+            old_state, self.state = self.state, State.GONE
             self._loop.watch(self._fd)
             self.sock.close()
-            self._owner.gone(self, was, error)
+            self._owner.gone(self, old_state, error)
 
     def abandon(self, error: Exception) -> None:
-        """Ends with an error the messages of which it has a piece that will not leave."""
+        """Fails the messages of which this connection holds an unsent piece."""
         chunk, self._chunk, self._out = self._chunk, None, []
         for message in chunk.pieces if chunk is not None else ():
             message.left.fail(error)

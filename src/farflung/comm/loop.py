@@ -1,4 +1,4 @@
-"""Waits for sockets and times."""
+"""Event loop for sockets and timers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """Calls what was asked for when a descriptor is ready or a time has come; it belongs to one thread."""
+    """Event loop of one thread: calls callbacks when a descriptor is ready or a time has come."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -25,27 +25,27 @@ class Loop:
         readable: Callable[[], object] | None = None,
         writable: Callable[[], object] | None = None,
     ) -> None:
-        """Calls ``readable`` or ``writable`` whenever ``fd`` is, in the place of those given before."""
+        """Calls ``readable`` or ``writable`` whenever ``fd`` is; replaces earlier callbacks."""
         events = (selectors.EVENT_READ if readable else 0) | (selectors.EVENT_WRITE if writable else 0)
-        known = self._selector.get_map().get(fd)
+        registered = self._selector.get_map().get(fd)
         if not events:
-            if known is not None:
+            if registered is not None:
                 self._selector.unregister(fd)
-        elif known is None:
+        elif registered is None:
             self._selector.register(fd, events, (readable, writable))
         else:
             self._selector.modify(fd, events, (readable, writable))
 
     def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
-        """Calls ``fn`` once, so many seconds from now."""
+        """Calls ``fn`` once after ``seconds``."""
         self._order += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._order, fn))
 
     def once(self, timeout_s: float | None) -> None:
-        """Waits until something is ready, or a time has come, or so many seconds have passed; calls what is due."""
+        """Waits for an event, for at most ``timeout_s`` seconds, and runs the callbacks."""
         if self._timers:
-            left_s = max(0.0, self._timers[0][0] - time.monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+            remaining_s = max(0.0, self._timers[0][0] - time.monotonic())
+            timeout_s = remaining_s if timeout_s is None else min(timeout_s, remaining_s)
         for key, events in self._selector.select(timeout_s):
             readable, writable = key.data
             if readable is not None and events & selectors.EVENT_READ:
@@ -56,6 +56,6 @@ class Loop:
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
-        """Waits for nothing any more."""
+        """Closes the selector and drops all timers."""
         self._selector.close()
         self._timers.clear()

@@ -1,4 +1,4 @@
-"""Matches messages to waits by sender and tag."""
+"""Mailbox: matches messages to pending receives by sender and tag."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ __all__ = ["KEPT_NBYTES", "QUESTIONS", "Cancelled", "Full", "Mailbox", "Waiting"
 
 
 AHEAD_NBYTES = 1 << 30
-"""The most bytes that are kept of messages of newer views."""
+"""Most stored bytes of messages of newer views."""
 KEPT_NBYTES = 1 << 28
-"""The most bytes that are kept of each untrusted sender, see :class:`Mailbox`."""
+"""Most stored bytes of each untrusted sender, see :class:`Mailbox`."""
 QUESTIONS = 4
-"""How many times in a deadline peers are asked for a sign of life, while a wait lasts."""
+"""Number of probes for signs of life in each deadline, while a wait lasts."""
 _ENTRY_NBYTES = 1 << 10
-"""Bytes that a kept message takes beside its tensors."""
+"""Bytes of a stored message besides its tensors."""
 
 
 class Full(Exception):
-    """There is no room for a message."""
+    """Error of a message that exceeds the mailbox's limit."""
 
 
 class Waiting(NamedTuple):
     """A pending receive.
 
     Args:
-      src: the sender; ``None``: any rank.
-      tag: the message's tag.
-      since: when the wait began, in seconds.
-      expect: the expected dtypes and shapes of the message's tensors; ``None``: any.
-      found: the message, or a tuple of the sender and the message where ``src`` is ``None``.
+      src: Rank of the sender; None for any rank.
+      tag: Tag of the message.
+      start_s: Time at which the wait began, in seconds.
+      expect: Expected dtypes and shapes of the message's tensors; None for any.
+      message: The message, or a tuple of sender and message if ``src`` is None.
     """
 
     src: int | None
@@ -55,10 +55,10 @@ class Waiting(NamedTuple):
 
 
 class Mailbox:
-    """The receiving half of a communicator. Not thread-safe: it belongs to its driver's thread.
+    """Receiving half of a communicator. Not thread-safe: it belongs to its driver's thread.
 
     Args:
-      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; one message always is.
+      max_unreceived_nbytes: Most bytes of unreceived messages stored for each sender; one message always is.
     """
 
     def __init__(self, kept_nbytes: float = math.inf) -> None:
@@ -66,26 +66,26 @@ class Mailbox:
         self._kept: Counter[int] = Counter()
         """Bytes of unreceived messages, by sender."""
         self._waits: dict[tuple[int | None, Tag], Waiting] = {}
-        """The waits under the run's deadline, oldest first."""
+        """Waits under the run's deadline, oldest first."""
         self._timed: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
-        """The waits with a deadline of their own, and when it passes, in seconds."""
+        """Waits with a deadline of their own, and the time at which it passes, in seconds."""
         self._arrived: dict[Tag, dict[int, list[tuple[int, Payload]]]] = {}
-        """Unreceived messages by tag and sender, each with its number in the order of arrival."""
+        """Unreceived messages by tag and sender, each with its number in order of arrival."""
         self._came = 0
-        """The number of messages kept so far."""
+        """Number of messages stored so far."""
         self._places: dict[tuple[int, Tag], Tensor] = {}
-        """The memory that messages may be received into."""
+        """Memory that messages may be received into."""
         self._cancelled = Cancelled()
         self._ended: BaseException | None = None
         self._gone: dict[int, BaseException] = {}
         self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
-        """The members that were admitted, see :meth:`welcome`, and those that have left or were lost."""
+        """Members that were admitted, see :meth:`admit_sender`, and those that have left or were lost."""
         self.view = 0
-        """The number of the view whose messages are received."""
+        """Number of the view whose messages are received."""
         self._ahead: list[tuple[int, int, Tag, Payload]] = []
-        """Messages of newer views: the view's number, sender, tag and message."""
+        """Messages of newer views: number of the view, sender, tag and message."""
         self.dropped = 0
-        """The number of dropped messages: of cancelled exchanges, of older views, and beyond ``kept_nbytes``."""
+        """Number of dropped messages: of cancelled exchanges, of older views, and beyond the limit of bytes."""
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -109,28 +109,28 @@ class Mailbox:
         return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
 
     def land(self, src: int, tag: Tag, into: Tensor) -> None:
-        """See :meth:`farflung.types.Communicator.land`."""
+        """Posts a receive buffer; see :meth:`farflung.types.Communicator.post_recv_buffer`."""
         if self._ended is None and into.device.type == "cpu" and into.is_contiguous():
             self._places[src, tag] = into.detach().view(-1).view(torch.uint8)
 
     def place(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
-        """Finds the memory of ``nbytes`` bytes that :meth:`land` has registered for a message."""
+        """Finds the posted receive buffer of a message of ``nbytes`` bytes."""
         into = self._places.get((src, tag)) if view == self.view else None
         return into if into is not None and into.nbytes == nbytes else None
 
     def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
-        found, key = self._kept_for(waiting), (waiting.src, waiting.tag)
-        if found is not None:
-            self._lets_go(*found)
-            _hand_over(waiting, *found)
+        message, key = self._kept_for(waiting), (waiting.src, waiting.tag)
+        if message is not None:
+            self._lets_go(*message)
+            _hand_over(waiting, *message)
             return waiting.found
-        ended = self._ended
-        if ended is None and waiting.tag.exchange in self._cancelled:
-            ended = WaitEnded(waiting.src, waiting.what)
-        if ended is None and waiting.src is not None:
-            ended = self._gone.get(waiting.src)
-        if ended is not None:
-            return failed(ended)
+        error = self._ended
+        if error is None and waiting.tag.exchange in self._cancelled:
+            error = WaitEnded(waiting.src, waiting.what)
+        if error is None and waiting.src is not None:
+            error = self._gone.get(waiting.src)
+        if error is not None:
+            return failed(error)
         if key in self._waits or key in self._timed:
             raise RuntimeError(f"two receives for {waiting.what} from {waiting.src}")
         if deadline_s is None:
@@ -140,7 +140,7 @@ class Mailbox:
         return waiting.found
 
     def _kept_for(self, waiting: Waiting) -> tuple[int, Payload] | None:
-        """Removes the kept message that a wait is for; returns its sender and itself."""
+        """Removes the stored message that matches a wait; returns its sender and itself."""
         senders, src = self._arrived.get(waiting.tag, {}), waiting.src
         if src is None:
             src = min(senders, key=lambda sender: senders[sender][0][0], default=None)
@@ -154,16 +154,16 @@ class Mailbox:
         return src, payload
 
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
-        """Matches a message to its wait, or keeps it; keeps one of a newer view apart, and drops one of an older.
+        """Matches a message to its wait, or stores it; sets one of a newer view aside, and drops one of an older view.
 
         Raises:
-          Full: more than :data:`AHEAD_NBYTES` bytes of messages of newer views.
+          Full: more than :data:`MAX_FUTURE_NBYTES` bytes of messages of newer views.
         """
         if view < self.view and not of_no_view(tag.exchange):
             self.dropped += 1
             return
         if view > self.view and not of_no_view(tag.exchange):
-            if sum(one.nbytes for *_, one in self._ahead) + payload.nbytes > AHEAD_NBYTES:
+            if sum(message.nbytes for *_, message in self._ahead) + payload.nbytes > AHEAD_NBYTES:
                 raise Full(f"more than {AHEAD_NBYTES} bytes of newer views")
             self._ahead.append((view, src, tag, payload))
             return
@@ -177,11 +177,11 @@ class Mailbox:
             self._keep(src, tag, payload)
 
     def _keep(self, src: int, tag: Tag, payload: Payload) -> None:
-        kept = self._kept[src] + payload.nbytes + _ENTRY_NBYTES
-        if self._kept[src] and kept > self._kept_nbytes:
+        stored_nbytes = self._kept[src] + payload.nbytes + _ENTRY_NBYTES
+        if self._kept[src] and stored_nbytes > self._kept_nbytes:
             self.dropped += 1
             return
-        self._kept[src] = kept
+        self._kept[src] = stored_nbytes
         self._came += 1
         self._arrived.setdefault(tag, {}).setdefault(src, []).append((self._came, payload))
 
@@ -204,12 +204,12 @@ class Mailbox:
         return next(iter(self._waits.values()), None)
 
     def any_wait(self) -> Waiting | None:
-        """Returns the oldest wait under the run's deadline, or else one with its own, for one rank before any."""
+        """Returns the oldest wait under the run's deadline, or else a timed one, preferably for a single rank."""
         timed = (waiting for waiting, _ in self._timed.values())
         return self.oldest() or min(timed, key=lambda waiting: waiting.src is None, default=None)
 
     def next_due(self) -> float | None:
-        """Returns the time of the next deadline of a wait's own, in seconds; ``None``: there is none."""
+        """Returns the earliest deadline of the timed waits, in seconds; None if there is none."""
         return min((due for _, due in self._timed.values() if due < math.inf), default=None)
 
     def fail(self, waiting: Waiting, error: BaseException) -> None:
@@ -217,16 +217,16 @@ class Mailbox:
         waiting.found.fail(error)
 
     def fail_due(self, now: float) -> None:
-        """Fails the waits whose own deadline has passed, with :class:`farflung.errors.DeadlinePassed`."""
-        for waiting in [waiting for waiting, due in self._timed.values() if due <= now]:
+        """Fails the timed waits whose deadline has passed, with :class:`farflung.errors.DeadlinePassed`."""
+        for waiting in [waiting for waiting, deadline_s in self._timed.values() if deadline_s <= now]:
             self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def forget(self, exchange: int) -> None:
-        """Cancels an exchange: ends its waits and drops its messages, present and later."""
+        """Cancels an exchange: ends its waits, and drops its messages, present and later."""
         self._cancelled.add(exchange)
-        for waiting in [one for one in self._all() if one.tag.exchange == exchange]:
+        for waiting in [wait for wait in self._all() if wait.tag.exchange == exchange]:
             self.fail(waiting, WaitEnded(waiting.src, waiting.what))
         for key in [key for key in self._places if key[1].exchange == exchange]:
             del self._places[key]
@@ -234,16 +234,16 @@ class Mailbox:
             self._drop(tag)
 
     def _drop(self, tag: Tag) -> None:
-        """Drops the kept messages of a tag."""
-        for src, kept in self._arrived.pop(tag).items():
-            self.dropped += len(kept)
-            for _, payload in kept:
+        """Drops the stored messages of a tag."""
+        for src, messages in self._arrived.pop(tag).items():
+            self.dropped += len(messages)
+            for _, payload in messages:
                 self._lets_go(src, payload)
 
     def advance(self, view: int) -> None:
         """Replaces the view by a newer one: ends all waits and drops the messages of older views.
 
-        Messages of the agreement on views belong to none, and stay.
+        Messages of the agreement on views stay.
 
         Raises:
           ValueError: ``view`` is not newer.
@@ -256,26 +256,26 @@ class Mailbox:
         for tag in [tag for tag in self._arrived if not of_no_view(tag.exchange)]:
             self._drop(tag)
         self._places.clear()
-        self.view, ahead, self._ahead = view, self._ahead, []
-        for number, src, tag, payload in ahead:
+        self.view, messages, self._ahead = view, self._ahead, []
+        for number, src, tag, payload in messages:
             self.deliver(src, tag, payload, number)
 
     def fail_from(self, src: int, error: BaseException) -> None:
-        """Fails all waits for one sender, pending and later; its kept messages can still be received."""
+        """Fails all waits for one sender, pending and later; its stored messages can still be received."""
         if src in self._gone:
             return
         self._gone[src] = error
-        for waiting in [one for one in self._all() if one.src == src]:
+        for waiting in [wait for wait in self._all() if wait.src == src]:
             self.fail(waiting, error)
         self.departures.tell(src)
 
     def welcome(self, src: int) -> None:
-        """Records an admitted sender, and undoes :meth:`fail_from` for it."""
+        """Admits a sender, perhaps again; undoes :meth:`fail_from`."""
         self._gone.pop(src, None)
         self.arrivals.tell(src)
 
     def end(self, error: BaseException) -> None:
-        """Fails all waits, pending and later; kept messages can still be received."""
+        """Fails all waits, pending and later; stored messages can still be received."""
         if self._ended is None:
             self._ended = error
         self._places.clear()
@@ -299,21 +299,21 @@ def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
 
 
 def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, what: str) -> None:
-    """Refuses a message of other tensors than are expected.
+    """Checks the types and shapes of a received message's tensors.
 
     Args:
-      payload: of the message.
-      expect: the dtypes and shapes of its tensors.
-      src: the rank that has sent it.
-      what: the message's purpose, for the error.
+      payload: Payload of the message.
+      expect: Expected dtypes and shapes of its tensors.
+      src: Rank of the sender.
+      description: Purpose of the message, for the error.
 
     Raises:
-      ProtocolError: its tensors are others.
+      ProtocolError: its tensors differ.
     """
-    found = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
-    if found != expect:
+    specs = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
+    if specs != expect:
         raise ProtocolError(
-            f"rank {src} sent {_in_text(found)} for {what} where {_in_text(expect)} was due: do all ranks run the same "
+            f"rank {src} sent {_in_text(specs)} for {what} where {_in_text(expect)} was due: do all ranks run the same "
             "model and recipe?"
         )
 
@@ -329,10 +329,10 @@ def _in_text(specs: tuple[TensorSpec, ...]) -> str:
 
 
 class EventQueue:
-    """A queue of ranks with at most one waiter.
+    """Queue of ranks with at most one waiter.
 
     Args:
-      what: the event, for errors.
+      event: Name of the event, for errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -342,7 +342,7 @@ class EventQueue:
         self._ended: BaseException | None = None
 
     def tell(self, rank: int) -> None:
-        """Adds a rank, or gives it to the waiter."""
+        """Adds a rank, or passes it to the waiter."""
         wait, self._wait = self._wait, None
         if wait is None:
             self._untold.append(rank)
@@ -373,12 +373,12 @@ class EventQueue:
 
 
 class Cancelled:
-    """A growing set of integers, stored as runs of consecutive ones.
+    """Growing set of integers, stored as runs of consecutive ones.
 
-    Exchanges of one purpose are numbered by step. Where each is cancelled after its end, there is one run for each
+    Exchanges of one purpose are numbered by step. If each is cancelled after its end, there is one run for each
     purpose, however long the training takes.
 
-    >>> cancelled = Cancelled()
+    >>> cancelled = IntervalSet()
     >>> for number in (7, 3, 5, 4, 5):
     ...     cancelled.add(number)
     >>> [number for number in range(10) if number in cancelled], len(cancelled)
@@ -388,29 +388,29 @@ class Cancelled:
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
-        """The last number of each run, plus one."""
+        """Last number of each run, plus one."""
 
     def __len__(self) -> int:
-        """The number of runs."""
+        """Returns the number of runs."""
         return len(self._begins)
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._begins, number) - 1
-        return at >= 0 and number < self._ends[at]
+        index = bisect_right(self._begins, number) - 1
+        return index >= 0 and number < self._ends[index]
 
     def add(self, number: int) -> None:
         if number in self:
             return
-        at = bisect_right(self._begins, number)
-        extends = at > 0 and self._ends[at - 1] == number
-        meets = at < len(self._begins) and self._begins[at] == number + 1
-        if extends and meets:
-            self._ends[at - 1] = self._ends.pop(at)
-            del self._begins[at]
-        elif extends:
-            self._ends[at - 1] += 1
-        elif meets:
-            self._begins[at] = number
+        index = bisect_right(self._begins, number)
+        is_after = index > 0 and self._ends[index - 1] == number
+        is_before = index < len(self._begins) and self._begins[index] == number + 1
+        if is_after and is_before:
+            self._ends[index - 1] = self._ends.pop(index)
+            del self._begins[index]
+        elif is_after:
+            self._ends[index - 1] += 1
+        elif is_before:
+            self._begins[index] = number
         else:
-            self._begins.insert(at, number)
-            self._ends.insert(at, number + 1)
+            self._begins.insert(index, number)
+            self._ends.insert(index, number + 1)

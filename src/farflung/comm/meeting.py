@@ -1,4 +1,4 @@
-"""The members of a view: the first meeting, admission, greetings and losses."""
+"""Members of a view: first connections, admission, greetings and losses."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from farflung.types import Json
 __all__ = ["ENDED", "Meeting"]
 
 ENDED = "no process listens at its address any more"
-"""The detail of an error where a member's process has ended."""
+"""Error detail for a member whose process has ended."""
 
 
 class Meeting(Listener):
-    """The members of a view; :class:`farflung.comm.View` adds their messages.
+    """Members of a view; :class:`farflung.comm.ViewSession` adds their messages.
 
     Args:
-      transport: carries its messages.
-      size: the world size.
-      whole: whether every member is needed.
-      members: the initial members, this rank included; all ranks when not given.
-      settings: values that must be equal on all members, by name.
+      transport: Transport of the view's messages.
+      size: World size.
+      needs_all_members: True if every member is needed.
+      members: Initial members, including this rank; all ranks when not given.
+      settings: Values that must be equal on all members, by name.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Meeting(Listener):
         self._settings = {"number of replicas": size, **(settings or {})}
         self._members = set(range(size) if members is None else members)
         self._addresses: dict[int, str | None] = {}
-        """The peers' addresses, from :meth:`connect` on; ``None``: the peer accepts no connections."""
+        """Addresses of the peers, from :meth:`connect` on; None if the peer accepts no connections."""
         self.routes = Routes(transport.me)
         self._greeted: set[int] = set()
         self._late: dict[int, Pending[None]] = {}
-        """The members admitted after the first meeting; each is done once it has greeted."""
+        """Members admitted after :meth:`connect`; each is done once it has greeted."""
         self._left: set[int] = set()
         if len(self._members) == 1:
             self.ready.set(None)
@@ -62,48 +62,48 @@ class Meeting(Listener):
 
     @abstractmethod
     def _greet(self, rank: int) -> None:
-        """Sends a member this rank's greeting: its rank and settings."""
+        """Sends this rank's greeting to a member: its rank and settings."""
 
     @abstractmethod
     def _give_up(self, rank: int) -> None:
-        """Ends the connection to a member, which is lost."""
+        """Closes the connection to a member, which is lost."""
 
     @abstractmethod
     def _reset(self, rank: int) -> None:
-        """Clears the state of earlier holders of a rank, before another is admitted."""
+        """Clears the state of earlier holders of a rank."""
 
     def connect(self, peers: Iterable[Peer]) -> None:
-        """Registers the peers' addresses and keys; connects to those that this rank has to connect to, and greets them.
+        """Registers the peers' addresses and keys, connects to those that this rank has to connect to, and greets them.
 
         Raises:
           ConfigError: a key is not on this rank's list; some ranks encrypt and others do not; or two ranks cannot
             connect and no rank can relay between them.
           ProtocolError: the peers do not make up a run.
         """
-        others = [peer for peer in peers if peer.rank != self.rank]
-        check_peers(self.transport.me, others, self.transport.keys)
-        self.routes.meet(others)
-        self._addresses = {peer.rank: peer.address for peer in others}
-        self.transport.open([peer for peer in others if self.routes.relay(peer.rank) is None], self)
+        remote_peers = [peer for peer in peers if peer.rank != self.rank]
+        check_peers(self.transport.me, remote_peers, self.transport.keys)
+        self.routes.meet(remote_peers)
+        self._addresses = {peer.rank: peer.address for peer in remote_peers}
+        self.transport.open([peer for peer in remote_peers if self.routes.relay(peer.rank) is None], self)
         self._expect()
-        for peer in others:
+        for peer in remote_peers:
             if self.routes.goes_to(peer.rank):
                 self._greet(peer.rank)
 
     def admit(self, peer: Peer) -> Pending[None]:
-        """Admits a member after the first meeting: accepts its connection, or connects to it.
+        """Admits a member after :meth:`connect`: accepts its connection, or connects to it.
 
         A rank that has left or was lost may be admitted again.
 
         Returns:
-          Done once the peer has greeted, as :meth:`farflung.types.Communicator.arrival` reports too. Fails with
-          :class:`ProtocolError` where its settings differ, which is sent to it; with :class:`PeerLost` where it is lost
-          or dismissed before its greeting, see :meth:`dismiss`.
+          Done once the peer has greeted, as :meth:`farflung.types.Communicator.wait_for_join` reports too.
+          Fails with :class:`ProtocolError` if its settings differ, which is sent to it; with :class:`PeerLost`
+          if it is lost or its admission is revoked before its greeting, see :meth:`revoke_admission`.
 
         Raises:
-          ConfigError: its key is not on this rank's list; it encrypts and others do not, or the reverse; or no rank can
-            relay between it and another.
-          ProtocolError: the view is whole; the rank is present already, or is none of the run's.
+          ConfigError: its key is not on this rank's list; only one of the two encrypts; or no rank can relay
+            between it and another.
+          ProtocolError: the view needs all members; the rank is present already, or does not belong to the run.
         """
         if self.is_whole:
             raise ProtocolError(
@@ -118,16 +118,16 @@ class Meeting(Listener):
         return self._let_in(peer)
 
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
-        """Connects to a member again, whose connection is broken; both ends have to.
+        """Reconnects to a member whose connection is broken; both ends have to call it.
 
         Args:
-          rank: the member.
-          relay: a member that both can reach, which calls :meth:`farflung.comm.relay.Relay.serve`; ``None``: the route
-            is as it was.
+          rank: Rank of the member.
+          relay: Rank of a member that both can reach, which calls :meth:`farflung.comm.relay.Relay.serve_pair`;
+            None keeps the route.
 
         Returns:
-          Done once it has greeted again; fails with :class:`PeerLost` where its process has ended, or its address is
-          not known.
+          Done once it has greeted again; fails with :class:`PeerLost` if its process has ended or its address
+          is unknown.
         """
         if rank not in self.routes:
             return failed(PeerLost(rank, "its address is not known"))
@@ -158,7 +158,7 @@ class Meeting(Listener):
         return admitted
 
     def dismiss(self, rank: int, why: BaseException) -> None:
-        """Revokes the admission of a member that has not greeted yet, whose wait then fails with ``why``."""
+        """Revokes the admission of a member that has not greeted yet; its wait fails with ``error``."""
         if rank not in self._late or rank in self._greeted:
             return
         self.transport.dismiss(rank)
@@ -168,19 +168,19 @@ class Meeting(Listener):
         self._late.pop(rank).fail(why)
 
     def missing(self) -> list[int]:
-        """Lists the members that have not greeted yet, those behind a relay last."""
-        missing = self._members - self._greeted - {self.rank}
-        return sorted(missing, key=lambda rank: (self.routes.relay(rank) is not None, rank))
+        """Lists the members that have not greeted yet, those reached through a relay last."""
+        ranks = self._members - self._greeted - {self.rank}
+        return sorted(ranks, key=lambda rank: (self.routes.relay(rank) is not None, rank))
 
     def _expect(self) -> None:
         self.transport.expects(sum(map(self.routes.comes_from, self.missing())))
 
     def greeting_of(self, rank: int) -> str:
-        """Describes a wait for a member's greeting, with its relay or the reason why it is missing, for errors."""
-        theirs, mine = self.routes.peer(rank).machine, self.transport.me.machine
-        if theirs is not None and mine is not None and theirs != mine:
+        """Describes the wait for a member's greeting, with its relay or the cause of the delay, for errors."""
+        machine, host = self.routes.peer(rank).machine, self.transport.me.machine
+        if machine is not None and host is not None and machine != host:
             return (
-                f"its greeting: {self._addresses[rank]} is reached from {theirs} alone, and this is {mine}: "
+                f"its greeting: {self._addresses[rank]} is reached from {machine} alone, and this is {host}: "
                 f"{how_to_be_reached()}"
             )
         if not self.transport.failed_at(rank):
@@ -200,15 +200,15 @@ class Meeting(Listener):
         if not isinstance(theirs, dict):
             raise WireError("a greeting without settings")
         for name in sorted(self._settings.keys() | theirs.keys()):
-            mine, other = self._settings.get(name), theirs.get(name)
-            if mine != other:
+            local_value, peer_value = self._settings.get(name), theirs.get(name)
+            if local_value != peer_value:
                 return ProtocolError(
-                    f"ranks disagree on {name}: {mine!r} on rank {self.rank}, {other!r} on rank {rank}; "
+                    f"ranks disagree on {name}: {local_value!r} on rank {self.rank}, {peer_value!r} on rank {rank}; "
                     "start all of them with the same command"
                 )
         return None
 
     def through(self, rank: int | None) -> str:
-        """Names the relay of a rank's messages, for errors; empty where there is none."""
+        """Describes the relay of a rank's messages, for errors; empty if there is none."""
         relay = None if rank is None else self.routes.relay(rank)
         return "" if relay is None else f", through rank {relay}"

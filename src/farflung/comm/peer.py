@@ -1,4 +1,4 @@
-"""How replicas make themselves known to each other through the run's store."""
+"""Peers: addresses and credentials that replicas publish in the run's store."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ __all__ = ["CHALLENGE", "HELLO", "PROOF_NBYTES", "VISITOR", "Peer", "check_peers
 
 CHALLENGE = struct.Struct("<2sBx16s")
 HELLO = struct.Struct("<IB3x16s32s")
-"""Rank, number of the connection, a nonce, the proof."""
+"""Rank, number of the connection, nonce, proof."""
 PROOF_NBYTES = 32
 VISITOR = (1 << 32) - 1
-"""Stands for the rank of a process that is no member; see :mod:`farflung.comm.visits`."""
+"""Rank of a process that is not a member; see :mod:`farflung.comm.visits`."""
 _NAME = 255
-"""The most characters of a machine's name."""
+"""Most characters of a machine's name."""
 _ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How a replica is reached and recognised."""
+    """Address and credentials of a replica."""
 
     rank: int
     address: str | None
-    """``None``: it has no way in."""
+    """Address; None if no peer can connect to it."""
     token: bytes
     key: str | None = None
-    """Its certificate, see :class:`farflung.comm.keys.Keys`; ``None`` where nothing is encrypted."""
+    """Certificate, see :class:`farflung.comm.keys.Keys`; None without encryption."""
     machine: str | None = None
-    """The name of its machine, which alone reaches it; ``None`` where others do."""
+    """Name of the only machine that can reach it; None if others can."""
 
     @property
     def where(self) -> str:
-        """The address, or that there is none, for errors."""
+        """The address, or a note that there is none, for errors."""
         return self.address or "no way in"
 
     @property
     def host(self) -> str | None:
-        """The address without transport and port, where there is one.
+        """Host of the address, without transport and port; None if there is no address.
 
         Raises:
-          ValueError: it is none that TCP reaches without a name being looked up.
+          ValueError: it is not an IP address.
         """
         return None if self.address is None else self.host_and_port[0]
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Where to connect to; raises as :attr:`host`."""
-        found = _ADDRESS.fullmatch(self.address or "")
-        if found is None or not 0 < int(found[3]) < 1 << 16:
+        """Host and port to connect to; raises as :attr:`host`."""
+        match = _ADDRESS.fullmatch(self.address or "")
+        if match is None or not 0 < int(match[3]) < 1 << 16:
             raise ValueError(f"{self.address!r} is no address")
-        return str(ipaddress.ip_address(found[1] or found[2])), int(found[3])
+        return str(ipaddress.ip_address(match[1] or match[2])), int(match[3])
 
     def to_json(self) -> str:
         fields = {
@@ -76,7 +76,7 @@ class Peer:
         """Reads :meth:`to_json`.
 
         Raises:
-          ProtocolError: something else was published.
+          ProtocolError: the text is malformed.
         """
         try:
             fields = json.loads(text)
@@ -92,32 +92,32 @@ class Peer:
 
 
 def connects(one: Peer, other: Peer) -> bool:
-    """Whether of two replicas ``one`` connects to ``other``.
+    """Returns True if ``source`` is the replica of a pair that connects to the other.
 
-    Where both can be reached it is the higher rank that connects, and where one can it is the other; of two that cannot
-    be reached neither does, and a third relays their messages, see :class:`farflung.comm.routes.Routes`.
+    If both are reachable, the higher rank connects; if one is, the other connects. Neither does if none is
+    reachable, and a third relays their messages, see :class:`farflung.comm.routes.Routes`.
     """
     return other.address is not None and (one.address is None or one.rank > other.rank)
 
 
 def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
-    """Whether ``others`` and this replica can make up a run.
+    """Checks that ``peers`` and this replica can make up a run.
 
     Args:
-      me: this replica.
-      others: the rest, as the store names them.
-      keys: this replica's, with the list of those it accepts.
+      local_peer: This replica.
+      peers: All other replicas, as the store names them.
+      keys: Keys of this replica, with the names that it accepts.
 
     Raises:
       ConfigError: some encrypt and others do not, or a key is not on the list.
-      ProtocolError: two have one name, or nothing would be encrypted on the way to one.
+      ProtocolError: two have one name, or the route to one would not be encrypted.
     """
     for peer in others:
         if (me.key is None) != (peer.key is None):
-            plain, sealed = (me, peer) if me.key is None else (peer, me)
+            plain, encrypting = (me, peer) if me.key is None else (peer, me)
             raise ConfigError(
-                f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {sealed.rank} encrypts "
-                f"({sealed.where}): {how_to_be_reached()}"
+                f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {encrypting.rank} encrypts "
+                f"({encrypting.where}): {how_to_be_reached()}"
             )
         if peer.key is None and peer.host is not None and not is_loopback(peer.host):
             raise ProtocolError(

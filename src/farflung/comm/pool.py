@@ -1,4 +1,4 @@
-"""A pool of buffers for received messages and sums, reused once no tensor refers to them."""
+"""Pool of buffers for received messages and sums, reused once no tensor refers to them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 __all__ = ["ALIGNMENT", "Pool", "scratch_like"]
 
 KEPT_NBYTES = 1 << 28
-"""Bytes of free and used buffers that are kept in all; beyond that, those asked for longest ago are let go."""
+"""Most bytes of free and used buffers in all; beyond that, sizes requested longest ago are dropped."""
 WORTH_NBYTES = 1 << 20
-"""Bytes from which on a tensor's memory is pooled; malloc keeps by itself what is smaller."""
+"""Least bytes of a pooled tensor; malloc itself reuses smaller memory."""
 ALIGNMENT = 64
-"""Of tensors in bytes, as torch aligns its own; on some processors the last bit of a product depends on it."""
+"""Alignment of tensors in bytes, equal to torch's; on some processors the last bit of a product depends on it."""
 
 
 class Pool:
-    """Buffers by size. A page that is new to a process costs it about as much as copying it does.
+    """Buffers by size. Touching a page that is new to a process costs about as much as copying it.
 
-    A buffer is free once no tensor, view or message refers to it, which its count of references tells. It belongs to
-    one thread; tensors may die on any.
+    A buffer is free once no tensor, view or message refers to it, by its reference count. A pool belongs to one
+    thread; tensors may be freed on any.
 
-    >>> pool = Pool()
-    >>> first = pool.take(8)
+    >>> pool = BufferPool()
+    >>> first = pool.take_buffer(8)
     >>> held = memoryview(first)
     >>> del first
-    >>> second = pool.take(8)
+    >>> second = pool.take_buffer(8)
     >>> second is held.obj
     False
     >>> del held
-    >>> third = pool.take(8)
+    >>> third = pool.take_buffer(8)
     >>> third is second
     False
     """
@@ -43,7 +43,7 @@ class Pool:
         self._nbytes = 0
 
     def tensor(self, nbytes: int) -> Tensor:
-        """Makes an uninitialized tensor of so many bytes, at an address that is a multiple of :data:`ALIGNMENT`."""
+        """Allocates an uninitialized tensor of ``nbytes``, at an address that is a multiple of :data:`ALIGNMENT`."""
         if nbytes < WORTH_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         memory = torch.frombuffer(self.take(nbytes + ALIGNMENT), dtype=torch.uint8)
@@ -51,14 +51,14 @@ class Pool:
         return memory[begin : begin + nbytes]
 
     def take(self, nbytes: int) -> bytearray:
-        """A buffer of so many bytes, with anything in it."""
-        known = self._by_size.setdefault(nbytes, [])
+        """Returns an uninitialized buffer of ``nbytes``."""
+        buffers = self._by_size.setdefault(nbytes, [])
         self._by_size.move_to_end(nbytes)
-        for at in range(len(known)):
-            if sys.getrefcount(known[at]) == _UNUSED:
-                return known[at]
-        made = bytearray(nbytes)
-        known.append(made)
+        for index in range(len(buffers)):
+            if sys.getrefcount(buffers[index]) == _UNUSED:
+                return buffers[index]
+        buffer = bytearray(nbytes)
+        buffers.append(buffer)
         self._nbytes += nbytes
         while self._nbytes > KEPT_NBYTES:
             size, oldest = next(iter(self._by_size.items()))
@@ -66,20 +66,20 @@ class Pool:
             self._nbytes -= size
             if not oldest:
                 del self._by_size[size]
-        return made
+        return buffer
 
 
 def _unused() -> int:
-    """The count of a buffer that a list alone refers to, and the call that asks for it."""
-    known = [bytearray()]
-    return sys.getrefcount(known[0])
+    """Counts the references of a buffer that only a list refers to, as this call sees them."""
+    buffers = [bytearray()]
+    return sys.getrefcount(buffers[0])
 
 
 _UNUSED = _unused()
 
 
 class _OfThread(threading.local):
-    """The pool of the thread that asks."""
+    """Pool of the calling thread."""
 
     def __init__(self) -> None:
         self.pool = Pool()
@@ -89,10 +89,10 @@ _scratch = _OfThread()
 
 
 def scratch_like(tensor: Tensor) -> Tensor:
-    """An uninitialized tensor like ``tensor``, for sums and copies of an exchange.
+    """Allocates an uninitialized tensor like ``tensor``, for sums and copies of an exchange.
 
-    On the host its memory is that of a dropped one, of the same thread and size, where there is one. It may be given
-    away like any other: it comes again once no sender, receiver or view has it.
+    On the host it reuses memory of the same thread and size if possible. It may be given away like any tensor:
+    its memory is reused only once no sender, receiver or view holds it.
     """
     if tensor.device.type != "cpu" or tensor.nbytes < WORTH_NBYTES:
         return torch.empty_like(tensor)

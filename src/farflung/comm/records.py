@@ -1,9 +1,9 @@
-"""How messages share the connections of two ranks: records, what is to be sent, and tensors that arrive in pieces.
+"""Records: several messages share the connections of two ranks, and tensors arrive in pieces.
 
 A record is a header (size, kind, three bytes of zero) and ``size`` bytes. A ``HEAD`` carries the head of a message, a
-``MORE`` a piece of one of its large tensors, a ``WITHDRAWN`` the number of a message of which no more will come.
-Messages with large tensors are numbered from 1 on, in the order of their heads. Heads and ``WITHDRAWN`` take the first
-connection of a pair; pieces take whichever has room. Nothing here knows sockets.
+``PIECE`` a piece of one of its large tensors, a ``WITHDRAWN`` the number of a message that is not completed. Messages
+with large tensors are numbered from 1 on, in the order of their heads. Heads and ``WITHDRAWN`` take the first
+connection of a pair; pieces take any connection with room. This module is independent of sockets.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ __all__ = [
 ]
 
 HEAD_MOST = 1 << 18
-"""The most that a head has, in bytes."""
+"""Largest head, in bytes."""
 FIRST, LAST = -(1 << 31), (1 << 31) - 1
 """Priorities of control messages: before and behind all others."""
 CONTROL = -1
-"""The view of messages that are never withdrawn."""
+"""View of messages that are never withdrawn."""
 
 _RECORD = struct.Struct("<IB3x")
 _MORE = struct.Struct("<IB3xIBQ")
 _WITHDRAWN = struct.Struct("<IB3xI")
 _SCRATCH = 1 << 16
 _WORTH = 1 << 12
-"""Room from which on a piece is added to a chunk."""
+"""Least room in a chunk for which a piece is added."""
 _AT_ONCE = 1024
-"""Messages of one peer that may have arrived in part."""
+"""Most messages of one peer that may have arrived in part."""
 _LEFT = done(None)
 
 
 class Record(IntEnum):
-    """What a record carries."""
+    """Kind of a record."""
 
     HEAD = 0
     MORE = 1
     WITHDRAWN = 2
     LINKS = 3
-    """The number of connections that the two ranks are to have."""
+    """Requested number of connections between the two ranks."""
 
 
 _SIZES = {Record.WITHDRAWN: 4, Record.LINKS: 1}
 
 
 class Withdrawn(Exception):
-    """What a message ends with that was withdrawn before it had left."""
+    """Error of a message that was withdrawn before it had left."""
 
 
 class _Outgoing:
-    """A message on its way out."""
+    """An outgoing message."""
 
     __slots__ = ("frames", "left", "number", "offset", "tensor", "unsent", "view")
 
@@ -80,33 +80,32 @@ class _Outgoing:
 
     @property
     def dealt(self) -> bool:
-        """Whether all of it has been taken."""
         return self.number > 0 and self.tensor == len(self.frames) - 1
 
     @property
     def nbytes(self) -> int:
         """Bytes that have not been taken."""
-        rest = self.frames[self.tensor + 1 :] if self.number else self.frames
-        return sum(map(len, rest)) - self.offset
+        frames = self.frames[self.tensor + 1 :] if self.number else self.frames
+        return sum(map(len, frames)) - self.offset
 
     def piece(self, room: int) -> tuple[bytes, memoryview]:
-        """Takes the next piece of at most ``room`` bytes; its header, and itself."""
+        """Takes the next piece of at most ``max_nbytes`` bytes; returns its header and bytes."""
         tensor, offset = self.tensor, self.offset
-        whole = memoryview(self.frames[tensor + 1])
-        part = whole[offset : offset + room]
+        frame = memoryview(self.frames[tensor + 1])
+        part = frame[offset : offset + room]
         self.offset += len(part)
-        if self.offset == len(whole):
+        if self.offset == len(frame):
             self.tensor, self.offset = tensor + 1, 0
         self.unsent += 1
         return _MORE.pack(MORE_NBYTES + len(part), Record.MORE, self.number, tensor, offset), part
 
 
 class Chunk(NamedTuple):
-    """What a connection sends next.
+    """Bytes that a connection sends next.
 
     Args:
-      buffers: its bytes.
-      pieces: the messages that it has pieces of.
+      buffers: Buffers to send.
+      pieces: Messages whose pieces it contains.
     """
 
     buffers: list[Frame]
@@ -114,35 +113,35 @@ class Chunk(NamedTuple):
 
 
 class Sender:
-    """The messages to one peer, the one with the smallest priority first."""
+    """Outgoing messages to one peer, smallest priority first."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, _Outgoing]] = []
         """Messages whose head has not been taken: a heap by priority and order."""
         self._begun: list[tuple[int, int, _Outgoing]] = []
-        """Those whose head has, with pieces that have not."""
+        """Messages whose head has been taken, and some of whose pieces have not: a heap too."""
         self._order = self._count = 0
         self._records: list[bytes] = []
-        """Records that are taken before all else."""
+        """Records that are taken first."""
         self.taken_nbytes = 0
         """Bytes of large tensors that connections have taken so far."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that no connection has taken."""
-        return sum(one.nbytes for queue in (self._waiting, self._begun) for *_, one in queue)
+        return sum(message.nbytes for queue in (self._waiting, self._begun) for *_, message in queue)
 
     def has(self, *, first: bool) -> bool:
-        """Whether there is something for the first connection, or for another one."""
+        """Returns True if there are bytes for the first connection, or for another one."""
         return bool(self._begun or (first and (self._waiting or self._records)))
 
     def put(self, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
         """Queues a message behind all of its priority.
 
         Args:
-          frames: of the message, see :func:`farflung.comm.wire.encode`.
-          priority: the smallest is taken first.
-          view: for :meth:`withdraw`.
+          frames: Frames of the message, see :func:`farflung.comm.wire.encode`.
+          priority: The smallest is taken first.
+          view: Number of the view, for :meth:`withdraw`.
 
         Returns:
           Done when the last piece has left; for a message without pieces, at once.
@@ -153,23 +152,23 @@ class Sender:
         return message.left
 
     def links(self, count: int) -> None:
-        """Queues a ``LINKS`` record."""
+        """Queues a ``CONNECTIONS`` record."""
         self._records.append(_RECORD.pack(1, Record.LINKS) + bytes([count]))
 
     def take(self, room: int, *, first: bool) -> Chunk | None:
-        """Takes the next bytes for a connection; ``None`` where there are none.
+        """Takes the next bytes for a connection; returns None if there are none.
 
         Args:
-          room: how many, about.
-          first: whether it is the first connection of the pair, which heads take.
+          max_nbytes: Approximate limit of bytes.
+          is_first: True for the first connection of the pair, which takes the heads.
         """
         small: list[Frame] = []
         chunk = Chunk([], [])
         if first and self._records:
             small, self._records = list(self._records), []
         while True:
-            begins = first and bool(self._waiting)
-            if begins and (not self._begun or self._waiting[0] < self._begun[0]):
+            has_waiting = first and bool(self._waiting)
+            if has_waiting and (not self._begun or self._waiting[0] < self._begun[0]):
                 priority, order, message = heapq.heappop(self._waiting)
                 head = message.frames[0]
                 small += (_RECORD.pack(len(head), Record.HEAD), head)
@@ -199,27 +198,29 @@ class Sender:
 
     @staticmethod
     def left(chunk: Chunk) -> None:
-        """Says that a chunk has left."""
+        """Marks a chunk as sent."""
         for message in chunk.pieces:
             message.unsent -= 1
             if not message.unsent and message.dealt:
                 message.left.set(None)
 
     def withdraw(self, view: int) -> None:
-        """Takes back what a view has queued; of a message that is partly gone, the peer is told that no more comes."""
-        gone = [one for queue in (self._waiting, self._begun) for *_, one in queue if one.view == view]
+        """Withdraws a view's queued messages; notifies the peer of those that have been sent in part."""
+        dropped = [item for queue in (self._waiting, self._begun) for *_, item in queue if item.view == view]
         self._waiting = [entry for entry in self._waiting if entry[2].view != view]
         self._begun = [entry for entry in self._begun if entry[2].view != view]
         for queue in (self._waiting, self._begun):
             heapq.heapify(queue)
-        self._records += [_WITHDRAWN.pack(4, Record.WITHDRAWN, one.number) for one in gone if one.number]
-        for one in gone:
-            one.left.fail(Withdrawn())
+        self._records += [
+            _WITHDRAWN.pack(4, Record.WITHDRAWN, item.number) for item in dropped if item.number
+        ]
+        for item in dropped:
+            item.left.fail(Withdrawn())
 
     def close(self, error: BaseException, *, keep_control: bool = False) -> None:
-        """Ends what is queued with an error; control messages may stay."""
+        """Fails all queued messages; ``keep_control`` keeps control messages."""
         queued = [*self._waiting, *self._begun]
-        self._waiting = [one for one in self._waiting if keep_control and one[2].view == CONTROL]
+        self._waiting = [entry for entry in self._waiting if keep_control and entry[2].view == CONTROL]
         self._begun, self._records = [], []
         for entry in queued:
             entry[2].left.fail(error)
@@ -238,53 +239,53 @@ class _Landing:
         self.head, self._memory = head, memory
         self._tensors: list[Tensor | None] = [None] * len(head.large)
         self._gaps = [[(0, nbytes)] for nbytes in head.large]
-        """Of each tensor, the ranges of bytes of which no piece has begun to arrive."""
+        """Byte ranges of each tensor of which no piece has begun to arrive."""
         self.missing = sum(head.large)
 
     def target(self, tensor: int, offset: int, nbytes: int) -> memoryview:
-        """Where a piece goes.
+        """Returns the memory of a piece.
 
         Raises:
-          WireError: it is none of this message, or has come before.
+          WireError: the piece is outside of this message, or has arrived before.
         """
         end = offset + nbytes
-        gaps = self._gaps[tensor] if tensor < len(self._gaps) else []
-        at = next((at for at, (low, high) in enumerate(gaps) if low <= offset and end <= high), None)
+        ranges = self._gaps[tensor] if tensor < len(self._gaps) else []
+        at = next((at for at, (low, high) in enumerate(ranges) if low <= offset and end <= high), None)
         if at is None or not nbytes:
             raise WireError(
                 f"{nbytes} bytes at {offset} of tensor {tensor} that were not described, or twice"
             )
-        low, high = gaps[at]
-        gaps[at : at + 1] = [gap for gap in ((low, offset), (end, high)) if gap[0] < gap[1]]
+        low, high = ranges[at]
+        ranges[at : at + 1] = [gap for gap in ((low, offset), (end, high)) if gap[0] < gap[1]]
         memory = self._tensors[tensor]
         if memory is None:
             memory = self._tensors[tensor] = self._memory(self.head, tensor)
         return memory.numpy().data[offset:end]
 
     def message(self) -> Message:
-        """Makes the message, once nothing is missing."""
+        """Builds the message, once no bytes are missing."""
         return self.head.message([tensor for tensor in self._tensors if tensor is not None])
 
 
 class Landings:
-    """The messages of one peer that have arrived in part.
+    """Partially received messages of one peer.
 
     Args:
-      memory: gives a tensor in bytes for one of the large tensors of a message, by number.
-      max_nbytes: gives the largest payload accepted.
+      allocate: Allocates one of the large tensors of a message, by number, as bytes.
+      get_max_nbytes: Returns the largest payload accepted.
     """
 
     def __init__(self, memory: Memory, max_nbytes: Callable[[], int]) -> None:
         self._memory, self._max_nbytes = memory, max_nbytes
         self.nbytes = 0
-        """Bytes of large tensors that have arrived so far."""
+        """Bytes of large tensors received so far."""
         self._begun: dict[int, _Landing] = {}
         self._withdrawn: dict[int, None] = {}
-        """The latest ones; pieces of them may be under way on other connections than the first."""
+        """Numbers withdrawn last; their pieces may still arrive on connections other than the first."""
         self._count = 0
 
     def begin(self, frame: memoryview) -> Message | None:
-        """Takes a head; the message, where that is all of it.
+        """Begins a message by its head; returns the message if it has no large tensors.
 
         Raises:
           WireError: it is refused.
@@ -300,7 +301,7 @@ class Landings:
         return None
 
     def withdraw(self, number: int) -> None:
-        """No more comes of a message; one that has ended since is left alone.
+        """Drops a message that will not be completed; ignores one that is complete.
 
         Raises:
           WireError: it has not begun.
@@ -313,22 +314,22 @@ class Landings:
                 del self._withdrawn[next(iter(self._withdrawn))]
 
     def due(self, number: int) -> bool:
-        """Whether the head of a message may come yet."""
+        """Returns True if the head of a message may still come."""
         return self._count < number <= self._count + _AT_ONCE
 
     def find(self, number: int) -> _Landing | None:
-        """A message that has begun; ``None``: it was withdrawn.
+        """Finds a message that has begun; returns None if it was withdrawn.
 
         Raises:
-          WireError: it has not begun, or is whole.
+          WireError: it has not begun, or is complete.
         """
-        landing = self._begun.get(number)
-        if landing is None and number not in self._withdrawn:
+        partial = self._begun.get(number)
+        if partial is None and number not in self._withdrawn:
             raise WireError(f"a piece of message {number}, which is not under way")
-        return landing
+        return partial
 
     def landed(self, number: int, landing: _Landing, nbytes: int) -> Message | None:
-        """Counts bytes that have arrived; the message, once it is whole."""
+        """Records received bytes of a message; returns the message once it is complete."""
         landing.missing -= nbytes
         self.nbytes += nbytes
         if landing.missing or self._begun.pop(number, None) is None:
@@ -337,43 +338,43 @@ class Landings:
 
 
 class Receiver:
-    """What arrives over one connection.
+    """Parser of the bytes that arrive over one connection.
 
     Args:
-      landings: of the peer, which all of its connections share.
-      first: whether this is the first of them.
-      links: called with the number in a ``LINKS`` record.
+      buffers: Partial messages of the peer, shared by all of its connections.
+      is_first: True for the first of these connections.
+      on_connection_count: Called with the number in a ``CONNECTIONS`` record.
     """
 
     def __init__(self, landings: Landings, *, first: bool, links: Callable[[int], None]) -> None:
         self._landings, self._first, self._links = landings, first, links
         self._scratch = memoryview(bytearray(_SCRATCH))
         self._begin = self._end = 0
-        """Where the bytes lie that have not been read."""
+        """Range of unread bytes in the scratch buffer."""
         self._target: memoryview | None = None
-        """What is missing of the piece under way."""
+        """Memory of the missing rest of the current piece."""
         self._number = 0
         self._landing: _Landing | None = None
         self.paused = False
-        """Whether the next record is a piece of a message whose head has not come over the first connection."""
+        """True if the next record is a piece of a message whose head has not arrived over the first connection."""
         self.nbytes = 0
-        """Of what was read last, for an error about it."""
+        """Size of the record read last, for errors."""
 
     def room(self) -> memoryview:
-        """Where the next bytes go."""
+        """Returns the memory for the next bytes."""
         if self._target is not None:
             return self._target
         if self._begin:
-            rest = self._end - self._begin
-            self._scratch[:rest] = self._scratch[self._begin : self._end]
-            self._begin, self._end = 0, rest
+            unread_nbytes = self._end - self._begin
+            self._scratch[:unread_nbytes] = self._scratch[self._begin : self._end]
+            self._begin, self._end = 0, unread_nbytes
         return self._scratch[self._end :]
 
     def took(self, nbytes: int) -> Iterator[Message]:
-        """Reads bytes that have been written to :meth:`room`; the messages that are whole with them.
+        """Parses bytes that were written to :meth:`get_buffer`; yields the messages that they complete.
 
         Raises:
-          WireError: they are none; nothing behind them is read.
+          WireError: the bytes are malformed; none after them are read.
         """
         if self._target is not None:
             yield from self._land(nbytes)
@@ -397,9 +398,9 @@ class Receiver:
                     self._links(body[0])
 
     def _record(self) -> tuple[int, memoryview] | None:
-        """The kind and bytes of the next record, of a piece only what stands before it; ``None``: it is not whole."""
-        rest = self._end - self._begin
-        if rest < RECORD_NBYTES:
+        """Returns kind and bytes of the next record (of a piece, only its header), or None if it is incomplete."""
+        unread_nbytes = self._end - self._begin
+        if unread_nbytes < RECORD_NBYTES:
             return None
         size, kind = _RECORD.unpack_from(self._scratch, self._begin)
         self.nbytes, body = size, size
@@ -408,12 +409,12 @@ class Receiver:
         elif not self._first or not (_SIZES.get(kind) == size or (kind == Record.HEAD and size <= HEAD_MOST)):
             raise WireError("not a record of this protocol")
         begin = self._begin + RECORD_NBYTES
-        if rest >= RECORD_NBYTES + body:
+        if unread_nbytes >= RECORD_NBYTES + body:
             return kind, self._scratch[begin : begin + body]
         if RECORD_NBYTES + body > len(self._scratch):
             larger = memoryview(bytearray(RECORD_NBYTES + body))
-            larger[:rest] = self._scratch[self._begin : self._end]
-            self._scratch, self._begin, self._end = larger, 0, rest
+            larger[:unread_nbytes] = self._scratch[self._begin : self._end]
+            self._scratch, self._begin, self._end = larger, 0, unread_nbytes
         return None
 
     def _piece(self) -> Iterator[Message]:
@@ -430,15 +431,15 @@ class Receiver:
         else:
             self._target = self._landing.target(tensor, offset, nbytes)
         begin = self._begin + RECORD_NBYTES + MORE_NBYTES
-        there = min(nbytes, self._end - begin)
-        self._target[:there] = self._scratch[begin : begin + there]
-        self._begin = begin + there
+        available_nbytes = min(nbytes, self._end - begin)
+        self._target[:available_nbytes] = self._scratch[begin : begin + available_nbytes]
+        self._begin = begin + available_nbytes
         if self._begin == self._end:
             self._begin = self._end = 0
-        yield from self._land(there)
+        yield from self._land(available_nbytes)
 
     def _land(self, nbytes: int) -> Iterator[Message]:
-        """Bytes are in the target."""
+        """Records bytes that have arrived in the target."""
         assert self._target is not None
         self._target = self._target[nbytes:] if nbytes < len(self._target) else None
         if self._landing is not None:

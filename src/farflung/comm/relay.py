@@ -1,7 +1,7 @@
-"""Relays messages between members that cannot connect to each other.
+"""Relay of messages between members that cannot connect to each other.
 
-A message is relayed only if its source is the rank that its connection was authenticated for, and this rank is the
-relay of the pair. Greetings are held until both members of a pair have sent one with the other's token.
+A message is relayed only if its source is the authenticated rank of its connection, and this rank is the relay
+of the pair. Greetings are held until both members of a pair have sent one with the other's token.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from farflung.errors import PeerLost
 __all__ = ["Relay"]
 
 GREETING_NBYTES = 1 << 20
-"""The most bytes of a held greeting."""
+"""Most bytes of a held greeting."""
 
 
 class Relay:
-    """Relays the messages of the pairs of which :class:`farflung.comm.routes.Routes` makes this rank the relay.
+    """Relay of messages, for pairs whose relay is this rank by :class:`farflung.comm.routes.Routes`.
 
     Args:
-      transport: carries the messages.
-      routes: the view's routes.
-      size: the world size.
-      detours: whether :meth:`serve` may follow a greeting.
+      transport: Transport of the messages.
+      routes: Routes of the view.
+      size: World size.
+      allow_detours: True if :meth:`serve_pair` may follow a greeting.
     """
 
     def __init__(self, transport: Transport, routes: Routes, size: int, *, detours: bool = False) -> None:
         self._transport, self._routes, self._size, self._detours = transport, routes, size, detours
         self.passed: Callable[[int, int], object] = lambda *_: None
-        """Called with the payload bytes and the destination of each relayed message."""
+        """Callback for each relayed message, with its payload bytes and destination."""
         self._held: dict[tuple[int, int], tuple[Message, object]] = {}
         """Held greetings by source and destination, each with the token of the peer that it is for."""
         self._parted: dict[frozenset[int], bool] = {}
-        """Whether either member of a connected pair is lost."""
+        """True for a connected pair of which either member is lost."""
         self.count = 0
-        """The number of relayed messages so far."""
+        """Number of messages relayed so far."""
 
     def take(self, rank: int, message: Message) -> None:
-        """Relays a message, or holds it if it is a greeting.
+        """Handles a message to another rank: relays it, or holds it if it is a greeting.
 
         Raises:
           Unauthorized: the source is not ``rank``, or this rank does not relay for the pair.
@@ -60,13 +60,13 @@ class Relay:
             self._pass_on(message)
 
     def serve(self, one: int, other: int) -> None:
-        """Becomes the relay of a pair whose connection is broken; relays the greetings that it holds."""
+        """Starts to relay for a pair whose connection is broken, beginning with its held greetings."""
         self._routes.detour(one, other, self._transport.me.rank)
         self._introduce(one, other)
 
     def settle(self) -> None:
-        """Drops held greetings of pairs that can connect, once a new view has settled their routes."""
-        self._held = {ends: held for ends, held in self._held.items() if not self._routes.connect(*ends)}
+        """Drops held greetings of pairs that can connect, after a new view has changed their routes."""
+        self._held = {ends: item for ends, item in self._held.items() if not self._routes.connect(*ends)}
 
     def lost(self, rank: int) -> None:
         """Stops relaying to and from a lost member, until it greets again."""
@@ -74,8 +74,8 @@ class Relay:
         self._parted.update({pair: True for pair in self._parted if rank in pair})
 
     def serves(self, gone: Collection[int]) -> bool:
-        """Whether this rank relays for a pair of which neither member is in ``gone``."""
-        return any(not parted and pair.isdisjoint(gone) for pair, parted in self._parted.items())
+        """Returns True if this rank relays for a pair without members in ``lost_ranks``."""
+        return any(not lost and pair.isdisjoint(gone) for pair, lost in self._parted.items())
 
     def _hold(self, message: Message) -> None:
         """Holds a greeting until its counterpart has arrived, then relays both.
@@ -85,30 +85,30 @@ class Relay:
             greeting is too large.
         """
         source, destination, _ = message.route
-        known, mine = destination in self._routes, self._serves(source, destination)
-        if known and not mine and not self._detours:
+        is_known, is_relay = destination in self._routes, self._serves(source, destination)
+        if is_known and not is_relay and not self._detours:
             raise Unauthorized("a greeting between two ranks that this one does not relay for")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
             raise Unauthorized(
                 "a greeting to a rank that is not of this run, or a greeting that is too large"
             )
         self._held[source, destination] = message, json_of(message.payload).get("to")
-        if known and mine:
+        if is_known and is_relay:
             self._introduce(source, destination)
 
     def _serves(self, one: int, other: int) -> bool:
         return self._routes.between(one, other) == self._transport.me.rank
 
     def _introduce(self, one: int, other: int) -> None:
-        """Relays the greetings of two ranks to each other, where both are held and current."""
-        both = ((other, one), (one, other))
-        if all(map(self._is_current, both)):
-            self._parted[frozenset(both[0])] = False
-            for greeting, _ in [self._held.pop(ends) for ends in both]:
+        """Relays the greetings of two ranks to each other, if both are held and current."""
+        pairs = ((other, one), (one, other))
+        if all(map(self._is_current, pairs)):
+            self._parted[frozenset(pairs[0])] = False
+            for greeting, _ in [self._held.pop(ends) for ends in pairs]:
                 self._pass_on(greeting)
 
     def _is_current(self, ends: tuple[int, int]) -> bool:
-        """Whether a greeting between these ranks is held and has the token of the destination's current peer."""
+        """Returns True if a greeting of this pair is held and has the token of its current destination."""
         greeting = self._held.get(ends)
         return greeting is not None and greeting[1] == self._routes.token(ends[1])
 

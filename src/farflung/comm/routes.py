@@ -13,40 +13,40 @@ __all__ = ["Routes"]
 class Routes:
     """Routes between the members of a view; all members compute equal ones.
 
-    Between two ranks that accept no connections, the lowest rank that accepts them relays. The relay of a pair is fixed
-    at the meeting at which the second of them joins, so later members do not change it. Where the connection of a pair
-    breaks, another member may become its relay; see :meth:`detour`.
+    Between two ranks that accept no connections, the lowest rank that accepts them relays. The relay of a pair
+    is fixed at the meeting at which the second of them joins, so later members do not change it. If the
+    connection of a pair breaks, another member may become its relay; see :meth:`set_detour`.
 
     Args:
-      me: this rank's peer.
+      local_peer: Peer of this rank.
     """
 
     def __init__(self, me: Peer) -> None:
         self._me = me
         self._peers = {me.rank: me}
         self._met = {me.rank: 0}
-        """The number of the meeting at which each rank joined."""
+        """Number of the meeting at which each rank joined."""
         self._relays: list[int | None] = []
-        """The relay, by meeting."""
+        """Relay by meeting."""
         self._detours: dict[frozenset[int], int] = {}
-        """The relays of pairs whose connection is broken."""
+        """Relays of pairs whose connection is broken."""
         self._hops: dict[int, int] = {}
-        """The next hop to each rank, looked up for every message."""
+        """Next hop to each rank, looked up for every message."""
 
     def meet(self, peers: Sequence[Peer], gone: Collection[int] = ()) -> None:
         """Adds peers; one whose rank is known already replaces the earlier peer.
 
         Args:
-          peers: the peers that join.
-          gone: the ranks that have left or were lost, which relay no more.
+          peers: Peers that join.
+          lost_ranks: Ranks that have left or were lost, which relay no more.
 
         Raises:
           ConfigError: no rank can relay between two of them.
         """
-        known = {**self._peers, **{peer.rank: peer for peer in peers}}
-        here = [known[rank] for rank in sorted(known) if rank not in gone]
-        relay = next((peer.rank for peer in here if peer.address is not None), None)
-        hidden = [peer.rank for peer in here if peer.address is None]
+        updated = {**self._peers, **{peer.rank: peer for peer in peers}}
+        present = [updated[rank] for rank in sorted(updated) if rank not in gone]
+        relay = next((peer.rank for peer in present if peer.address is not None), None)
+        hidden = [peer.rank for peer in present if peer.address is None]
         if relay is None and len(hidden) > 1:
             raise ConfigError(
                 f"ranks {hidden[0]} and {hidden[1]} advertise no address, and neither does any other rank: make one of "
@@ -54,11 +54,11 @@ class Routes:
             )
         self._met.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
-        self._peers = known
+        self._peers = updated
         self._find_hops()
 
     def detour(self, one: int, other: int, relay: int | None) -> None:
-        """Sets the relay of two ranks whose connection is broken; ``None``: their route is as it was at first."""
+        """Sets the relay of two ranks whose connection is broken; None restores their first route."""
         if relay is None:
             self._detours.pop(frozenset((one, other)), None)
         else:
@@ -74,23 +74,22 @@ class Routes:
         return rank in self._peers
 
     def peer(self, rank: int) -> Peer:
-        """Returns a rank's peer."""
         return self._peers[rank]
 
     def token(self, rank: int) -> str:
-        """Returns the hex token that distinguishes a rank's peer from earlier ones of the same rank."""
+        """Returns the hex token that distinguishes a rank's peer from earlier ones of that rank."""
         return self._peers[rank].token.hex()
 
     def goes_to(self, rank: int) -> bool:
-        """Whether this rank connects to ``rank``."""
+        """Returns True if this rank connects to ``rank``."""
         return connects(self._me, self._peers[rank])
 
     def comes_from(self, rank: int) -> bool:
-        """Whether ``rank`` connects to this rank."""
+        """Returns True if ``rank`` connects to this rank."""
         return connects(self._peers[rank], self._me)
 
     def between(self, one: int, other: int) -> int | None:
-        """Finds the relay between two ranks; ``None``: they need none, or one is not known."""
+        """Finds the relay between two ranks; None if they need none, or one is unknown."""
         if one == other or not {one, other} <= self._peers.keys():
             return None
         if (detour := self._detours.get(frozenset((one, other)))) is not None:
@@ -100,11 +99,11 @@ class Routes:
         return self._relays[max(self._met[one], self._met[other])]
 
     def connect(self, one: int, other: int) -> bool:
-        """Whether one of two ranks can connect to the other."""
+        """Returns True if one of two ranks can connect to the other."""
         return any(rank in self._peers and self._peers[rank].address is not None for rank in (one, other))
 
     def relay(self, rank: int) -> int | None:
-        """Finds the relay between this rank and ``rank``; ``None``: they need none, or ``rank`` is not known."""
+        """Returns the relay between this rank and ``rank``; None if they need none, or ``rank`` is unknown."""
         return self.between(self._me.rank, rank)
 
     def next_hop(self, rank: int) -> int:
@@ -117,4 +116,4 @@ class Routes:
 
     def relayed_to(self, rank: int) -> list[int]:
         """Lists the ranks that ``rank`` reaches through this rank."""
-        return [other for other in sorted(self._peers) if self.between(rank, other) == self._me.rank]
+        return [peer for peer in sorted(self._peers) if self.between(rank, peer) == self._me.rank]

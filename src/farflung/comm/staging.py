@@ -1,4 +1,4 @@
-"""Payloads of another device: through pinned memory to the host before they are sent, and back once they are there."""
+"""Staging: copies payloads between another device and the host, through pinned memory."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from farflung.types import Payload
 __all__ = ["Stage", "at_once", "moved", "on_device", "on_host", "to_host"]
 
 Stage: TypeAlias = Callable[[Payload], Pending[Payload]]
-"""Brings a payload to the host."""
+"""Copies a payload to the host."""
 
 
 def on_host(payload: Payload) -> bool:
-    """Whether all of it is in the memory of the host."""
+    """Returns True if the whole payload is in the host's memory."""
     return all(on_host(part) if isinstance(part, Payload) else part.is_cpu for part in payload.parts)
 
 
 def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:
-    """Starts copying what is on a device, behind whatever the calling thread has asked of the device before.
+    """Starts to copy a payload from its devices, after the calling thread's earlier work on them.
 
     Returns:
-      The payload on the host, in pinned memory, and what to call before it is read: it waits for the copies, so call it
-      on a thread that has nothing else to do.
+      The payload in pinned host memory, and a function that waits for the copies. Call it before the payload is
+      read, on a thread that may block.
     """
     devices = {tensor.device for tensor in payload.tensors() if tensor.device.type != "cpu"}
     host = rebuilt(payload, lambda tensor: tensor.to("cpu", non_blocking=True))
-    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def wait() -> None:
-        for event in copied:
+        for event in events:
             event.synchronize()
 
     return host, wait
 
 
 def at_once(payload: Payload) -> Pending[Payload]:
-    """The :data:`Stage` of a thread that may wait for the device."""
+    """Copies a payload to the host; the :data:`Stage` of a thread that may block."""
     host, wait = to_host(payload)
     wait()
     return done(host)

@@ -1,10 +1,10 @@
-"""Messages between real processes over TCP, encrypted with TLS 1.3 between machines.
+"""TCP transport between real processes, encrypted with TLS 1.3 between machines.
 
-Of two ranks one connects (:func:`farflung.comm.peer.connects`), so it is enough that the other can be reached, at one
-port. How a connection comes to be a member's is in :mod:`farflung.comm.entrance`.
+One rank of each pair connects (:func:`farflung.comm.peer.should_connect`), so only the other must be reachable, at
+one port. Authentication of a connection is in :mod:`farflung.comm.handshake`.
 
-There are no heartbeats: TCP carries everything across a cut by itself. A slow or silent peer is given up by a deadline
-alone, whereas a connection closed from the peer's end is told at once.
+There are no heartbeats: TCP itself survives a network cut. Only a deadline gives up a slow or silent peer,
+whereas a connection that the peer closes is reported at once.
 """
 
 from __future__ import annotations
@@ -44,45 +44,44 @@ from farflung.tasks import Pending, failed
 __all__ = ["TcpTransport"]
 
 LINGER_S = 5.0
-"""How long nothing of what was sent may leave at the end; for peers that are no members any more, all of it."""
+"""Seconds without any byte sent after which a closing transport gives up; for removed peers, seconds in all."""
 OTHERS_S = 1.0
-"""How long the other connections to a peer may take to end, once one of them has."""
+"""Seconds that the other connections to a peer may take to end, once one of them has."""
 MOST_UNASKED = 16
-"""Connections to a peer where no number was asked for."""
+"""Most connections to a peer if no number was given."""
 WIDEN_S = 2.0
-"""After how much busy time it is seen whether more connections would help."""
+"""Busy seconds after which the transport decides if more connections would help."""
 WORTH = 1.25
-"""By how much twice as many connections have to be faster."""
+"""Speedup that twice as many connections must reach."""
 SHORT_S = 0.005
-"""Round trips below this need no more than one."""
+"""Round trip below which one connection is enough, in seconds."""
 _BACKLOG = 128
 _ENOUGH_DESCRIPTORS = 1 << 16
 _RESERVE = 256
-"""Descriptors for all but members' connections: files, threads' own, strangers."""
+"""Descriptors for everything but members' connections: files, threads, unauthenticated connections."""
 
 
 class TcpTransport:
-    """The connections of one process; see :class:`farflung.comm.transport.Transport`.
+    """TCP connections of one process; see :class:`farflung.comm.transport.Transport`.
 
     Args:
-      rank: this process.
-      size: number of processes of the run.
-      interface: the address to listen at, loopback by default.
-      ports: at the first of these that is free; 0: any.
-      advertise: the host, or host and port, by which peers reach this process, where that is not the address that it
-        listens at: behind port forwarding, in a container. ``"none"``: no peer can connect to it, and it does not
-        listen.
-      keys: what to prove this process with; everything is encrypted then. Off loopback there have to be some.
-      later: whether peers may come later than the first meeting.
-      connections: to each peer, for bulk; ``None``: as many as help, see :meth:`busy`.
+      rank: Rank of this process.
+      size: Number of processes of the run.
+      interface: Address to listen on, loopback by default.
+      ports: Candidate ports, of which the first free one is used; 0 is any.
+      advertise: Host, or host and port, by which peers reach this process if that differs from the listening address:
+        behind port forwarding, in a container. ``"none"``: no peer can connect, and the process does not listen.
+      keys: Keys of this process, with which everything is encrypted. Required off loopback.
+      allow_late: True if peers may come after the first meeting.
+      connections: Number of connections to each peer for bulk; None adds them while they help, see :meth:`handle_busy`.
 
     Raises:
-      ConfigError: the address is none of this machine's, or not loopback and there are no keys; or this process may
-        not open enough files.
+      ConfigError: the address does not belong to this machine, or is not loopback and there are no keys; or
+        this process may not open enough files.
     """
 
     listener: Listener
-    """What is told of members and their messages, from :meth:`open` on."""
+    """Receiver of events of members, from :meth:`connect_peers` on."""
 
     def __init__(
         self,
@@ -96,8 +95,8 @@ class TcpTransport:
         later: bool = False,
         connections: int | None = None,
     ) -> None:
-        local = is_loopback(interface)
-        if not local and keys is None:
+        is_local = is_loopback(interface)
+        if not is_local and keys is None:
             raise ConfigError(
                 f"interface {interface}: nothing leaves this machine without encryption, which takes keys"
             )
@@ -106,30 +105,30 @@ class TcpTransport:
         self.refused = self.turned_away = 0
         self.max_nbytes = 1 << 31
         self._said_at = 1
-        """How many refusals there are when it is logged next how many."""
+        """Number of refusals at which they are logged next."""
         self._connections = connections
         self._remotes: dict[int, Remote] = {}
         self._leaving: set[Link] = set()
-        """Those of peers that are members no more, of which something is to leave."""
+        """Connections of removed peers that still have bytes to send."""
         self._busy: set[int] = set()
-        """Ranks for which something may wait since the last :meth:`poll`."""
+        """Ranks with possibly queued bytes since the last :meth:`poll`."""
         self._closes = False
         self.scratch = memoryview(bytearray(SEALED_PIECE_NBYTES))
-        """For what arrives encrypted, on its way to TLS."""
+        """Buffer for encrypted bytes on their way to TLS."""
         self._pool = Pool()
         address: str | None = None
-        door = None if advertise == NO_WAY_IN else _door(interface, ports, size + _BACKLOG)
-        if door is not None:
-            port = door.getsockname()[1]
+        server_socket = None if advertise == NO_WAY_IN else _door(interface, ports, size + _BACKLOG)
+        if server_socket is not None:
+            port = server_socket.getsockname()[1]
             try:
                 address = f"{tcp(interface)}:{port}" if advertise is None else advertised(advertise, port)
             except ConfigError:
-                door.close()
+                server_socket.close()
                 raise
-        machine = socket.gethostname() if local and advertise is None else None
+        machine = socket.gethostname() if is_local and advertise is None else None
         self.me = Peer(rank, address, secrets.token_bytes(16), keys.public if keys else None, machine)
         self._loop = Loop()
-        self.entrance = Entrance(self, self._loop, self._remotes, door, size - 1, later)
+        self.entrance = Entrance(self, self._loop, self._remotes, server_socket, size - 1, later)
         _open.add(self)
 
     # --- members ----------------------------------------------------------------------------------------------------
@@ -139,8 +138,8 @@ class TcpTransport:
         self.entrance.open()
         for peer in others:
             self.dismiss(peer.rank)
-            landings = Landings(partial(self._memory, peer.rank), lambda: self.max_nbytes)
-            self._remotes[peer.rank] = Remote(peer, landings, wanted=self._connections or 1, again=again)
+            buffers = Landings(partial(self._memory, peer.rank), lambda: self.max_nbytes)
+            self._remotes[peer.rank] = Remote(peer, buffers, wanted=self._connections or 1, again=again)
         self.entrance.tls = None
         for peer in others:
             if connects(self.me, peer) or (again and peer.address is not None):
@@ -148,24 +147,24 @@ class TcpTransport:
         self.entrance.mind()
 
     def _memory(self, rank: int, head: Head, number: int) -> Tensor:
-        """Finds room for a large tensor of a message: where it is waited for, if that is known."""
+        """Allocates a large tensor of a message, in the posted receive buffer if there is one."""
         nbytes = head.large[number]
-        room = None if number else self.listener.room(rank, head, nbytes)
-        return self._pool.tensor(nbytes) if room is None else room
+        buffer = None if number else self.listener.room(rank, head, nbytes)
+        return self._pool.tensor(nbytes) if buffer is None else buffer
 
     def dismiss(self, rank: int) -> None:
         member = self._remotes.pop(rank, None)
         if member is None:
             return
         self.entrance.tls = None
-        for link in [link for link in self.entrance.early if link.dialled == rank]:
-            link.end(None)
+        for connection in [connection for connection in self.entrance.early if connection.dialled == rank]:
+            connection.end(None)
         member.sender.close(PeerLost(rank, "its connection is gone"), keep_control=True)
-        links, member.links = member.links, {}
-        self._leaving.update(links.values())
-        for link in links.values():
-            link.close_soon()
-            self._loop.call_later(LINGER_S, partial(link.end, None))
+        connections, member.links = member.links, {}
+        self._leaving.update(connections.values())
+        for connection in connections.values():
+            connection.close_soon()
+            self._loop.call_later(LINGER_S, partial(connection.end, None))
         self.entrance.mind()
 
     def expects(self, count: int) -> None:
@@ -177,15 +176,15 @@ class TcpTransport:
         self.entrance.mind()
 
     def quiet_s(self, rank: int) -> float:
-        links = self._remotes[rank].links.values() if rank in self._remotes else ()
-        return min((time.monotonic() - link.read_s for link in links), default=math.inf)
+        connections = self._remotes[rank].links.values() if rank in self._remotes else ()
+        return min((time.monotonic() - connection.read_s for connection in connections), default=math.inf)
 
     def traffic(self, rank: int) -> Traffic:
         member = self._remotes.get(rank)
         if member is None:
             return Traffic(0, 0)
-        heard = sum(link.read_nbytes for link in member.links.values())
-        return Traffic(heard, member.landings.nbytes + member.sender.taken_nbytes)
+        received_nbytes = sum(connection.read_nbytes for connection in member.links.values())
+        return Traffic(received_nbytes, member.landings.nbytes + member.sender.taken_nbytes)
 
     def failed_at(self, rank: int) -> bool:
         return rank in self._remotes and self._remotes[rank].failed
@@ -195,30 +194,30 @@ class TcpTransport:
     @property
     def held_nbytes(self) -> int:
         queued = sum(member.sender.nbytes for member in self._remotes.values())
-        return queued + sum(link.unsent for link in self._links())
+        return queued + sum(connection.unsent for connection in self._links())
 
     def _links(self) -> list[Link]:
-        """The connections of those that are members, or were."""
+        """Lists the connections of current and removed members."""
         return [
             *self._leaving,
-            *(link for member in self._remotes.values() for link in member.links.values()),
+            *(connection for member in self._remotes.values() for connection in member.links.values()),
         ]
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         member = self._remotes.get(rank)
         if member is None or member.ended:
             return failed(PeerLost(rank, "its connection is gone"))
-        left = member.sender.put(frames, priority, view)
-        if rank not in self._busy:  # what follows in this turn leaves together
+        sent = member.sender.put(frames, priority, view)
+        if rank not in self._busy:  # messages that follow in this turn leave together
             self._busy.add(rank)
-            for link in tuple(member.links.values()):
-                link.flush()
-        return left
+            for connection in tuple(member.links.values()):
+                connection.flush()
+        return sent
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        said = self.send(rank, frames, priority=LAST if last else FIRST, view=CONTROL)
-        if said.error is not None:
-            raise said.error
+        sent = self.send(rank, frames, priority=LAST if last else FIRST, view=CONTROL)
+        if sent.error is not None:
+            raise sent.error
         self._flush()
 
     def withdraw(self, view: int) -> None:
@@ -230,10 +229,10 @@ class TcpTransport:
         while self._busy:
             member = self._remotes.get(self._busy.pop())
             if member is not None:
-                for link in tuple(member.links.values()):
-                    link.flush()
+                for connection in tuple(member.links.values()):
+                    connection.flush()
 
-    # --- hearing ----------------------------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------------------------
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         self._loop.watch(fd, readable=readable)
@@ -246,7 +245,6 @@ class TcpTransport:
         self._loop.once(timeout_s)
 
     def arrived(self, link: Link, message: Message) -> None:
-        """A member's message is there."""
         assert link.rank is not None
         try:
             self.listener.arrived(link.rank, message)
@@ -254,7 +252,7 @@ class TcpTransport:
             self._refuse(error)
 
     def malformed(self, link: Link, nbytes: int, error: WireError) -> None:
-        """What a member has sent cannot be read."""
+        """Removes a member that has sent unreadable bytes."""
         assert link.rank is not None
         self._refuse(error)
         self.listener.malformed(link.rank, nbytes, str(error))
@@ -280,7 +278,7 @@ class TcpTransport:
     # --- connections --------------------------------------------------------------------------------------------------
 
     def promote(self, member: Remote, link: Link) -> None:
-        """Takes a connection in that has proved to be a member's."""
+        """Adds an authenticated connection to its member."""
         self.entrance.early.discard(link)
         member.failed = False
         member.links[link.index] = link
@@ -291,61 +289,61 @@ class TcpTransport:
         self.entrance.mind()
 
     def see_off(self, link: Link) -> None:
-        """Lets what is queued for a visitor leave."""
+        """Keeps a visitor's connection open until its queued bytes have been sent."""
         self._leaving.add(link)
         self._loop.call_later(LINGER_S, partial(link.end, None))
 
     def turn_away(self) -> None:
-        """Counts a connection that was no member's."""
+        """Counts a connection that did not authenticate."""
         self.turned_away += 1
         self._report("a connection")
 
     # --- several connections ----------------------------------------------------------------------------------------
 
     def _widen(self, member: Remote, count: int) -> None:
-        """Asks for so many connections to a peer."""
+        """Requests ``count`` connections to a peer."""
         member.wanted = count
         member.sender.links(count)
         self._busy.add(member.peer.rank)
         self.entrance.mind()
 
     def _widened(self, member: Remote, count: int) -> None:
-        """A peer wants so many connections, and expects them: this rank agrees, and makes them where it is to."""
+        """Handles a peer's request for ``count`` connections: agrees, and makes those that this rank has to make."""
         if member.wanted < count <= MOST_CONNECTIONS:
             self._widen(member, count)
         if connects(self.me, member.peer):
-            dialled = {link.index for link in self.entrance.early if link.dialled == member.peer.rank}
+            dialled = {early.index for early in self.entrance.early if early.dialled == member.peer.rank}
             for index in range(1, min(count, member.wanted)):
                 if index not in member.links and index not in dialled:
                     self.entrance.dial(member, index)
 
     def busy(self, link: Link) -> None:
-        """A connection has had more to send than it could: more of them are made as long as that helps.
+        """Adds connections to a peer whose connection has had more to send than it could, as long as that helps.
 
-        Where one comes to at least half of what its losses and its window allow, these hold it up and not the network,
-        and twice as many connections are worth a try. Where all of them together did not become faster by a quarter, it
-        stays at that.
+        If a connection reaches at least half of what its losses and its window allow, these limit it and not
+        the network, so twice as many are tried. If all of them together did not become faster by a quarter,
+        their number stays.
         """
         member = self._remotes.get(-1 if link.rank is None else link.rank)
         if member is None or self._connections is not None or link.index or member.settled:
             return
         took_s = link.busy_s - member.looked_s
-        path = link.path() if took_s >= WIDEN_S else None
-        if path is None or path.round_trip_s < SHORT_S:
+        info = link.path() if took_s >= WIDEN_S else None
+        if info is None or info.round_trip_s < SHORT_S:
             return
-        sent = sum(one.busy_nbytes for one in member.links.values())
+        sent = sum(sibling.busy_nbytes for sibling in member.links.values())
         rate_bps = 8 * (sent - member.sent) / took_s
         member.looked_s, member.sent = link.busy_s, sent
         if rate_bps < WORTH * member.rate_bps or 2 * member.wanted > MOST_UNASKED:
             member.settled = True
-        elif rate_bps / len(member.links) >= _reach_bps(path) / 2:
+        elif rate_bps / len(member.links) >= _reach_bps(info) / 2:
             member.rate_bps = rate_bps
             self._widen(member, 2 * member.wanted)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def gone(self, link: Link, was: State, error: Exception | None) -> None:
-        """A connection has ended."""
+        """Handles the end of a connection."""
         self._leaving.discard(link)
         member = self._remotes.get(-1 if link.rank is None else link.rank)
         if link in self.entrance.early:
@@ -357,9 +355,9 @@ class TcpTransport:
                 self._ended(member)
 
     def _ended(self, member: Remote) -> None:
-        """One of a member's connections has ended: the others end too, or it is lost without them."""
-        for link in tuple(member.links.values()):
-            while link.read():
+        """Handles the end of one of a member's connections: it is lost unless the others end soon by themselves."""
+        for connection in tuple(member.links.values()):
+            while connection.read():
                 pass
         if not member.links:
             self._lose(member)
@@ -371,9 +369,9 @@ class TcpTransport:
             return
         member.ended = True
         rank = member.peer.rank
-        links, member.links = member.links, {}
-        for link in links.values():
-            link.end(None)
+        connections, member.links = member.links, {}
+        for connection in connections.values():
+            connection.end(None)
         member.sender.close(PeerLost(rank, "its connection is gone"))
         if self._remotes.get(rank) is member:
             self.listener.closed(rank)
@@ -382,30 +380,32 @@ class TcpTransport:
         self._closes = True
         _open.discard(self)
         self.entrance.close()
-        links = self._links()
+        connections = self._links()
         if linger:
-            for link in links:
-                link.close_soon()
-            until, least = time.monotonic() + LINGER_S, math.inf
-            while (left := sum(link.unsettled_nbytes() for link in links)) and time.monotonic() < until:
-                if left < least:
-                    until, least = time.monotonic() + LINGER_S, left
+            for connection in connections:
+                connection.close_soon()
+            end_s, min_nbytes = time.monotonic() + LINGER_S, math.inf
+            while (
+                unacked := sum(item.unsettled_nbytes() for item in connections)
+            ) and time.monotonic() < end_s:
+                if unacked < min_nbytes:
+                    end_s, min_nbytes = time.monotonic() + LINGER_S, unacked
                 self._loop.once(0.01)
-        for link in links:
-            link.end(None)
+        for connection in connections:
+            connection.end(None)
         self._loop.close()
 
     def abandon(self) -> None:
-        """Closes what a child process has inherited, so that the parent's end ends its connections."""
-        for link in (*self.entrance.early, *self._links()):
-            link.sock.close()
+        """Closes the sockets that a child process has inherited, so that the parent's end closes its connections."""
+        for connection in (*self.entrance.early, *self._links()):
+            connection.sock.close()
         if self.entrance.door is not None:
             self.entrance.door.close()
         self._loop.close()
 
 
 _open: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
-"""The transports of this process."""
+"""Open transports of this process."""
 
 
 def _abandon_all() -> None:
@@ -418,24 +418,24 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _reach_bps(path: Path) -> float:
-    """What one connection can carry at most, by its losses and by the largest window."""
+    """Computes the most that one connection can carry, by its losses and by the largest window."""
     control: Any = path.control if path.control in get_args(CongestionControl) else None
     by_loss = window_share_bps(control, path.loss, path.round_trip_s)
     return min(by_loss, LARGEST_WINDOW_BITS / path.round_trip_s)
 
 
 def _door(interface: str, ports: Sequence[int], backlog: int) -> socket.socket:
-    """Listens at the first port that is free."""
+    """Listens on the first free port."""
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     for port in ports:
         try:
-            door = socket.create_server((interface, port), family=family, backlog=backlog)
+            server_socket = socket.create_server((interface, port), family=family, backlog=backlog)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"interface {interface}: cannot listen there ({error.strerror})") from None
         else:
-            door.setblocking(False)
-            return door
+            server_socket.setblocking(False)
+            return server_socket
     span = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
     raise ConfigError(
         f"interface {interface}: {span} in use: give others with --port, one for each replica here"
@@ -443,20 +443,20 @@ def _door(interface: str, ports: Sequence[int], backlog: int) -> socket.socket:
 
 
 def _raise_limit(size: int, connections: int) -> None:
-    """Lets this process open as many files as a run of ``size`` replicas takes, and as strangers may make it open.
+    """Raises the limit of open files to what a run of ``size`` replicas and unauthenticated connections take.
 
     Raises:
-      ConfigError: it may not.
+      ConfigError: the system allows fewer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    most = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
-    most, needed = max(soft, most), connections * size + _RESERVE
-    if most < needed:
+    limit = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
+    limit, needed = max(soft, limit), connections * size + _RESERVE
+    if limit < needed:
         raise ConfigError(
-            f"{size} replicas take {needed} open files in each process, and {most} are allowed: raise ulimit -n"
+            f"{size} replicas take {needed} open files in each process, and {limit} are allowed: raise ulimit -n"
         )
-    if soft < most:
-        with suppress(OSError, ValueError):  # macOS allows fewer than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft < limit:
+        with suppress(OSError, ValueError):  # macOS allows fewer than it reports
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,4 +1,4 @@
-"""The transport, which carries frames between the processes of a run, and its listener."""
+"""The transport protocol, which carries frames between the processes of a run, and its listener."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["FIRST", "LAST", "Listener", "Traffic", "Transport"]
 
 
 class Traffic(NamedTuple):
-    """The bytes that connections to a member have carried.
+    """Byte counts of the connections to a member.
 
     Args:
-      heard_nbytes: bytes of any kind from it.
-      moved_nbytes: bytes of large tensors to and from it.
+      received_nbytes: Bytes of any kind received from it.
+      bulk_nbytes: Bytes of large tensors to and from it.
     """
 
     heard_nbytes: int
@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
 
 
 class Listener(Protocol):
-    """The receiver of a transport's events, on the thread that polls the transport."""
+    """Receiver of a transport's events, on the thread that polls the transport."""
 
     def arrived(self, rank: int, message: Message) -> None:
         """Handles a message of an authenticated member.
@@ -40,21 +40,21 @@ class Listener(Protocol):
         ...
 
     def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
-        """Provides memory for the first large tensor of a message; ``None``: the transport allocates it.
+        """Provides memory for the first large tensor of a message; if None, the transport allocates it.
 
         Args:
-          rank: the sender.
-          head: the message's head.
-          nbytes: the tensor's size in bytes.
+          rank: Rank of the sender.
+          head: Head of the message.
+          nbytes: Size of the tensor in bytes.
         """
         ...
 
     def malformed(self, rank: int, nbytes: int, why: str) -> None:
-        """Handles ``nbytes`` unreadable bytes of a member, after which its connection cannot be trusted."""
+        """Handles unreadable bytes of a member, whose connection can no longer be trusted."""
         ...
 
     def closed(self, rank: int) -> None:
-        """Handles the close of a member's connection from its end, after all messages before it."""
+        """Handles the close of a connection by its member, after all earlier messages."""
         ...
 
     def denied(self, rank: int) -> None:
@@ -62,38 +62,38 @@ class Listener(Protocol):
         ...
 
     def ended(self, rank: int) -> None:
-        """Handles that no process listens any more at the address of a member which is connected to again."""
+        """Handles the end of a process: nothing listens any more at the address of a member that is reconnected."""
         ...
 
 
 class Transport(Protocol):
     """Authenticated connections to the other processes of a run; refuses messages that are too large.
 
-    It belongs to one thread, which calls :meth:`poll`; only the first :meth:`open` may come before.
+    It belongs to one thread, which calls :meth:`poll`; only the first :meth:`connect_peers` may come before.
     """
 
     @property
     def me(self) -> Peer:
-        """This process's rank, address and token."""
+        """Rank, address and token of this process."""
         ...
 
     @property
     def keys(self) -> Keys | None:
-        """The keys that authenticate and encrypt; ``None``: the run does not encrypt."""
+        """Keys that authenticate and encrypt; None if the run does not encrypt."""
         ...
 
     @property
     def refused(self) -> int:
-        """The number of refused messages: foreign to this run, or malformed."""
+        """Number of refused messages: foreign to this run, or malformed."""
         ...
 
     @property
     def turned_away(self) -> int:
-        """The number of connections that closed before they were authenticated."""
+        """Number of connections that closed before they were authenticated."""
         ...
 
     max_nbytes: int
-    """The largest payload accepted, in bytes; to be lowered once the model is known."""
+    """Largest payload accepted, in bytes; to be lowered once the model is known."""
 
     @property
     def held_nbytes(self) -> int:
@@ -104,16 +104,16 @@ class Transport(Protocol):
         """Accepts the connections of some peers and connects to the others; may be called again with more peers.
 
         Args:
-          others: the peers; of each pair of this process and a peer, one has an address, see
-            :func:`farflung.comm.peer.connects`.
-          listener: the receiver of events.
-          again: whether they were connected before, so that a refused connection means that a peer has ended
-            (:meth:`Listener.ended`). Peers whose connections this process accepts are probed for that too.
+          peers: Peers; of each pair of this process and a peer, one has an address, see
+            :func:`farflung.comm.peer.should_connect`.
+          listener: Receiver of events.
+          is_reconnect: True if they were connected before, so that a refused connection means that a peer has ended
+            (:meth:`Listener.handle_process_end`). Peers whose connections this process accepts are then probed too.
         """
         ...
 
     def dismiss(self, rank: int) -> None:
-        """Ends a peer's membership: its connections and messages are refused from now on."""
+        """Removes a peer; its connections and messages are refused from now on."""
         ...
 
     def expects(self, count: int) -> None:
@@ -121,42 +121,42 @@ class Transport(Protocol):
         ...
 
     def receive(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
-        """Answers from now on the questions of processes that are no members; see :mod:`farflung.comm.visits`.
+        """Accepts questions of processes that are not members from now on; see :mod:`farflung.comm.visits`.
 
         Args:
-          key: the run's key, which visitors prove that they know.
-          answer: answers a question; what it is asked comes from a process that knows the key.
+          key: Key of the run; visitors prove that they know it.
+          answer: Answers a question of a process that knows the key.
         """
         ...
 
     def quiet_s(self, rank: int) -> float:
-        """The seconds since bytes of a member have arrived; infinite where it is not connected."""
+        """Returns the seconds since bytes of a member have arrived; infinity if it is not connected."""
         ...
 
     def traffic(self, rank: int) -> Traffic:
-        """The bytes that a member's connections have carried so far."""
+        """Returns the bytes that a member's connections have carried so far."""
         ...
 
     def failed_at(self, rank: int) -> bool:
-        """Whether a process at a member's address failed to authenticate as that member."""
+        """Returns True if a process at a member's address failed to authenticate as that member."""
         ...
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         """Queues a message; done when it has left, or fails with :class:`farflung.errors.PeerLost`.
 
         Args:
-          rank: the destination.
-          frames: the message's frames.
-          priority: the smallest leaves first, after at most a piece of the message being sent.
-          view: the view's number, for :meth:`withdraw`.
+          rank: Rank of the destination.
+          frames: Frames of the message.
+          priority: The smallest leaves first, after at most a piece of the message being sent.
+          view: Number of the view, for :meth:`withdraw`.
         """
         ...
 
     def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        """Sends a message ahead of all queued ones, or with ``last`` behind them.
+        """Sends a control message ahead of all queued ones, or with ``last`` behind them.
 
         Raises:
-          PeerLost: the connection is gone.
+          PeerLost: the connection is closed.
         """
         ...
 
@@ -169,7 +169,7 @@ class Transport(Protocol):
         ...
 
     def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
-        """Makes :meth:`poll` call ``fn`` once, so many seconds from now."""
+        """Makes :meth:`poll` call ``fn`` once after ``seconds``."""
         ...
 
     def poll(self, timeout_s: float | None) -> None:
@@ -180,6 +180,6 @@ class Transport(Protocol):
         """Closes all connections.
 
         Args:
-          linger: whether queued messages are sent first, for a few seconds at most.
+          linger: True to send queued messages first, for a few seconds at most.
         """
         ...

@@ -1,4 +1,4 @@
-"""A membership view of real processes: admission, messages, the failure detector, and how members leave."""
+"""View session of a real process: admission, messages, the failure detector, and how members leave."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ from farflung.types import Json, Payload, Sent, Tag
 __all__ = ["View"]
 
 PARTING_S = 1.0
-"""Seconds for which a rank that leaves waits for its peers to leave too."""
+"""Seconds for which a leaving rank waits for its peers to leave too."""
 STUCK_S = 5.0
-"""Seconds without any byte sent after which a rank that leaves drops its unsent messages."""
+"""Seconds without any byte sent after which a leaving rank drops its unsent messages."""
 CLOSED = "its connection was closed from its end"
 _CONTROL = Tag(0)
 
 
 class View(Meeting):
-    """One rank's membership view.
+    """Session of one rank in a membership view.
 
     It belongs to the thread that polls the transport; only the constructor and :meth:`connect` may run before it.
 
     Args:
-      transport: carries its messages.
-      size: the world size.
-      now: the clock, in seconds.
-      number: of the view at first, see :meth:`advance`.
-      whole: whether the loss of a member ends the view, as it must where every exchange needs all ranks; otherwise
+      transport: Transport of the view's messages.
+      size: World size.
+      read_clock: Clock, in seconds.
+      number: Number of the view at first, see :meth:`advance_view`.
+      needs_all_members: True if the loss of a member ends the view, as it must if exchanges need all ranks; otherwise
         only waits for that member fail.
-      members: the initial members, this rank included; all ranks when not given. A view that is not whole may admit
-        more later.
-      settings: values that must be equal on all members, by name; compared at the start.
-      max_nbytes: the largest payload accepted, in bytes.
-      kept_nbytes: the most bytes of unreceived messages that are kept of each sender; when not given, all in a view
-        that is whole, and :data:`farflung.comm.mailbox.KEPT_NBYTES` in another.
+      members: Initial members, including this rank; all ranks when not given. A view that does not need all
+        members may admit more later.
+      settings: Values that must be equal on all members, by name; compared at the start.
+      max_nbytes: Largest payload accepted, in bytes.
+      max_unreceived_nbytes: Most bytes of unreceived messages of each sender. When not given, there is no limit if
+        the view needs all members, and :data:`farflung.comm.mailbox.MAX_UNRECEIVED_NBYTES` otherwise.
     """
 
     def __init__(
@@ -83,38 +83,38 @@ class View(Meeting):
         self.mailbox = Mailbox(kept_nbytes or (math.inf if whole else KEPT_NBYTES))
         self.mailbox.view = number
         self.lost: BaseException | None = None
-        """The error that has ended the view."""
+        """Error that has ended the view."""
         self.left = "it had left the run"
-        """The detail of a wait's error where the sender has left."""
+        """Error detail of waits for a sender that has left."""
         transport.max_nbytes = max_nbytes
         self.now = now
-        """The clock, in seconds."""
+        """Clock, in seconds."""
         self.sent = Sent(size)
-        """The payload bytes sent so far."""
+        """Payload bytes sent so far."""
         self.stage: Stage = at_once
-        """How a payload of another device comes to the host."""
+        """Copies a payload of another device to the host."""
         self.waits = Waits(self)
         self.relay = Relay(transport, self.routes, size, detours=not whole)
         self.relay.passed = partial(self.sent.add, RELAYED)
         self._early: dict[int, list[Message]] = {}
         """Relayed messages that arrived before their sender's greeting, by sender."""
         self.num_sent: Counter[int] = Counter()
-        """The number of messages that this rank has sent to each peer."""
+        """Number of messages that this rank has sent to each peer."""
         self.num_heard: Counter[int] = Counter()
-        """The number of messages received from each peer."""
+        """Number of messages received from each peer."""
         self._leaving: dict[int, int] = {}
-        """Peers that have announced their leave and the number of messages each had sent, until all have arrived."""
+        """Peers that have announced their leave, with the number of messages each had sent, until all have arrived."""
         self._parting: tuple[Kind, dict[str, Json]] | None = None
-        """The kind and body of the message that announces this rank's own end."""
+        """Kind and body of the message that announces this rank's own end."""
 
     @property
     def refusals(self) -> dict[str, Json]:
-        """The number of refused messages and connections so far; empty where there are none."""
+        """Number of refused messages and connections so far; empty if there are none."""
         counts = {"messages": self.transport.refused, "connections": self.transport.turned_away}
         return dict(counts) if any(counts.values()) else {}
 
     def advance(self, view: int) -> None:
-        """Replaces the view by a newer one: ends the waits of the older and withdraws its unsent messages.
+        """Replaces the view by a newer one: ends the waits of the older view and withdraws its unsent messages.
 
         Raises:
           ValueError: the number is not higher.
@@ -129,23 +129,23 @@ class View(Meeting):
     def send(
         self, payload: Payload, dst: int, tag: Tag, priority: int = 0, *, is_counted: bool = False
     ) -> Pending[None]:
-        """Done when the message has left, see :meth:`farflung.comm.transport.Transport.send`.
+        """Sends a message; done when it has left, see :meth:`farflung.comm.transport.Transport.send`.
 
-        A payload of another device is brought to the host first, and counts (``is_counted``) before it is.
+        A payload of another device is counted (``is_counted``), then copied to the host first.
         """
         if not is_counted:
             self.sent.add(kind_of(tag.exchange), payload.nbytes, dst)
         if not on_host(payload):
-            left: Pending[None] = Pending()
+            sent: Pending[None] = Pending()
 
-            def staged(host: Pending[Payload]) -> None:
+            def send_staged(host: Pending[Payload]) -> None:
                 if host.error is not None:
-                    left.fail(host.error)
+                    sent.fail(host.error)
                 else:
-                    left.follow(self.send(host.result(), dst, tag, priority, is_counted=True))
+                    sent.follow(self.send(host.result(), dst, tag, priority, is_counted=True))
 
-            self.stage(payload).on_done(staged)
-            return left
+            self.stage(payload).on_done(send_staged)
+            return sent
         if dst in self._left or dst not in self._greeted:
             return failed(PeerLost(dst, "its connection is gone"))
         self.num_sent[dst] += 1
@@ -158,13 +158,13 @@ class View(Meeting):
     @override
     def arrived(self, rank: int, message: Message) -> None:
         source, destination, _ = message.route
-        relayed = message.route != DIRECT and destination == self.rank
+        is_relayed = message.route != DIRECT and destination == self.rank
         try:
             self._route(rank, message)
         except Unauthorized:
             raise
         except WireError as error:
-            self.malformed(source if relayed else rank, message.payload.nbytes, str(error))
+            self.malformed(source if is_relayed else rank, message.payload.nbytes, str(error))
             raise
 
     @override
@@ -179,7 +179,7 @@ class View(Meeting):
         self.transport.dismiss(rank)
 
     def _route(self, rank: int, message: Message) -> None:
-        """Handles, keeps or relays a message."""
+        """Handles, stores or relays a message."""
         source, destination, _ = message.route
         if message.route == DIRECT:
             self._take(rank, message)
@@ -195,17 +195,17 @@ class View(Meeting):
             self._keep(source, message)
 
     def _keep(self, rank: int, message: Message) -> None:
-        """Keeps a message until its sender's greeting, which a relay may deliver later.
+        """Stores a message until its sender's greeting, which a relay may deliver later.
 
         Raises:
-          Unauthorized: the sender is no member, or more than ``max_nbytes`` are kept of it.
+          Unauthorized: the sender is not a member, or more than ``max_nbytes`` of its messages are stored.
         """
         if rank not in self._members - self._left:
             raise Unauthorized("a message of a rank that is no member")
-        early = self._early.setdefault(rank, [])
-        if sum(one.payload.nbytes for one in (*early, message)) > self.transport.max_nbytes:
+        messages = self._early.setdefault(rank, [])
+        if sum(stored.payload.nbytes for stored in (*messages, message)) > self.transport.max_nbytes:
             raise Unauthorized("more before a greeting than any message has")
-        early.append(message)
+        messages.append(message)
 
     def _take(self, rank: int, message: Message) -> None:
         """Handles a message from ``rank`` that is addressed to this rank."""
@@ -238,16 +238,16 @@ class View(Meeting):
     def _tell_gone(self, rank: int, why: str) -> None:
         """Reports the loss of a peer to the ranks that reach it through this one; marks the ranks behind it as lost."""
         self._tell_lost(rank, why)
-        for behind in self.routes.behind(rank):
-            self._is_gone(behind, f"rank {rank} is gone, which relayed its messages")
+        for relayed_rank in self.routes.behind(rank):
+            self._is_gone(relayed_rank, f"rank {rank} is gone, which relayed its messages")
 
     def _tell_lost(self, rank: int, why: str) -> None:
         """Reports the loss of a peer to the ranks that reach it through this one, behind all its relayed messages."""
         self.relay.lost(rank)
-        for other in self.routes.relayed_to(rank):
-            if other in self.present():
+        for receiver in self.routes.relayed_to(rank):
+            if receiver in self.present():
                 body: dict[str, Json] = {"rank": rank, "token": self.routes.token(rank), "detail": why}
-                self.say(Kind.LOST, other, body, last=True)
+                self.say(Kind.LOST, receiver, body, last=True)
 
     @override
     def denied(self, rank: int) -> None:
@@ -264,17 +264,17 @@ class View(Meeting):
         if self._parting is not None:
             kind, parting = self._parting
             self.say(kind, rank, {**parting, "behind": self.num_sent[rank]}, last=True)
-        unlike = self._unlike(rank, body.get("settings"))
-        if unlike is not None and rank in self._late:
-            self.say(Kind.ABORT, rank, {"detail": str(unlike), "rank": rank})
-            self._tell_lost(rank, str(unlike))
-            self.dismiss(rank, unlike)
+        error = self._unlike(rank, body.get("settings"))
+        if error is not None and rank in self._late:
+            self.say(Kind.ABORT, rank, {"detail": str(error), "rank": rank})
+            self._tell_lost(rank, str(error))
+            self.dismiss(rank, error)
             return
         self._greeted.add(rank)
-        for behind in self.routes.behind(rank):
-            self._greet(behind)
-        if unlike is not None:
-            self.end(unlike)
+        for relayed_rank in self.routes.behind(rank):
+            self._greet(relayed_rank)
+        if error is not None:
+            self.end(error)
         self._expect()
         if not self.missing():
             self.ready.set(None)
@@ -287,10 +287,10 @@ class View(Meeting):
     def _control(self, rank: int, message: Message) -> None:
         body = json_of(message.payload)
         if message.kind is Kind.LEAVE:
-            behind = body.get("behind")
-            if not isinstance(behind, int):
+            num_sent = body.get("behind")
+            if not isinstance(num_sent, int):
                 raise WireError("a leave without the number of messages sent before it")
-            self._leaving[rank] = behind
+            self._leaving[rank] = num_sent
             self._see_off(rank)
         elif message.kind is Kind.LOST:
             self._hear_lost(rank, body)
@@ -355,7 +355,7 @@ class View(Meeting):
         self.say(Kind.HELLO, rank, body, last=True)
 
     def say(self, kind: Kind, rank: int, body: Mapping[str, Json], *, last: bool = False) -> None:
-        """Tells a member something ahead of all queued messages, or with ``last`` behind them."""
+        """Sends a control message to a member, ahead of all queued messages, or with ``last`` behind them."""
         text = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
         hop = self.routes.next_hop(rank)
         route = DIRECT if hop == rank else Route(self.rank, rank, LAST if last else FIRST)
@@ -376,7 +376,7 @@ class View(Meeting):
         self.waits.end(self.lost)
 
     def _lose(self, rank: int, error: BaseException) -> None:
-        """Marks a member as lost: ends the view, or the waits for that member where the view is not whole."""
+        """Marks a member as lost: ends the view if it needs all members, or else the waits for that member."""
         self.dismiss(rank, error)
         self._left.add(rank)
         if self.is_whole:
@@ -387,13 +387,13 @@ class View(Meeting):
     def leave(self, error: BaseException | None, *, relays_s: float = PARTING_S) -> None:
         """Announces to all peers that this rank leaves, or the error on which it ends.
 
-        Unsent messages are sent first, or withdrawn where there is an error.
+        Unsent messages are sent first, or withdrawn if there is an error.
 
         Args:
-          error: the error; ``None``: the rank leaves normally.
-          relays_s: after a normal leave, seconds without a relayed message after which relaying ends.
+          error: Error on which the rank ends; None if it leaves normally.
+          relay_idle_s: After a normal leave, seconds without a relayed message after which relaying ends.
         """
-        others = self._addresses.keys() - self._left
+        remaining_ranks = self._addresses.keys() - self._left
         if error is None and self.lost is None:
             self._send_all()
         else:
@@ -407,35 +407,35 @@ class View(Meeting):
             detail = str(error) if isinstance(error, FarflungError) else f"{type(error).__name__}: {error}"
             kind, body = Kind.ABORT, {"detail": detail, "rank": self.rank}
         self._parting = (kind, body)
-        for rank in others:
+        for rank in remaining_ranks:
             if rank in self._greeted or self.routes.goes_to(rank):
                 self.say(kind, rank, {**body, "behind": self.num_sent[rank]}, last=True)
         # Wait for the peers to leave before closing: a message to a peer that closes at the same moment would wait for
         # a reconnection, and a peer that has not greeted yet would never learn the error.
-        until = self.now() + PARTING_S
-        while (left_s := until - self.now()) > 0:
+        end_s = self.now() + PARTING_S
+        while (remaining_s := end_s - self.now()) > 0:
             if not self._addresses.keys() - self._left and not self.transport.held_nbytes:
                 break
-            self.transport.poll(left_s)
+            self.transport.poll(remaining_s)
         if error is None:
             self._go_on_relaying(relays_s)
 
     def _go_on_relaying(self, patience_s: float) -> None:
         """Relays until no pair needs it, or no message has been relayed for ``patience_s`` seconds."""
-        until, passed = self.now() + patience_s, self.relay.count
-        while self.relay.serves(self._left) and (left_s := until - self.now()) > 0:
-            self.transport.poll(left_s)
-            if self.relay.count != passed:
-                until, passed = self.now() + patience_s, self.relay.count
+        end_s, num_relayed = self.now() + patience_s, self.relay.count
+        while self.relay.serves(self._left) and (remaining_s := end_s - self.now()) > 0:
+            self.transport.poll(remaining_s)
+            if self.relay.count != num_relayed:
+                end_s, num_relayed = self.now() + patience_s, self.relay.count
 
     def _send_all(self) -> None:
-        """Sends all queued messages; gives up where no byte leaves for :data:`STUCK_S` seconds."""
-        until, held = self.now() + STUCK_S, self.transport.held_nbytes
-        while held and self.lost is None and (left_s := until - self.now()) > 0:
-            self.transport.poll(left_s)
-            if self.transport.held_nbytes != held:
-                until, held = self.now() + STUCK_S, self.transport.held_nbytes
+        """Sends all queued messages; gives up if no byte leaves for :data:`STUCK_S` seconds."""
+        end_s, queued_nbytes = self.now() + STUCK_S, self.transport.held_nbytes
+        while queued_nbytes and self.lost is None and (remaining_s := end_s - self.now()) > 0:
+            self.transport.poll(remaining_s)
+            if self.transport.held_nbytes != queued_nbytes:
+                end_s, queued_nbytes = self.now() + STUCK_S, self.transport.held_nbytes
 
     def close(self) -> None:
-        """Closes the transport; while members are present, sends what is queued first, for a few seconds at most."""
+        """Closes the transport; while members are present, sends queued messages first, for a few seconds at most."""
         self.transport.close(linger=bool(self.present()))

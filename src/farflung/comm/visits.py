@@ -1,9 +1,9 @@
-"""Visits: a process that is no member of a run asks one of its members something, at the port of that member.
+"""Visits: a process that is not a member of a run asks a member a question, at that member's port.
 
-A supervisor brings a certificate, a replica asks to join. Both ends prove by HMAC that they know the key of the run,
-for this connection alone. Where the run encrypts this is inside TLS. Neither end knows a certificate of the other, so
-the proofs hold for the certificate that the member has shown too (``tls-server-end-point`` of RFC 5929): what listens
-in between has to show another one.
+A supervisor brings a certificate; a replica asks to join. Both ends prove by HMAC that they know the run's key,
+for this connection alone. If the run encrypts, this is inside TLS. Neither end knows a certificate of the
+other, so the proofs cover the member's certificate too (``tls-server-end-point`` of RFC 5929): a machine in the
+middle would have to show another one.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from farflung.types import Json
 __all__ = ["LENGTH", "MOST_NBYTES", "Access", "answered", "exactly", "visit_proof"]
 
 LENGTH = struct.Struct("<I")
-"""Comes before a question and its answer, which are JSON."""
+"""Header of a question and of its answer, which are JSON."""
 MOST_NBYTES = 1 << 22
 
 
 def visit_proof(
     key: bytes, end: Literal["member", "visitor"], nonces: bytes, certificate: str | bytes | None
 ) -> bytes:
-    """Prove, as one end of a connection, that a key of the run is known.
+    """Computes the proof that one end of a connection knows the run's key.
 
     Args:
-      key: of the run.
-      end: which end proves it.
-      nonces: the member's, then the visitor's.
-      certificate: of the member, in PEM or DER; ``None``: nothing is encrypted.
+      key: Key of the run.
+      end: End that proves it.
+      nonces: The member's nonce, then the visitor's.
+      certificate: Certificate of the member, in PEM or DER; None without encryption.
     """
-    shown = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
-    text = b"farflung " + end.encode() + nonces + hashlib.sha256(shown).digest()
+    der = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
+    text = b"farflung " + end.encode() + nonces + hashlib.sha256(der).digest()
     return hmac.digest(key, text, "sha256")
 
 
 def answered(find: Callable[[Any], Mapping[str, Json]], said: bytes) -> bytes:
-    """Answers a question by what ``find`` returns for it, or by the error that it raises."""
+    """Processes a question: encodes the result of ``find``, or the error that it raises."""
     try:
-        found = find(json.loads(said))
+        answer = find(json.loads(said))
     except (FarflungError, RecursionError, ValueError) as error:
-        found = {"refused": str(error)}
-    return json.dumps(found).encode()
+        answer = {"refused": str(error)}
+    return json.dumps(answer).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a process that is no member reaches a run.
+    """Credentials by which a process that is not a member reaches a run.
 
     Args:
-      key: of the run, a secret.
-      encrypted: whether the run encrypts.
+      key: Key of the run, a secret.
+      is_encrypted: True if the run encrypts.
       addresses: HOST:PORT of the members that accept connections, by seniority.
     """
 
@@ -76,19 +76,19 @@ class Access:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Access:
-        """Reads :meth:`to_json`; raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is something else."""
+        """Reads :meth:`to_json`; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is malformed."""
         key, encrypted = bytes.fromhex(fields["key"]), fields["encrypted"]
         if len(key) < PROOF_NBYTES or not isinstance(encrypted, bool):
             raise ValueError("no key of a run")
         return Access(key, encrypted, [str(address) for address in fields["addresses"]])
 
     def ask(self, address: str, question: Mapping[str, Json], patience_s: float) -> dict[str, Any]:
-        """Visits a member.
+        """Asks a member a question.
 
         Args:
-          address: of the member.
-          question: see :mod:`farflung.wall.visits`.
-          patience_s: how long the visit may take, in seconds.
+          address: Address of the member.
+          question: Question, see :mod:`farflung.wall.visits`.
+          patience_s: Most seconds that the visit may take.
 
         Returns:
           The answer.
@@ -96,46 +96,46 @@ class Access:
         Raises:
           OSError: the member was not reached, does not know the key, or does not accept it.
         """
-        until = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         host, _, port = address.rpartition(":")
-        plain = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
-        with _sealed(plain) if self.encrypted else plain as link:
-            *_, nonce = CHALLENGE.unpack(exactly(link, CHALLENGE.size, until))
-            mine = secrets.token_bytes(16)
-            shown = link.getpeercert(True) if isinstance(link, ssl.SSLSocket) else None
-            said = visit_proof(self.key, "visitor", nonce + mine, shown)
-            link.sendall(HELLO.pack(VISITOR, 0, mine, said))
-            proof = exactly(link, PROOF_NBYTES, until)
-            if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + mine, shown)):
+        raw_socket = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
+        with _sealed(raw_socket) if self.encrypted else raw_socket as connection:
+            *_, nonce = CHALLENGE.unpack(exactly(connection, CHALLENGE.size, deadline_s))
+            visitor_nonce = secrets.token_bytes(16)
+            der = connection.getpeercert(True) if isinstance(connection, ssl.SSLSocket) else None
+            visitor_proof = visit_proof(self.key, "visitor", nonce + visitor_nonce, der)
+            connection.sendall(HELLO.pack(VISITOR, 0, visitor_nonce, visitor_proof))
+            proof = exactly(connection, PROOF_NBYTES, deadline_s)
+            if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + visitor_nonce, der)):
                 raise ConnectionError("another run")
             text = json.dumps(question).encode()
-            link.sendall(LENGTH.pack(len(text)) + text)
-            (nbytes,) = LENGTH.unpack(exactly(link, LENGTH.size, until))
-            answer: dict[str, Any] = json.loads(exactly(link, min(nbytes, MOST_NBYTES), until))
+            connection.sendall(LENGTH.pack(len(text)) + text)
+            (nbytes,) = LENGTH.unpack(exactly(connection, LENGTH.size, deadline_s))
+            answer: dict[str, Any] = json.loads(exactly(connection, min(nbytes, MOST_NBYTES), deadline_s))
             return answer
 
 
 def _sealed(plain: socket.socket) -> ssl.SSLSocket:
-    """Sets up TLS; that the member is the right one is proved afterwards."""
+    """Wraps a socket in TLS, before the member is authenticated."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with plain:  # the wrapped socket takes its descriptor over, unless the handshake fails
+    with plain:  # the wrapped socket takes over its descriptor, unless the handshake fails
         return context.wrap_socket(plain)
 
 
 def exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
-    """Reads so many bytes, by a moment on the monotonic clock.
+    """Receives exactly ``nbytes`` bytes, until a time on the monotonic clock.
 
     Raises:
-      OSError: they did not come, or the connection was closed.
+      OSError: they did not arrive, or the connection was closed.
     """
-    said = b""
-    while len(said) < nbytes:
+    data = b""
+    while len(data) < nbytes:
         link.settimeout(max(1e-3, until - time.monotonic()))
-        part = link.recv(nbytes - len(said))
+        part = link.recv(nbytes - len(data))
         if not part:
             raise ConnectionError("the connection was closed")
-        said += part
-    return said
+        data += part
+    return data

@@ -1,4 +1,4 @@
-"""The waits of one member of a view: which fail because a rank is silent or stands still, and what others are told."""
+"""Wait monitor of one member of a view: fails waits on silent or idle ranks, and reports to other members."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ __all__ = ["Waits"]
 
 
 class Waits:
-    """The waits of one member; see :class:`farflung.comm.failure_detector.FailureDetector`.
+    """Monitor of one member's waits; see :class:`farflung.comm.failure_detector.FailureDetector`.
 
     Args:
-      view: of the member.
+      view: View of the member.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._failure_detector: FailureDetector | None = None
-        """Made for the first wait that lasts."""
+        """Failure detector, built for the first wait that lasts."""
         self._deadline_s = math.inf
-        """Of the run, as of the last check."""
+        """Deadline of the run, as of the last check."""
         self.events: Callable[[], int] = lambda: 0
-        """Counts the steps and computations of this rank so far."""
+        """Returns the number of steps and computations of this rank so far."""
         self._has_data = True
         self._data: Pending[None] = done(None)
 
     def check(self, deadline_s: float) -> float | None:
         """Fails waits that have passed their deadline.
 
-        A wait without a deadline of its own ends the view, or fails alone where the view is not whole, where what it
-        depends on is silent for ``deadline_s``, or stands still for long.
+        A wait without its own deadline fails if the rank that it depends on is silent for ``deadline_s``, or
+        idle for long. It then ends the view, or fails alone if the view does not need all members.
 
         Returns:
-          The time of the next check; ``None``: there is no wait.
+          Time of the next check; None if there is no wait.
         """
-        now, mailbox = self._view.now(), self._view.mailbox
+        time_s, mailbox = self._view.now(), self._view.mailbox
         self._deadline_s = deadline_s
-        mailbox.fail_due(now)
-        again = [mailbox.next_due(), self._check_oldest(now, deadline_s)]
-        return min((each for each in again if each is not None), default=None)
+        mailbox.fail_due(time_s)
+        check_times = [mailbox.next_due(), self._check_oldest(time_s, deadline_s)]
+        return min((check_s for check_s in check_times if check_s is not None), default=None)
 
     def _check_oldest(self, now: float, deadline_s: float) -> float | None:
-        """Checks the oldest wait without a deadline of its own, and asks the peers for signs of life where it is due.
+        """Checks the oldest wait without its own deadline; probes the peers when that is due.
 
         Returns:
-          The time of the next check; ``None``: there is no such wait.
+          Time of the next check; None if there is no such wait.
         """
         view = self._view
-        waiting, asks_at = view.mailbox.oldest(), math.inf
+        waiting, probe_s = view.mailbox.oldest(), math.inf
         if waiting is not None:
-            asks_at = waiting.since + deadline_s / QUESTIONS
-        if self._failure_detector is None and now < asks_at:
-            return None if waiting is None else asks_at
-        detector = self._detector(asks_at)
+            probe_s = waiting.since + deadline_s / QUESTIONS
+        if self._failure_detector is None and now < probe_s:
+            return None if waiting is None else probe_s
+        detector = self._detector(probe_s)
         if waiting is None:
             detector.rest()
             return None
         check = detector.check(waiting, view.present(), now, deadline_s)
         if check.failure is not None:
-            what = f"{waiting.what}{view.through(waiting.src)}"
-            rank, why = check.failure
-            passed = DeadlinePassed(rank, what, now - waiting.since, why=why)
+            description = f"{waiting.what}{view.through(waiting.src)}"
+            rank, reason = check.failure
+            passed = DeadlinePassed(rank, description, now - waiting.since, why=reason)
             if not view.is_whole:
                 view.mailbox.fail(waiting, passed)
                 return self._check_oldest(now, deadline_s)
@@ -84,7 +84,7 @@ class Waits:
         return check.due_s
 
     def _detector(self, due_s: float = math.inf) -> FailureDetector:
-        """Returns the failure detector, which is made for the first wait that lasts; its first look was due then."""
+        """Returns the failure detector, which is built for the first wait that lasts."""
         if self._failure_detector is None:
             from farflung.comm.failure_detector import FailureDetector
 
@@ -92,23 +92,23 @@ class Waits:
         return self._failure_detector
 
     def hear(self, rank: int) -> None:
-        """Notes that a message of a member has arrived through a relay."""
+        """Records that a message of a member has arrived through a relay."""
         if self._failure_detector is not None:
             self._failure_detector.hear(rank, self._view.now())
 
     def hear_report(self, rank: int, body: Mapping[str, Any]) -> None:
-        """Notes what a member tells of itself, and answers where it asks."""
+        """Records a member's report of itself, and answers a probe."""
         self._detector().hear_report(rank, body, self._view.now(), self._deadline_s)
         if body.get("asks") is True:
             self._report_to(rank, asks=False)
 
     def forget(self, rank: int) -> None:
-        """Discards what is known of an earlier holder of a rank."""
+        """Discards the state of an earlier holder of a rank."""
         if self._failure_detector is not None:
             self._failure_detector.forget(rank)
 
     def _report_to(self, rank: int, *, asks: bool) -> None:
-        """Tells a peer what blocks this rank and how far it is, and may ask the same of it."""
+        """Reports progress and the source that blocks this rank to a peer; a probe asks for a report in return."""
         view, waiting = self._view, self._view.mailbox.any_wait()
         blocked_on = None if waiting is None else waiting.src
         body = {
@@ -120,13 +120,13 @@ class Waits:
         view.say(Kind.WAITING, rank, body)
 
     def moved_nbytes(self, rank: int | None = None) -> int:
-        """Returns the bytes of large tensors that have gone to and come from a peer, or all of them, so far."""
+        """Returns the bytes of large tensors to and from a peer, or all peers, so far."""
         view = self._view
         ranks = view.present() if rank is None else [view.routes.next_hop(rank)]
-        return sum(view.transport.traffic(each).moved_nbytes for each in ranks)
+        return sum(view.transport.traffic(peer).moved_nbytes for peer in ranks)
 
     def _traffic(self, rank: int) -> Traffic:
-        """Returns what the connections to a peer or its relay carry; a relay's bytes are no signs of life of others."""
+        """Returns the traffic of a peer or its relay; bytes from a relay are no signs of life of other ranks."""
         hop = self._view.routes.next_hop(rank)
         traffic = self._view.transport.traffic(hop)
         return traffic if hop == rank else traffic._replace(heard_nbytes=0)

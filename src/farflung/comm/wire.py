@@ -1,8 +1,8 @@
-"""Messages as frames: a small fixed header, checked before anything is used, then the tensors' own bytes.
+"""Wire format: messages as frames, with a small fixed header that is checked first, then the bytes of the tensors.
 
-A message is a head, which also carries tensors of up to :data:`INLINE` bytes as long as it fits in :data:`MOST_HEAD`,
-and one frame for each other tensor. Nothing is ever unpickled; every size is bounded before memory is taken. How frames
-cross a connection is described in :mod:`farflung.comm.records`.
+A message is a head, which also carries tensors of up to :data:`INLINE_NBYTES` bytes as long as it fits in
+:data:`MAX_INLINE_HEAD_NBYTES`, and one frame for each other tensor. Nothing is unpickled; every size is bounded
+before memory is allocated. :mod:`farflung.comm.records` describes how frames cross a connection.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Frame: TypeAlias = "bytes | bytearray | memoryview"
 MAGIC = b"FF"
 VERSION = 5
 INLINE = 4096
-"""Tensors up to this many bytes ride in the head, while it has at most :data:`MOST_HEAD`."""
+"""Largest tensor that is stored in the head, while the head has at most :data:`MAX_INLINE_HEAD_NBYTES`."""
 MOST_HEAD = 1 << 17
-"""The most that a head with tensors in it has, in bytes."""
+"""Largest head with tensors in it, in bytes."""
 MOST_LARGE = 256
-"""Tensors outside of the head, at most."""
+"""Most tensors outside of the head."""
 
 _HEADER = struct.Struct("<2sBBIQIIIIIi")
 _ALIGNMENT = 8
-"""The description and each small tensor are padded to a multiple of this many bytes."""
+"""Multiple of bytes to which the description and each small tensor are padded."""
 _PADDING = [bytes(-size % _ALIGNMENT) for size in range(_ALIGNMENT)]
 _DTYPES = (
     torch.float32,
@@ -71,24 +71,24 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NESTED = 0xFF
 _MAX_DIMS = 8
 _MAX_EXTENT = 1 << 48
-"""Bounds what the other dimensions of an empty tensor multiply to; torch computes strides from them."""
+"""Largest product of an empty tensor's other dimensions, from which torch computes strides."""
 _MAX_DEPTH = 8
 _SHAPES = [struct.Struct(f"<BB{dims}Q") for dims in range(_MAX_DIMS + 1)]
 
 
 class WireError(ValueError):
-    """A frame that is not what this protocol sends."""
+    """Error of a frame that violates this protocol."""
 
     nbytes: int | None = None
-    """Bytes of the message, where they are known."""
+    """Bytes of the message, if known."""
 
 
 class Unauthorized(WireError):
-    """A message in due form that its sender may not send, or not yet."""
+    """Error of a well-formed message that its sender may not send, or not yet."""
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Kind of a message."""
 
     DATA = 0
     HELLO = 1
@@ -96,19 +96,19 @@ class Kind(IntEnum):
     ABORT = 3
     WAITING = 4
     LOST = 5
-    """A rank that the sender relays for is lost."""
+    """A rank for which the sender relays is lost."""
 
 
 _KINDS = tuple(Kind)
 
 
 class Route(NamedTuple):
-    """The way of a message that a third member relays.
+    """Route of a message that a third member relays.
 
     Args:
-      source: the sender.
-      destination: the receiver.
-      priority: the relay's priority for it.
+      source: Rank of the sender.
+      destination: Rank of the receiver.
+      priority: The relay's priority for it.
     """
 
     source: int
@@ -117,11 +117,11 @@ class Route(NamedTuple):
 
 
 DIRECT = Route(0, 0, 0)
-"""Of a message that goes from one end of its connection to the other."""
+"""Route of a message that is not relayed."""
 
 
 class Message(NamedTuple):
-    """One decoded message; control kinds carry JSON as a uint8 tensor."""
+    """A decoded message; control kinds carry JSON as a uint8 tensor."""
 
     kind: Kind
     view: int
@@ -131,15 +131,15 @@ class Message(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The beginning of a message.
+    """Head of a message.
 
     Args:
-      kind: of the message.
-      view: its number.
-      tag: of the message.
-      route: the way that it takes.
-      layout: of its tensors.
-      frame: itself.
+      kind: Kind of the message.
+      view: Number of the view.
+      tag: Tag of the message.
+      route: Route of the message.
+      layout: Layout of its tensors.
+      frame: Bytes of the head itself.
     """
 
     kind: Kind
@@ -156,7 +156,7 @@ class Head(NamedTuple):
 
     @property
     def begins_large(self) -> bool:
-        """Whether the payload's first part is a tensor that has a frame of its own."""
+        """Returns True if the payload's first part is a tensor with a frame of its own."""
         return self.layout.tree[:1] == [None] and self.layout.leaves[0].at is None
 
     @property
@@ -165,7 +165,7 @@ class Head(NamedTuple):
         return len(self.frame) + sum(self.layout.large)
 
     def check(self, max_nbytes: int) -> None:
-        """Raises :class:`WireError` where the payload is larger than so many bytes."""
+        """Raises :class:`WireError` if the payload is larger than ``max_nbytes``."""
         if self.layout.nbytes > max_nbytes:
             error = WireError(
                 f"a payload of {self.layout.nbytes:,} bytes, where messages of this run have at most {max_nbytes:,}"
@@ -174,19 +174,19 @@ class Head(NamedTuple):
             raise error
 
     def message(self, large: Sequence[Tensor] = ()) -> Message:
-        """Makes the message.
+        """Builds the message.
 
         Args:
-          large: the tensors that have frames of their own, as bytes.
+          large_tensors: Tensors that have frames of their own, as bytes.
         """
-        layout, rest = self.layout, iter(large)
-        tensors = [leaf.read(self.frame, rest) for leaf in layout.leaves]
+        layout, remaining = self.layout, iter(large)
+        tensors = [leaf.read(self.frame, remaining) for leaf in layout.leaves]
         payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
         return Message(self.kind, self.view, self.tag, payload, self.route)
 
 
 def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = DIRECT) -> list[Frame]:
-    """The frames of a message: its head, and one for each large tensor, which is not copied.
+    """Encodes a message as frames: its head, and one for each large tensor, which is not copied.
 
     Raises:
       ValueError: the payload has more tensors than fit in a message.
@@ -195,16 +195,16 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = 
     description = _description(_structure(payload, tensors))
     head: list[Frame] = [b"", description]
     frames: list[Frame] = []
-    at = _HEADER.size + len(description)
+    offset = _HEADER.size + len(description)
     for tensor in tensors:
         dense = tensor.detach().contiguous()
-        if not _rides(dense.nbytes, at):
+        if not _rides(dense.nbytes, offset):
             frames.append(dense.reshape(-1).view(torch.uint8).numpy().data)
             continue
         # NumPy knows no bfloat16.
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
-        at += dense.nbytes + -dense.nbytes % _ALIGNMENT
+        offset += dense.nbytes + -dense.nbytes % _ALIGNMENT
     if len(frames) > MOST_LARGE or len(description) > MOST_HEAD:
         raise ValueError(f"a payload of {len(tensors)} tensors is more than fits in a message")
     head[0] = _HEADER.pack(
@@ -214,7 +214,7 @@ def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = 
 
 
 def supports_dtype(dtype: torch.dtype) -> bool:
-    """Returns True if tensors of this type travel as they are; others travel as bytes."""
+    """Returns True if tensors of this type are sent as they are; others are sent as bytes."""
     return dtype in _CODES
 
 
@@ -222,14 +222,14 @@ def read_head(frame: Frame) -> Head:
     """Reads the head of a message.
 
     Raises:
-      WireError: the frame is something else.
+      WireError: the frame is malformed.
     """
     if len(frame) < _HEADER.size:
         raise WireError(f"a header of {len(frame)} bytes")
-    magic, version, kind, view, exchange, part, hop, described, *route = _HEADER.unpack_from(frame)
+    magic, version, kind, view, exchange, part, hop, description_nbytes, *route = _HEADER.unpack_from(frame)
     if magic != MAGIC or version != VERSION or kind >= len(_KINDS):
         raise WireError("not a frame of this protocol and version")
-    end = _HEADER.size + described
+    end = _HEADER.size + description_nbytes
     if end > len(frame):
         raise WireError("a description that ends early")
     layout = _layout(bytes(frame[_HEADER.size : end]))
@@ -239,16 +239,16 @@ def read_head(frame: Frame) -> Head:
 
 
 def _rides(nbytes: int, at: int) -> bool:
-    """Whether a tensor rides in the head, which is ``at`` bytes long without it."""
+    """Returns True if a tensor is stored in the head, which is ``offset`` bytes long without it."""
     return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= MOST_HEAD)
 
 
-# --- what a payload is made of --------------------------------------------------------------------------------------
+# --- payload structure ----------------------------------------------------------------------------------------------
 
 _Structure: TypeAlias = "tuple[_Structure | tuple[torch.dtype, torch.Size], ...]"
-"""A payload without its numbers, as a key."""
+"""Types and shapes of a payload's tensors, as a key."""
 _Tree: TypeAlias = "list[_Tree | None]"
-"""Where its tensors (``None``) are."""
+"""Nested lists of a payload, with None for each tensor."""
 
 
 def _structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
@@ -264,25 +264,25 @@ def _structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
 
 @lru_cache(maxsize=1024)
 def _description(structure: _Structure) -> bytes:
-    described = [bytes((_NESTED, len(structure)))]
+    chunks = [bytes((_NESTED, len(structure)))]
 
     def describe(nodes: _Structure) -> None:
         for node in nodes:
             if node and isinstance(node[0], torch.dtype):
                 dtype, shape = node
-                described.append(_SHAPES[len(shape)].pack(_CODES[dtype], len(shape), *shape))
+                chunks.append(_SHAPES[len(shape)].pack(_CODES[dtype], len(shape), *shape))
             else:
-                described.append(bytes((_NESTED, len(node))))
+                chunks.append(bytes((_NESTED, len(node))))
                 describe(node)
 
     describe(structure)
-    whole = b"".join(described)
-    return whole + bytes(-(_HEADER.size + len(whole)) % _ALIGNMENT)
+    encoded = b"".join(chunks)
+    return encoded + bytes(-(_HEADER.size + len(encoded)) % _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One tensor of a message; ``at`` is where it begins in the head, ``None`` if it has a frame of its own."""
+    """A tensor of a message; ``offset`` is its place in the head, or None if it has a frame of its own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -307,7 +307,7 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a description says."""
+    """Parsed description of a message's tensors."""
 
     leaves: tuple[_Leaf, ...]
     tree: _Tree
@@ -315,45 +315,45 @@ class _Layout:
     nbytes: int
     head_nbytes: int
     large: list[int]
-    """Bytes of those that are not in the head."""
+    """Bytes of each tensor outside of the head."""
 
 
 @lru_cache(maxsize=1024)
 def _layout(description: bytes) -> _Layout:
-    """Raises :class:`WireError` where :func:`_description` would not have made it; that is not kept."""
-    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    """Parses a description; raises :class:`WireError` if it is malformed, which is not cached."""
+    specs: list[tuple[torch.dtype, tuple[int, ...]]] = []
     try:
         if description[0] != _NESTED:
             raise WireError("no payload")
-        tree, end = _read_tree(description, 2, description[1], 0, found)
+        tree, end = _read_tree(description, 2, description[1], 0, specs)
     except (IndexError, struct.error) as error:
         raise WireError(f"a malformed description: {error}") from None
     if not 0 <= len(description) - end < _ALIGNMENT or any(description[end:]):
         raise WireError("a description longer than its contents")
-    at = _HEADER.size + len(description)
+    offset = _HEADER.size + len(description)
     leaves, nbytes = [], 0
-    for dtype, shape in found:
+    for dtype, shape in specs:
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         nbytes += size
-        if not _rides(size, at):
+        if not _rides(size, offset):
             leaves.append(_Leaf(dtype, shape, numel, None))
             continue
         if size == 0 and math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
             raise WireError("an empty tensor of absurd dimensions")
-        leaves.append(_Leaf(dtype, shape, numel, at))
-        at += size + -size % _ALIGNMENT
+        leaves.append(_Leaf(dtype, shape, numel, offset))
+        offset += size + -size % _ALIGNMENT
     nested = any(node is not None for node in tree)
     large = [leaf.nbytes for leaf in leaves if leaf.at is None]
     if len(large) > MOST_LARGE:
         raise WireError(f"{len(large)} large tensors")
-    return _Layout(tuple(leaves), tree, nested, nbytes, at, large)
+    return _Layout(tuple(leaves), tree, nested, nbytes, offset, large)
 
 
 def _read_tree(
     description: bytes, at: int, count: int, depth: int, found: list[tuple[torch.dtype, tuple[int, ...]]]
 ) -> tuple[_Tree, int]:
-    """Reads what ``count`` parts look like, and where the description of them ends."""
+    """Reads the descriptions of ``count`` parts; returns their tree and the end of the description."""
     if depth > _MAX_DEPTH:
         raise WireError("nested too deep")
     tree: _Tree = []
@@ -365,10 +365,10 @@ def _read_tree(
             continue
         if dims > _MAX_DIMS:
             raise WireError(f"{dims} dimensions")
-        described = _SHAPES[dims]
-        found.append((_DTYPES[code], described.unpack_from(description, at)[2:]))
+        shape_struct = _SHAPES[dims]
+        found.append((_DTYPES[code], shape_struct.unpack_from(description, at)[2:]))
         tree.append(None)
-        at += described.size
+        at += shape_struct.size
     return tree, at
 
 
@@ -377,10 +377,10 @@ def _payload(tree: _Tree, tensors: Iterator[Tensor]) -> Payload:
 
 
 def json_of(payload: Payload) -> dict[str, Any]:
-    """The JSON object in a control message.
+    """Returns the JSON object in a control message.
 
     Raises:
-      WireError: there is none.
+      WireError: the payload is not a JSON object.
     """
     try:
         (text,) = payload.tensors()

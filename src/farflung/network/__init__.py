@@ -1,4 +1,4 @@
-"""Networks: what lies between the nodes, and how flows share it."""
+"""Networks: links between nodes, and the shares of flows."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-r"""What collectives take, by the latency-bandwidth model.
+r"""Cost model of collectives: durations by the latency-bandwidth model.
 
-The formulas assume that all ranks begin together and nothing else is on the way. On links that are alike and not
-shared they are exact; elsewhere they say what the busiest capacity needs, and shares over time are left to the
-simulator. Latencies count by their mean, traces by theirs.
+The formulas assume that all ranks begin together and the network is otherwise idle. On equal links that are not
+shared they are exact. Elsewhere they predict the load of the busiest capacity, and leave shares over time to
+the simulator. Latencies and traces count by their mean.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "broadcast_s", "gather_s", "owners_s", "pieces_of", "ring_s"]
 
 Cost: TypeAlias = "Callable[[NetworkProfile, int, int], float]"
-"""Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the side vector."""
+"""Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the metadata."""
 
 PIECE_NBYTES = 1 << 20
-"""What a rank sends another is cut into pieces of about this size, so that what comes after a piece's arrival starts
-before the last has come."""
+"""Approximate size of the pieces of a message, so that a rank can process one piece before the last has arrived."""
 MAX_PIECES = 8
 
 
 def pieces_of(nbytes: int) -> int:
-    """Into how many pieces collectives cut ``nbytes``."""
+    """Counts the pieces into which collectives cut ``nbytes``."""
     return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
 
 
 def ring_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    r"""Twice ``N - 1`` hops, each rank to the next; with :math:`d_r = \alpha_r + \beta_r n / N` from rank :math:`r`.
+    r"""Predicts a ring of ``2 (N - 1)`` hops; rank :math:`r` takes :math:`d_r = \alpha_r + \beta_r n / N` for each.
 
     .. math:: \max\Big( \max_r \sum_{j=1}^{2(N-1)} d_{r-j},\ \max_r \big(2 (N-1) \beta_r n / N + \alpha_r\big) \Big)
 
-    A segment adds up the delays of the links it passes, and a slow link makes all segments wait in line. On links
-    that are alike this is :math:`2 (N-1)\, d`.
+    A segment adds up the delays of the links it passes, and a slow link makes all segments queue. On equal links this
+    is :math:`2 (N-1)\, d`.
     """
     size = profile.node_count
     alpha, seconds_per_bit = _ring_links(profile)
-    each = seconds_per_bit * 8 * (nbytes / size)
-    delays = alpha + each
+    transfer_s = seconds_per_bit * 8 * (nbytes / size)
+    delays = alpha + transfer_s
     hops = 2 * (size - 1)
-    around = 2 * float(delays.sum()) - float((delays + np.roll(delays, 1)).min())
-    riding = 8 * side_nbytes * hops * float(seconds_per_bit.mean())
-    return max(around + riding, float((hops * each + alpha).max()))
+    cycle_s = 2 * float(delays.sum()) - float((delays + np.roll(delays, 1)).min())
+    metadata_s = 8 * side_nbytes * hops * float(seconds_per_bit.mean())
+    return max(cycle_s + metadata_s, float((hops * transfer_s + alpha).max()))
 
 
 def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
-    """Latency, and seconds for each bit, from every rank to the next."""
+    """Computes latency and seconds per bit from every rank to the next."""
     from farflung.network.link import mean_capacity
     from farflung.network.wiring import Wiring
 
@@ -68,13 +67,13 @@ def _ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
 
 
 def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    r"""To the owners of the shards and back, in :math:`P` pieces.
+    r"""Predicts an all-reduce by owners: to the owners of the shards and back, in :math:`P` pieces.
 
     .. math:: \alpha_2 + T_1 + T_2 \quad (P = 1), \qquad
         \max\big( \alpha_2 + T_1 + T_2 / P,\ \alpha_2 + T_1 / P + T_2,\ \alpha + T_{12} \big)
 
-    :math:`T_1, T_2` is what the busiest capacity needs for the way there and for the way back, :math:`T_{12}` for
-    both; :math:`\alpha_2` the longest delay to an owner and on from there, :math:`\alpha` the longest single one.
+    :math:`T_1, T_2` are the busiest capacity's seconds to the owners and back, :math:`T_{12}` those for both. The
+    longest delay to an owner and on to another rank is :math:`\alpha_2`, the longest single one :math:`\alpha`.
     """
     from farflung.network.wiring import groups_of, loads_s, mesh
 
@@ -84,38 +83,38 @@ def owners_s(owning: Callable[[int], int], profile: NetworkProfile, nbytes: int,
     shard = nbytes / owners
     pieces = pieces_of(int(shard))
     gathering, spreading = mesh(groups, to_owners=True), mesh(groups, from_owners=True)
-    back = side_nbytes if owners < size else 0
+    metadata_back = side_nbytes if owners < size else 0
     first = loads_s(profile, groups, gathering, shard + side_nbytes)
-    second = loads_s(profile, groups, spreading, shard + back)
+    second = loads_s(profile, groups, spreading, shard + metadata_back)
     t1, t2 = max(first.values(), default=0.0), max(second.values(), default=0.0)
-    there, twice = _delays(profile, groups, gathering, spreading)
+    one_way_s, two_way_s = _delays(profile, groups, gathering, spreading)
     if pieces == 1:
-        return twice + t1 + t2
-    both = max((first.get(r, 0.0) + second.get(r, 0.0) for r in first.keys() | second.keys()), default=0.0)
-    return max(twice + t1 + t2 / pieces, twice + t1 / pieces + t2, there + both)
+        return two_way_s + t1 + t2
+    both_s = max((first.get(r, 0.0) + second.get(r, 0.0) for r in first.keys() | second.keys()), default=0.0)
+    return max(two_way_s + t1 + t2 / pieces, two_way_s + t1 / pieces + t2, one_way_s + both_s)
 
 
 def _delays(
     profile: NetworkProfile, groups: Sequence[Group], gathering: Sequence[Bundle], spreading: Sequence[Bundle]
 ) -> tuple[float, float]:
-    """The longest one-way delay, and the longest way to an owner and on from there."""
+    """Computes the longest one-way delay, and the longest delay to an owner and on to another node."""
 
-    def latency(bundle: Bundle) -> float:
+    def get_latency_s(bundle: Bundle) -> float:
         return profile.connection(groups[bundle.src].site, groups[bundle.dst].site).link.latency_s
 
-    into: dict[int, float] = {}
-    out: dict[int, float] = {}
+    incoming: dict[int, float] = {}
+    outgoing: dict[int, float] = {}
     for bundle in gathering:
-        into[bundle.dst] = max(into.get(bundle.dst, 0.0), latency(bundle))
+        incoming[bundle.dst] = max(incoming.get(bundle.dst, 0.0), get_latency_s(bundle))
     for bundle in spreading:
-        out[bundle.src] = max(out.get(bundle.src, 0.0), latency(bundle))
-    return max(out.values()), max(
-        into.get(owner, 0.0) + out.get(owner, 0.0) for owner in into.keys() | out.keys()
+        outgoing[bundle.src] = max(outgoing.get(bundle.src, 0.0), get_latency_s(bundle))
+    return max(outgoing.values()), max(
+        incoming.get(owner, 0.0) + outgoing.get(owner, 0.0) for owner in incoming.keys() | outgoing.keys()
     )
 
 
 def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
-    """Models an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
+    """Predicts an all-gather, in seconds: the longest one-way delay plus the transfer time of the busiest capacity."""
     from farflung.network.wiring import groups_of, loads_s, mesh
 
     groups = groups_of(profile, profile.node_count)
@@ -125,12 +124,12 @@ def gather_s(profile: NetworkProfile, nbytes: int, side_nbytes: int) -> float:
 
 
 def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nbytes: int) -> float:
-    """Models a broadcast in small pieces, in seconds: the longest way down plus the busiest capacity's transfer time.
+    """Predicts a broadcast in small pieces, in seconds: the longest path plus the busiest capacity's transfer time.
 
     Args:
-      profile: with its number of nodes.
-      trees: the parent of each node but the source, parents first; each carries an equal part.
-      nbytes: of all that the source has.
+      profile: Profile with its number of nodes.
+      trees: Parent of each node except the source, parents first; each tree carries an equal part.
+      nbytes: Bytes of all tensors.
     """
     from farflung.network.link import mean_capacity
     from farflung.network.wiring import Wiring
@@ -146,6 +145,6 @@ def broadcast_s(profile: NetworkProfile, trees: Sequence[Mapping[int, int]], nby
             for use in path.uses:
                 loads[use.resource] += use.times
         delays += delay.values()
-    each = 8 * nbytes / len(trees)
-    busiest = (each * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
+    bits = 8 * nbytes / len(trees)
+    busiest = (bits * times / mean_capacity(wiring.capacities[resource]) for resource, times in loads.items())
     return max(delays) + max(busiest, default=0.0)

@@ -1,4 +1,4 @@
-"""Flows that share capacities, in time: a pure calculation that a clock drives."""
+"""Fabric: flows that share capacities over time, as a pure calculation that a clock drives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Fabric", "Flow"]
 
 
 class Flow:
-    """Bits on their way at the rate of their share."""
+    """Flow of bits at the rate of its share."""
 
     __slots__ = ("_since", "ends_at", "left_bits", "number", "rate_bps", "uses")
 
@@ -27,7 +27,7 @@ class Flow:
         self._since = 0.0
 
     def change_rate(self, now: float, rate_bps: float) -> None:
-        """From here on at another rate; at the same rate the end stays what it was, to the last bit."""
+        """Changes the rate from now on; at an equal rate the end does not change by a bit."""
         if rate_bps != self.rate_bps:
             left_bits = self.left_bits - self.rate_bps * (now - self._since)
             self._since, self.left_bits, self.rate_bps = (
@@ -38,24 +38,24 @@ class Flow:
             self.ends_at = now + self.left_bits / rate_bps if rate_bps else math.inf
 
     def left_at(self, now: float) -> float:
-        """Bits that have not passed."""
+        """Computes the bits that have not passed."""
         return max(0.0, self.left_bits - self.rate_bps * (now - self._since))
 
     def shorten(self, now: float, left_bits: float) -> None:
-        """No more than so many bits pass from here on."""
+        """Limits the bits that pass from now on."""
         self._since, self.left_bits = now, left_bits
         self.ends_at = now + left_bits / self.rate_bps if self.rate_bps else math.inf
 
 
 class Fabric:
-    """Resources of some capacity, and the flows that share them max-min fairly; see :func:`max_min_rates`.
+    """Resources of some capacity, and the flows that share them max-min fairly; see :func:`compute_max_min_rates`.
 
-    It knows the time by being told: start flows, then :meth:`settle`, then take what has :meth:`ended` at
-    :meth:`due`. A change is worked out only for the flows that it can reach: those that share a resource with one
-    that began or ended, those that share one with these, and so on.
+    The caller supplies the time: start flows, call :meth:`update_rates`, then :meth:`pop_ended` at
+    :meth:`get_next_event_s`. A change is computed only for the flows that it can affect: those that share a
+    resource with a flow that began or ended, those that share one with these, and so on.
 
     Args:
-      capacities: bits per second of each resource; may be appended to.
+      capacities: Bits per second of each resource; may be appended to.
     """
 
     def __init__(self, capacities: list[Capacity]) -> None:
@@ -67,11 +67,11 @@ class Fabric:
         self._next = 0
 
     def start(self, bits: float, uses: Iterable[Use]) -> Flow:
-        """Begins a flow of ``bits`` bits that uses at least one resource; it moves once :meth:`settle` is called.
+        """Starts a flow of ``bits`` bits; it moves after :meth:`update_rates`.
 
         Args:
-          bits: what is to arrive.
-          uses: of resources.
+          bits: Bits to transfer.
+          uses: Uses of at least one resource.
         """
         self._next += 1
         flow = Flow(self._next, bits, tuple((use.resource, use.times) for use in uses))
@@ -83,13 +83,13 @@ class Fabric:
         return flow
 
     def shorten(self, flow: Flow, now: float, left_bits: float) -> None:
-        """A flow ends once so many more bits have passed; :meth:`settle` follows."""
+        """Limits the bits that a flow still passes; call :meth:`update_rates` afterwards."""
         flow.shorten(now, left_bits)
         if flow.ends_at < math.inf:
             heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
 
     def use(self, flow: Flow, use: Use) -> None:
-        """From the next :meth:`settle` on a flow uses one more resource."""
+        """Adds a resource to a flow, from the next :meth:`update_rates` on."""
         flow.uses = (*flow.uses, (use.resource, use.times))
         while len(self._users) < len(self._capacities):
             self._users.append({})
@@ -97,13 +97,13 @@ class Fabric:
         self._touched[use.resource] = None
 
     def set_capacity(self, resource: int, capacity: Capacity) -> None:
-        """From the next :meth:`settle` on a resource has another capacity."""
+        """Sets the capacity of a resource, from the next :meth:`update_rates` on."""
         self._capacities[resource] = capacity
         if resource < len(self._users):
             self._touched[resource] = None
 
     def settle(self, now: float) -> None:
-        """Works out the rates anew where flows began or ended, or a capacity changed.
+        """Updates the rates after flows began or ended, or a capacity changed.
 
         Raises:
           ConfigError: a trace has ended.
@@ -122,14 +122,14 @@ class Fabric:
             for flow in flows:
                 classes.setdefault(flow.uses, []).append(flow)
             sharers = [
-                tuple((resource, times * len(alike)) for resource, times in uses)
-                for uses, alike in classes.items()
+                tuple((resource, times * len(equal_flows)) for resource, times in uses)
+                for uses, equal_flows in classes.items()
             ]
             rates = max_min_rates(sharers, lambda resource: capacity_at(self._capacities[resource], now))
-            for alike, rate in zip(classes.values(), rates, strict=True):
-                for flow in alike:
+            for equal_flows, rate in zip(classes.values(), rates, strict=True):
+                for flow in equal_flows:
                     flow.change_rate(now, rate)
-            # The others' rates are worked out again when the first of them has ended.
+            # The rates of the others are updated when the first of them has ended.
             first_ends_at = min(flow.ends_at for flow in flows)
             if first_ends_at < math.inf:
                 for flow in flows:
@@ -137,30 +137,30 @@ class Fabric:
                         heapq.heappush(self._ends, (flow.ends_at, flow.number, flow))
 
     def due(self) -> float:
-        """When the next flow ends or the next capacity changes; infinity when neither will."""
+        """Returns the time at which the next flow ends or the next capacity changes; infinity if neither will."""
         while self._ends and self._ends[0][0] != self._ends[0][2].ends_at:
             heapq.heappop(self._ends)
         first = self._ends[0][0] if self._ends else math.inf
         return min(first, min(self._changes.values(), default=math.inf))
 
     def ended(self, now: float) -> list[Flow]:
-        """Takes out the flows whose last bit has left by ``now``, in the order they began; :meth:`settle` follows."""
-        done = []
+        """Removes and returns the flows that have ended, in the order they began; call :meth:`update_rates` then."""
+        ended = []
         while self._ends and self._ends[0][0] <= now:
             ends_at, _, flow = heapq.heappop(self._ends)
             if ends_at == flow.ends_at:
                 flow.ends_at = -math.inf
-                done.append(flow)
+                ended.append(flow)
                 for resource, _ in flow.uses:
                     del self._users[resource][flow.number]
                     self._touched[resource] = None
         for resource, change in self._changes.items():
             if change <= now:
                 self._touched[resource] = None
-        return sorted(done, key=lambda flow: flow.number)
+        return sorted(ended, key=lambda flow: flow.number)
 
     def _reached(self, resource: int) -> tuple[list[Flow], dict[int, None]]:
-        """Everything that a change at ``resource`` may concern."""
+        """Finds the flows and resources that a change of ``resource`` may affect."""
         flows: dict[int, Flow] = {}
         resources: dict[int, None] = {resource: None}
         open_ends = [resource]
@@ -175,7 +175,7 @@ class Fabric:
         return list(flows.values()), resources
 
     def _watch(self, resource: int, now: float) -> None:
-        """Notes when a capacity that is in use changes next."""
+        """Records the next change of a capacity that is in use."""
         capacity = self._capacities[resource]
         if isinstance(capacity, Trace):
             self._changes.pop(resource, None)

@@ -1,4 +1,4 @@
-"""One way from one node to another, and capacity over time."""
+"""Links from one node to another, and capacities over time."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = [
 
 
 After: TypeAlias = Literal["error", "hold", "repeat"]
-"""What follows a trace: the run ends with an error, the last value stays, or it begins afresh."""
+"""End of a trace: the run fails, the last value stays, or the trace repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Bits per second as steps over time.
+    """Bandwidth over time, in steps.
 
     Args:
-      times_s: when each value begins, in seconds, ascending from 0.
-      bandwidth_bps: the values; 0 is an outage.
-      end_s: when the last value ends.
-      after: what follows then.
-      name: for messages.
+      times_s: Start of each value, in seconds, ascending from 0.
+      bandwidth_bps: Values in bits per second; 0 is an outage.
+      end_s: End of the last value.
+      after: Behaviour after the end.
+      name: Name for messages.
 
     Raises:
-      ConfigError: it begins late, is out of order, has a negative value, or ends in an outage for good.
+      ConfigError: it does not start at 0, is out of order, has a negative value, or ends in a permanent outage.
     """
 
     times_s: tuple[float, ...]
@@ -61,20 +61,20 @@ class Trace:
             not a < b for a, b in zip(self.times_s, self.times_s[1:], strict=False)
         ):
             raise ConfigError("times_s must begin at 0 and ascend")
-        after_last = self.times_s[-1] < self.end_s < math.inf
-        require(after_last, "end_s", self.end_s, "after the last of times_s")
+        is_valid_end = self.times_s[-1] < self.end_s < math.inf
+        require(is_valid_end, "end_s", self.end_s, "after the last of times_s")
         for bps in self.bandwidth_bps:
             require(0 <= bps < math.inf, "bandwidth_bps", bps, "a number of bits per second, 0 or more")
-        known = get_args(After)
-        require(self.after in known, "after", repr(self.after), f"one of {', '.join(known)}")
+        choices = get_args(After)
+        require(self.after in choices, "after", repr(self.after), f"one of {', '.join(choices)}")
         if not any(self.bandwidth_bps) or (self.after == "hold" and self.bandwidth_bps[-1] == 0):
             raise ConfigError("bandwidth_bps stays at 0: nothing would ever arrive")
 
     def at(self, t: float) -> float:
-        """Bits per second at ``t``.
+        """Returns the bandwidth at a time.
 
         Raises:
-          ConfigError: the trace ended before.
+          ConfigError: the trace has ended.
         """
         if t >= self.end_s:
             if self.after == "error":
@@ -84,32 +84,32 @@ class Trace:
                 )
             if self.after == "hold":
                 return self.bandwidth_bps[-1]
-        round_begin = self._round(t)
-        return self.bandwidth_bps[self._step(round_begin, t)]
+        cycle_start = self._round(t)
+        return self.bandwidth_bps[self._step(cycle_start, t)]
 
     def next_change(self, t: float) -> float:
-        """When the next step begins, later than ``t``; infinity where none does."""
+        """Returns the start of the next step after a time; infinity if there is none."""
         if self.after == "hold" and t >= self.times_s[-1]:
             return math.inf
-        round_begin = self._round(t) if self.after == "repeat" else 0.0
-        following = self._step(round_begin, t) + 1
-        if following < len(self.times_s):
-            return round_begin + self.times_s[following]
-        return round_begin + self.end_s
+        cycle_start = self._round(t) if self.after == "repeat" else 0.0
+        next_step = self._step(cycle_start, t) + 1
+        if next_step < len(self.times_s):
+            return cycle_start + self.times_s[next_step]
+        return cycle_start + self.end_s
 
     @property
     def mean_bps(self) -> float:
-        """The mean over its length."""
+        """Mean bandwidth over its length."""
         ends = (*self.times_s[1:], self.end_s)
         steps = zip(self.times_s, ends, self.bandwidth_bps, strict=True)
         return math.fsum((end - begin) * bps for begin, end, bps in steps) / self.end_s
 
     def map(self, change: Callable[[float], float]) -> Trace:
-        """The same steps with other values."""
+        """Maps the values; returns a trace with equal times."""
         return replace(self, bandwidth_bps=tuple(change(bps) for bps in self.bandwidth_bps))
 
     def _round(self, t: float) -> float:
-        """When the repetition that ``t`` falls in began; found by the sums that :meth:`next_change` returns."""
+        """Finds the start of the repetition that contains a time, by the sums that :meth:`get_next_change` returns."""
         if t < self.end_s:
             return 0.0
         count = int(t // self.end_s)
@@ -125,11 +125,11 @@ class Trace:
 
 
 Capacity: TypeAlias = float | Trace
-"""Bits per second, constant or over time; infinity: no limit."""
+"""Bits per second, constant or over time; infinity is no limit."""
 
 
 def check_capacity(name: str, capacity: Capacity) -> None:
-    """Whether a constant is above 0; traces are checked where they are made.
+    """Checks that a constant is above 0; a trace checks itself.
 
     Raises:
       ConfigError: it is not; begins with ``name``.
@@ -138,24 +138,24 @@ def check_capacity(name: str, capacity: Capacity) -> None:
 
 
 def capacity_at(capacity: Capacity, t: float) -> float:
-    """Bits per second at ``t``."""
+    """Returns the bits per second at a time."""
     return capacity.at(t) if isinstance(capacity, Trace) else capacity
 
 
 def mean_capacity(capacity: Capacity) -> float:
-    """Bits per second on average."""
+    """Computes the mean bits per second."""
     return capacity.mean_bps if isinstance(capacity, Trace) else capacity
 
 
 def map_capacity(capacity: Capacity, change: Callable[[float], float]) -> Capacity:
-    """The same over time, with other values."""
+    """Maps the values of a capacity, which may depend on time."""
     if isinstance(capacity, Trace):
         return capacity.map(change)
     return change(capacity)
 
 
 def scale_capacity(capacity: Capacity, factor: float, longer: float = 1.0) -> Capacity:
-    """Multiplies a capacity by ``factor``; each value of a trace lasts ``longer`` times as long."""
+    """Multiplies a capacity by ``factor``, and the durations of a trace by ``trace_time``."""
     if not isinstance(capacity, Trace):
         return factor * capacity
     times_s = tuple(longer * t for t in capacity.times_s)
@@ -163,29 +163,29 @@ def scale_capacity(capacity: Capacity, factor: float, longer: float = 1.0) -> Ca
 
 
 def both_lose(one: float, other: float) -> float:
-    """The share of packets that is lost where two causes lose these shares independently."""
+    """Combines two independent shares of lost packets."""
     return 1.0 - (1.0 - one) * (1.0 - other) if other else one
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    r"""What a message meets between two nodes, in one direction.
+    r"""Link between two nodes, in one direction.
 
     A message that has :math:`n` bytes on the wire and meets no other traffic takes
 
     .. math:: \text{latency} + 8 n / \text{bandwidth} + \text{jitter} \cdot u, \qquad u \in [-1, 1)
 
-    ``bandwidth_bps`` is what TCP's payload gets; headers of TCP and IP are not modelled.
+    ``bandwidth_bps`` is for TCP's payload; headers of TCP and IP are not modelled.
 
     Args:
-      latency_s: one-way delay, in seconds; with jitter, its mean.
-      bandwidth_bps: bits per second, or a trace of them over time.
-      jitter_s: the delay of a message is uniform in ``latency_s`` plus or minus this, as netem draws it; messages
-        of one sender to one receiver stay in order all the same.
-      loss: share of packets that are lost and sent again; see :meth:`goodput_bps`.
+      latency_s: One-way delay, in seconds; with jitter, its mean.
+      bandwidth_bps: Bits per second, or a trace of them over time.
+      jitter_s: Bound of a message's deviation from ``latency_s``, uniform as netem draws it; messages of one
+        sender to one receiver stay in order.
+      loss: Share of packets that are lost and retransmitted; see :meth:`compute_goodput_bps`.
 
     Raises:
-      ConfigError: a value out of its range; begins with its name.
+      ConfigError: a value is out of its range; begins with its name.
     """
 
     latency_s: float = 0.0
@@ -196,24 +196,24 @@ class Link:
     def __post_init__(self) -> None:
         check_seconds("latency_s", self.latency_s)
         check_capacity("bandwidth_bps", self.bandwidth_bps)
-        most = f"0 or more, and no more than latency_s = {self.latency_s}"
-        require(0 <= self.jitter_s <= self.latency_s, "jitter_s", self.jitter_s, most)
+        requirement = f"0 or more, and no more than latency_s = {self.latency_s}"
+        require(0 <= self.jitter_s <= self.latency_s, "jitter_s", self.jitter_s, requirement)
         require(0 <= self.loss < 1, "loss", self.loss, "a share of packets, at least 0 and below 1")
 
     def goodput_bps(
         self, round_trip_s: float, control: CongestionControl | None = None, connections: int = 1
     ) -> Capacity:
-        r"""What is left of the bandwidth for TCP connections under loss: loss is modelled as less throughput.
+        r"""Computes the bandwidth of TCP connections under loss, which is modelled as less throughput.
 
         Retransmissions take their share :math:`p` of the bandwidth :math:`b`, and each of :math:`K` connections gets no
         more than its average window carries: the smaller of :math:`(1-p)\,b` and :math:`K` times
-        :func:`farflung.network.window_share_bps`. A lost packet's own delay is not modelled. What is sent again
-        is charged to this link, not to what it shares.
+        :func:`farflung.network.compute_window_bps`. A lost packet's own delay is not modelled. Retransmissions are
+        charged to this link, not to shared capacities.
 
         Args:
-          round_trip_s: both delays, in seconds.
-          control: the congestion control in force; ``None`` counts as CUBIC.
-          connections: K.
+          round_trip_s: Sum of both delays, in seconds.
+          control: Congestion control; None counts as CUBIC.
+          connections: Number K of connections.
         """
         if self.loss == 0.0:
             return self.bandwidth_bps
@@ -221,6 +221,6 @@ class Link:
         return map_capacity(self.bandwidth_bps, lambda bps: min((1 - self.loss) * bps, ceiling))
 
     def scaled(self, latency: float, bandwidth: float, trace_time: float = 1.0) -> Link:
-        """Latency and jitter times ``latency``, bandwidth times ``bandwidth``; a trace runs ``trace_time`` longer."""
+        """Scales latency with jitter, bandwidth, and the durations of a trace."""
         capacity = scale_capacity(self.bandwidth_bps, bandwidth, trace_time)
         return Link(latency * self.latency_s, capacity, latency * self.jitter_s, self.loss)

@@ -60,13 +60,13 @@ __all__ = ["load_profile"]
 
 
 def load_profile(path: Path) -> NetworkProfile:
-    """Reads a profile; the format is at the top of this module.
+    """Loads a profile from TOML, in the format at the top of this module.
 
     Raises:
-      ConfigError: the file is absent or no TOML, or something in it is wrong; one line with file and key.
+      ConfigError: the file is absent, is not TOML, or has an invalid value; one line with file and key.
     """
     top = open_toml(path)
-    traces = {one.text("name"): _read_trace(one, path.parent) for one in top.tables("trace")}
+    traces = {entry.text("name"): _read_trace(entry, path.parent) for entry in top.tables("trace")}
 
     def read_capacity(table: Table, key: str) -> Capacity:
         value = table.number_or_text(key)
@@ -82,9 +82,9 @@ def load_profile(path: Path) -> NetworkProfile:
     def read_connections(table: Table) -> list[Connection]:
         src, dst = table.text("from"), table.text("to")
         table.where = f"{table.where.rpartition(':')[0]}: link from {src} to {dst}"
-        shared, both_ways, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
-        ways = ((src, dst), (dst, src)) if both_ways else ((src, dst),)
-        return [Connection(*way, link, shared) for way in ways]
+        shared, has_reverse, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
+        ways = ((src, dst), (dst, src)) if has_reverse else ((src, dst),)
+        return [Connection(*ends, link, shared) for ends in ways]
 
     readers: Readers = {
         "Capacity": read_capacity,
@@ -95,9 +95,9 @@ def load_profile(path: Path) -> NetworkProfile:
         NetworkProfile,
         readers,
         name=top.text("name", path.stem),
-        sites=tuple(one.build(Site, readers) for one in top.tables("site")),
-        connections=tuple(way for one in top.tables("link") for way in read_connections(one)),
-        media=tuple(one.build(Medium, readers) for one in top.tables("medium")),
+        sites=tuple(entry.build(Site, readers) for entry in top.tables("site")),
+        connections=tuple(site_link for entry in top.tables("link") for site_link in read_connections(entry)),
+        media=tuple(entry.build(Medium, readers) for entry in top.tables("medium")),
         source=str(path),
         tcp_connections=top.number_or_text("connections", 1),
     )
@@ -111,5 +111,5 @@ def _read_trace(table: Table, folder: Path) -> Trace:
         with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
             pairs = number_pairs(path)
             steps["times_s"], steps["bandwidth_bps"] = (tuple(column) for column in zip(*pairs, strict=True))
-    # Its name is what a run that outlasts it will say, so it has the file in it.
+    # The name contains the file, for the error of a run that outlasts the trace.
     return table.build(Trace, {"After": Table.text}, name=table.where, **steps)

@@ -14,16 +14,16 @@ Uses: TypeAlias = Sequence[tuple[R, int]]
 def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) -> list[float]:
     r"""Computes the rate of each flow, by progressive filling.
 
-    All rates grow together until a resource is full; what crosses it is done, the others go on with what is left. With
+    All rates grow together until a resource is full; its flows are then fixed, and the others share the rest. With
     :math:`m_{fr}` the use flow :math:`f` makes of resource :math:`r`, :math:`\sum_f m_{fr} x_f \le c_r`.
 
-    What fills up at one level is taken off a resource as level times count, in ascending levels, so the rates of
-    flows that are alike are equal to the last bit, whatever the order, and equal to those of one flow that stands
-    for the class. The number of levels is at most the number of resources.
+    Flows that are fixed at one level are subtracted from a resource as level times count, in ascending levels.
+    So the rates of equal flows are equal to the last bit, in any order, and equal to that of one flow that
+    stands for the class. The number of levels is at most the number of resources.
 
     Args:
-      flows: for each flow, how often one unit of its rate counts on which resource.
-      capacity_bps: of each resource that is used.
+      flows: For each flow, the resources that it uses, and how many times.
+      capacity_bps: Returns the capacity of a resource.
 
     Returns:
       Bits per second, in the order of ``flows``.
@@ -32,20 +32,20 @@ def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) 
     """
     members = [*flows]
     rates = [0.0] * len(members)
-    left: dict[R, float] = {}
+    remaining_bps: dict[R, float] = {}
     users: dict[R, list[int]] = {}
     count: dict[R, int] = {}
     for index, uses in enumerate(members):
         for resource, times in uses:
             if resource not in users:
                 users[resource], count[resource] = [], 0
-                left[resource] = capacity_bps(resource)
+                remaining_bps[resource] = capacity_bps(resource)
             users[resource].append(index)
             count[resource] += times
     waiting = set(range(len(members)))
     level = 0.0
     while count:
-        shares = {resource: left[resource] / number for resource, number in count.items()}
+        shares = {resource: remaining_bps[resource] / number for resource, number in count.items()}
         level = max(level, min(shares.values()))
         filled: dict[R, int] = {}
         for resource, share in shares.items():
@@ -58,7 +58,7 @@ def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) 
                     for used, times in members[index]:
                         filled[used] = filled.get(used, 0) + times
         for resource, number in filled.items():
-            left[resource] = max(0.0, left[resource] - level * number)
+            remaining_bps[resource] = max(0.0, remaining_bps[resource] - level * number)
             count[resource] -= number
             if not count[resource]:
                 del count[resource]

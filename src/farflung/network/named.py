@@ -1,4 +1,4 @@
-"""Network profiles by name, each with where its figures come from."""
+"""Catalog of network profiles, with the sources of their figures."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["NETWORKS", "network_profile"]
 
 _WITH_SETTINGS = re.compile(r"(?P<name>.+)\((?P<settings>\w+=\w+(, *\w+=\w+)*)\)")
 _SETTINGS = {"congestion": "congestion", "connections": "tcp_connections"}
-"""What may stand in brackets after a name, and the field of a profile that it sets."""
+"""Settings in brackets after a name, and the fields of a profile that they set."""
 
 
 def network_profile(name: str) -> NetworkProfile:
-    """A profile by its name in :data:`NETWORKS`, or from a TOML file where ``name`` ends in ``.toml``.
+    """Finds a profile by its name in :data:`NETWORKS`, or loads a TOML file if ``name`` ends in ``.toml``.
 
-    Either with its TCP after it, as in ``four-regions(congestion=bbr, connections=auto)``.
+    Settings of TCP may follow, as in ``four-regions(congestion=bbr, connections=auto)``.
 
     Raises:
       UnknownName: there is no such name.
-      ConfigError: the file is wrong; names file and key. No such setting of TCP.
+      ConfigError: the file is invalid (names file and key), or there is no such setting.
     """
-    if (said := _WITH_SETTINGS.fullmatch(name)) is not None:
-        profile, settings = network_profile(said["name"]), dict[str, Any]()
-        for setting, value in (one.strip().split("=") for one in said["settings"].split(",")):
+    if (match := _WITH_SETTINGS.fullmatch(name)) is not None:
+        profile, settings = network_profile(match["name"]), dict[str, Any]()
+        for setting, value in (pair.strip().split("=") for pair in match["settings"].split(",")):
             if setting not in _SETTINGS:
-                raise ConfigError(f"{said['name']}: {setting}: must be one of {', '.join(_SETTINGS)}")
+                raise ConfigError(f"{match['name']}: {setting}: must be one of {', '.join(_SETTINGS)}")
             settings[_SETTINGS[setting]] = value
         changed = replace(profile, **settings)
-        return replace(changed, name=f"{profile.name}({said['settings']})")
+        return replace(changed, name=f"{profile.name}({match['settings']})")
     if name.endswith(".toml"):
         return load_profile(Path(name))
     if name not in NETWORKS:
@@ -44,14 +44,14 @@ def network_profile(name: str) -> NetworkProfile:
 
 
 def _lan(name: str, bps: float, latency_s: float, source: str, nodes: int | None = None) -> NetworkProfile:
-    """One switch that never blocks: each node has its own cable."""
+    """Builds the profile of one switch that never blocks: each node has its own cable."""
     return NetworkProfile(
         name, (Site("switch", nodes, Link(latency_s), up_bps=bps, down_bps=bps),), source=source
     )
 
 
 def _wifi(mbps: int) -> NetworkProfile:
-    """Mercury's devices around one router, each shaped to one rate."""
+    """Builds the profile of Mercury's devices around one router, each shaped to one rate."""
     rate = mbps * 1e6
     return NetworkProfile(
         f"wifi-{mbps}mbps",
@@ -65,7 +65,7 @@ def _wifi(mbps: int) -> NetworkProfile:
 
 
 def _mobile(name: str, down_bps: float, up_bps: float, link: Link, source: str) -> NetworkProfile:
-    """Phones that reach each other over their provider: two radio links with the core network between."""
+    """Builds the profile of phones of one provider: two radio links with the core network between."""
     return NetworkProfile(
         name, (Site("phones", inside=link, up_bps=up_bps, down_bps=down_bps),), source=source
     )
@@ -146,8 +146,8 @@ _PROFILES = (
         tuple(Site(city, inside=_REGION) for city in ("london", "ohio", "california", "tokyo")),
         tuple(
             Connection(*pair, Link(ms / 2e3, mbps * 1e6))
-            for (one, other), (ms, mbps) in _ROUND_TRIPS.items()
-            for pair in ((one, other), (other, one))
+            for (first, second), (ms, mbps) in _ROUND_TRIPS.items()
+            for pair in ((first, second), (second, first))
         ),
         source=(
             "DTS slides (Zhu et al. 2019): 140, 183, 35 and 277 ms; 23, 17, 63 and 13 Mbit/s. Read as round trips, "
@@ -171,4 +171,4 @@ _PROFILES = (
     ),
 )
 NETWORKS = {profile.name: profile for profile in _PROFILES}
-"""All of them by name."""
+"""Profiles by name."""

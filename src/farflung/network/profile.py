@@ -1,4 +1,4 @@
-"""A network between nodes: sites, the links between them, what they share."""
+"""Profile of a network between nodes: sites, the links between them, and shared capacities."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Nodes that are alike to the network: one device, the machines of an office, a class of a million phones.
+    """Nodes that are equal to the network: one device, the machines of an office, a class of a million phones.
 
     Args:
-      name: for connections and messages.
-      nodes: how many; ``None``: as many as :meth:`NetworkProfile.for_nodes` puts there.
-      inside: the link between any two of them; ``None``: the profile's default.
-      up_bps: what one node can send, to all others together.
-      down_bps: what one node can receive, from all others together.
-      exit_bps: what all of them together can send to other sites.
-      entry_bps: what all of them together can receive from other sites.
-      medium: the medium they are on, by name.
+      name: Name, for links and messages.
+      nodes: Number of nodes; None leaves it to :meth:`NetworkProfile.with_nodes`.
+      inside: Link between any two of them; None for the profile's default.
+      up_bps: Rate at which one node can send to all others together.
+      down_bps: Rate at which one node can receive from all others together.
+      exit_bps: Rate at which all of them together can send to other sites.
+      entry_bps: Rate at which all of them together can receive from other sites.
+      medium: Name of their medium.
 
     Raises:
-      ConfigError: a value out of its range; begins with its name.
+      ConfigError: a value is out of its range; begins with its name.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The way from the nodes of one site to those of another.
+    """Link from the nodes of one site to those of another.
 
     Args:
-      src: the site that sends.
-      dst: the site that receives.
-      link: what a message meets.
-      shared: whether all pairs of nodes share the link's bandwidth; otherwise each pair has as much.
+      src: Name of the sending site.
+      dst: Name of the receiving site.
+      link: Link of each pair of nodes.
+      shared: True if all pairs of nodes share the link's bandwidth; otherwise each pair has all of it.
     """
 
     src: str
@@ -78,15 +78,15 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """What all flows of its sites share, in both directions: one Wi-Fi channel, one radio cell.
+    """Medium that all flows of its sites share, in both directions: one Wi-Fi channel, one radio cell.
 
     Args:
-      name: for sites and messages.
-      bandwidth_bps: for all flows together.
-      relayed: whether a flow between two of its nodes crosses it twice, as it does through an access point.
+      name: Name, for sites and messages.
+      bandwidth_bps: Bandwidth of all flows together.
+      relayed: True if a flow between two of its nodes crosses it twice, as through an access point.
 
     Raises:
-      ConfigError: no bandwidth.
+      ConfigError: the bandwidth is 0.
     """
 
     name: str
@@ -99,25 +99,25 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class NetworkProfile:
-    """Which way every node reaches every other, at what speed, and what their flows share.
+    """Network profile: the links between all nodes, and the capacities that their flows share.
 
-    Nodes are numbered site by site. All capacities are limits at once: a flow gets its share of the tightest.
+    Nodes are numbered site by site. All capacities limit a flow at once: it gets its share of the tightest.
 
     Args:
-      name: for people.
-      sites: where the nodes are.
-      connections: between sites, one for each direction.
-      media: what sites may be on.
-      default: the link of nodes, and between sites, that nothing else is said about.
-      source: where the figures come from.
-      changes: what has been done to them since, oldest first.
-      congestion: the congestion control of the nodes' TCP, which then has to find its rate on every connection, see
-        :class:`farflung.network.Tcp`; ``None``: messages have the whole bandwidth from their first byte.
-      tcp_connections: how many TCP connections each pair of nodes has, of which each is a flow of its own.
+      name: Name for display.
+      sites: Sites of the nodes.
+      site_links: Links between sites, one for each direction.
+      media: Media of the sites.
+      default: Link of nodes and sites without a link of their own.
+      source: Source of the figures.
+      changes: Changes made to them since, oldest first.
+      congestion: Congestion control of the nodes' TCP, which then has to find its rate on every connection, see
+        :class:`farflung.network.TcpModel`; None gives messages the whole bandwidth from their first byte.
+      tcp_connections: Number of TCP connections of each pair of nodes, each of which is a flow of its own.
 
     Raises:
-      ConfigError: a site named twice or not at all, an unknown medium or congestion control, no number of connections,
-        a pair that cannot reach each other.
+      ConfigError: a site is named twice or missing, a medium, congestion control or number of connections is
+        invalid, or a pair has no link.
     """
 
     name: str
@@ -142,20 +142,20 @@ class NetworkProfile:
             )
         object.__setattr__(self, "tcp_connections", self._checked_connections())
         names, media = [site.name for site in self.sites], [medium.name for medium in self.media]
-        ways = [f"{way.src} to {way.dst}" for way in self.connections]
-        for kind, known in (("site", names), ("medium", media), ("link", ways)):
-            if twice := [name for name, count in Counter(known).items() if count > 1]:
-                raise ConfigError(f"{self.name}: {kind}: {twice[0]} is there twice")
-        for way in self.connections:
-            for end in (way.src, way.dst):
+        link_names = [f"{link.src} to {link.dst}" for link in self.connections]
+        for kind, defined in (("site", names), ("medium", media), ("link", link_names)):
+            if repeated := [name for name, count in Counter(defined).items() if count > 1]:
+                raise ConfigError(f"{self.name}: {kind}: {repeated[0]} is there twice")
+        for link in self.connections:
+            for end in (link.src, link.dst):
                 if end not in names:
                     raise ConfigError(
-                        f"{self.name}: link from {way.src} to {way.dst}: no site is named {end!r}"
+                        f"{self.name}: link from {link.src} to {link.dst}: no site is named {end!r}"
                     )
         for site in self.sites:
             if site.medium is not None and site.medium not in media:
                 raise ConfigError(f"{self.name}: site {site.name}: medium: none is named {site.medium!r}")
-        object.__setattr__(self, "_links", {(way.src, way.dst): way for way in self.connections})
+        object.__setattr__(self, "_links", {(link.src, link.dst): link for link in self.connections})
         object.__setattr__(self, "_starts", (0, *accumulate(site.nodes or 0 for site in self.sites)))
         self._check_reachable()
 
@@ -174,35 +174,35 @@ class NetworkProfile:
     def _check_reachable(self) -> None:
         if self.default is not None:
             return
-        for one in self.sites:
-            if one.inside is None and one.nodes != 1:
+        for src in self.sites:
+            if src.inside is None and src.nodes != 1:
                 raise ConfigError(
-                    f"{self.name}: site {one.name}: inside: its nodes have no link to each other"
+                    f"{self.name}: site {src.name}: inside: its nodes have no link to each other"
                 )
-            for other in self.sites:
-                if one is not other and (one.name, other.name) not in self._links:
-                    raise ConfigError(f"{self.name}: link: none leads from {one.name} to {other.name}")
+            for dst in self.sites:
+                if src is not dst and (src.name, dst.name) not in self._links:
+                    raise ConfigError(f"{self.name}: link: none leads from {src.name} to {dst.name}")
 
     @staticmethod
     def uniform(link: Link, nodes: int | None = None, name: str = "uniform") -> NetworkProfile:
-        """Every ordered pair joined by a link of its own, all alike."""
+        """Creates a profile in which every ordered pair has an equal link of its own."""
         return NetworkProfile(name, (Site("all", nodes, link),))
 
     # --- nodes --------------------------------------------------------------------------------------------------
 
     @property
     def nodes(self) -> int | None:
-        """How many; ``None`` where that is left to :meth:`for_nodes`."""
+        """Number of nodes; None if it is left to :meth:`with_nodes`."""
         return None if any(site.nodes is None for site in self.sites) else self._starts[-1]
 
     @property
     def node_count(self) -> int:
-        """The number of nodes of a profile that has one."""
+        """Number of nodes, which must be set."""
         assert self.nodes is not None
         return self.nodes
 
     def for_nodes(self, count: int) -> NetworkProfile:
-        """With ``count`` nodes: sites without a number share out the rest evenly, the first ones take what is over.
+        """Returns the profile with ``count`` nodes; open sites share the rest evenly, the first ones get the remainder.
 
         Raises:
           ConfigError: the profile is of another number of nodes.
@@ -210,60 +210,60 @@ class NetworkProfile:
         if self.nodes == count:
             return self
         open_sites = sum(site.nodes is None for site in self.sites)
-        rest = count - sum(site.nodes or 0 for site in self.sites)
-        if not open_sites or rest < 0:
+        remaining = count - sum(site.nodes or 0 for site in self.sites)
+        if not open_sites or remaining < 0:
             raise ConfigError(
-                f"{self.name}: nodes: it describes {count - rest} nodes, and {count} are to run"
+                f"{self.name}: nodes: it describes {count - remaining} nodes, and {count} are to run"
             )
-        base, over = divmod(rest, open_sites)
-        placed, seen = [], 0
+        base, remainder = divmod(remaining, open_sites)
+        placed, num_filled = [], 0
         for site in self.sites:
             if site.nodes is None:
-                here = base + (seen < over)
-                seen += 1
-                if here:
-                    placed.append(replace(site, nodes=here))
+                num_nodes = base + (num_filled < remainder)
+                num_filled += 1
+                if num_nodes:
+                    placed.append(replace(site, nodes=num_nodes))
             else:
                 placed.append(site)
-        kept = {site.name for site in placed}
-        ways = tuple(way for way in self.connections if {way.src, way.dst} <= kept)
-        return replace(self, sites=tuple(placed), connections=ways)
+        site_names = {site.name for site in placed}
+        links = tuple(link for link in self.connections if {link.src, link.dst} <= site_names)
+        return replace(self, sites=tuple(placed), connections=links)
 
     def site_index(self, node: int) -> int:
-        """Which of :attr:`sites` a node is at."""
+        """Returns the index of a node's site in :attr:`sites`."""
         return bisect_right(self._starts, node) - 1
 
     def span(self, site: int) -> range:
-        """The nodes of one of :attr:`sites`."""
+        """Returns the nodes of one of :attr:`sites`."""
         return range(self._starts[site], self._starts[site + 1])
 
     # --- links --------------------------------------------------------------------------------------------------
 
     def connection(self, src_site: int, dst_site: int) -> Connection:
-        """The way between two of :attr:`sites`, which may be the same."""
-        one, other = self.sites[src_site], self.sites[dst_site]
+        """Returns the link between two of :attr:`sites`, which may be equal."""
+        src, dst = self.sites[src_site], self.sites[dst_site]
         if src_site == dst_site:
-            link = one.inside or self.default
-        elif (one.name, other.name) in self._links:
-            return self._links[one.name, other.name]
+            link = src.inside or self.default
+        elif (src.name, dst.name) in self._links:
+            return self._links[src.name, dst.name]
         else:
             link = self.default
         assert link is not None
-        return Connection(one.name, other.name, link)
+        return Connection(src.name, dst.name, link)
 
     def link(self, src: int, dst: int) -> Link:
-        """The link from one node to another."""
+        """Returns the link from one node to another."""
         return self.connection(self.site_index(src), self.site_index(dst)).link
 
     def goodput_bps(self, src_site: int, dst_site: int, extra_loss: float = 0.0) -> Capacity:
-        """The bandwidth of a connection under its loss and some more; see :meth:`Link.goodput_bps`."""
+        """Computes the bandwidth of a link under its loss and some more; see :meth:`Link.compute_goodput_bps`."""
         link = self.connection(src_site, dst_site).link
         lossy = replace(link, loss=both_lose(link.loss, extra_loss))
         connections = self.connections_of(src_site, dst_site)
         return lossy.goodput_bps(self.round_trip_s(src_site, dst_site), self.congestion, connections)
 
     def connections_of(self, src_site: int, dst_site: int) -> int:
-        """TCP connections of two nodes, by the narrowest capacity on their way where the profile leaves it open."""
+        """Counts the TCP connections of two nodes; the narrowest capacity decides if the profile leaves it open."""
         if isinstance(self.tcp_connections, int):
             return self.tcp_connections
         link = self.connection(src_site, dst_site).link
@@ -272,27 +272,27 @@ class NetworkProfile:
         return connections_for(min(map(mean_capacity, limits)), round_trip_s, link.loss, self.congestion)
 
     def limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
-        """Yields what limits a flow besides the link: kind, site or medium, capacity, and how often it is crossed."""
-        one, other = self.sites[src_site], self.sites[dst_site]
-        yield ("up", src_site), one.up_bps, 1
-        yield ("down", dst_site), other.down_bps, 1
+        """Yields the limits of a flow besides its link: kind, site or medium, capacity, and number of crossings."""
+        src, dst = self.sites[src_site], self.sites[dst_site]
+        yield ("up", src_site), src.up_bps, 1
+        yield ("down", dst_site), dst.down_bps, 1
         if src_site != dst_site:
-            yield ("exit", src_site), one.exit_bps, 1
-            yield ("entry", dst_site), other.entry_bps, 1
-        for name in dict.fromkeys((one.medium, other.medium)):
+            yield ("exit", src_site), src.exit_bps, 1
+            yield ("entry", dst_site), dst.entry_bps, 1
+        for name in dict.fromkeys((src.medium, dst.medium)):
             for index, medium in enumerate(self.media):
                 if medium.name == name:
-                    relayed = medium.relayed and one.medium == other.medium
-                    yield ("medium", index), medium.bandwidth_bps, 1 + relayed
+                    is_relayed = medium.relayed and src.medium == dst.medium
+                    yield ("medium", index), medium.bandwidth_bps, 1 + is_relayed
 
     def round_trip_s(self, src_site: int, dst_site: int) -> float:
-        """Both delays between the nodes of two of :attr:`sites`, in seconds."""
-        there, back = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
-        return there.latency_s + back.latency_s
+        """Returns the sum of both delays between the nodes of two of :attr:`sites`, in seconds."""
+        forward, backward = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
+        return forward.latency_s + backward.latency_s
 
     def all_links(self) -> Iterator[Link]:
-        """Each link that is named anywhere."""
-        yield from (way.link for way in self.connections)
+        """Yields each link that is defined anywhere."""
+        yield from (site_link.link for site_link in self.connections)
         yield from (site.inside for site in self.sites if site.inside is not None)
         if self.default is not None:
             yield self.default
@@ -302,64 +302,65 @@ class NetworkProfile:
     def scaled(
         self, *, latency: float = 1.0, bandwidth: float = 1.0, trace_time: float = 1.0, why: str = ""
     ) -> NetworkProfile:
-        """All delays, all capacities and the time of all traces times a factor; :attr:`changes` says so.
+        """Scales all delays, all capacities and the time of all traces; records the factors in :attr:`changes`.
 
         Raises:
-          ConfigError: a factor that is not above 0.
+          ConfigError: a factor is not above 0.
         """
         factors = {"latency": latency, "bandwidth": bandwidth, "time of traces": trace_time}
         for name, factor in factors.items():
             if not (factor >= 0 and math.isfinite(factor)) or (factor == 0 and name != "latency"):
                 raise ConfigError(f"{self.name}: scaled by {name} = {factor}: must be a number above 0")
-        said = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
-        if not said and not why:
+        description = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
+        if not description and not why:
             return self
-        wider = partial(scale_capacity, factor=bandwidth, longer=trace_time)
+        widen = partial(scale_capacity, factor=bandwidth, longer=trace_time)
 
-        def link(one: Link | None) -> Link | None:
-            return None if one is None else one.scaled(latency, bandwidth, trace_time)
+        def scale_link(unscaled: Link | None) -> Link | None:
+            return None if unscaled is None else unscaled.scaled(latency, bandwidth, trace_time)
 
         return replace(
             self,
             sites=tuple(
                 replace(
                     site,
-                    inside=link(site.inside),
-                    up_bps=wider(site.up_bps),
-                    down_bps=wider(site.down_bps),
-                    exit_bps=wider(site.exit_bps),
-                    entry_bps=wider(site.entry_bps),
+                    inside=scale_link(site.inside),
+                    up_bps=widen(site.up_bps),
+                    down_bps=widen(site.down_bps),
+                    exit_bps=widen(site.exit_bps),
+                    entry_bps=widen(site.entry_bps),
                 )
                 for site in self.sites
             ),
             connections=tuple(
-                replace(way, link=way.link.scaled(latency, bandwidth, trace_time)) for way in self.connections
+                replace(entry, link=entry.link.scaled(latency, bandwidth, trace_time))
+                for entry in self.connections
             ),
-            media=tuple(replace(medium, bandwidth_bps=wider(medium.bandwidth_bps)) for medium in self.media),
-            default=link(self.default),
-            changes=(*self.changes, f"{why}: {said or 'as it is'}" if why else said),
+            media=tuple(replace(medium, bandwidth_bps=widen(medium.bandwidth_bps)) for medium in self.media),
+            default=scale_link(self.default),
+            changes=(*self.changes, f"{why}: {description or 'as it is'}" if why else description),
         )
 
     def standing_in(
         self, *, nbytes: float, step_s: float, for_nbytes: float, for_step_s: float
     ) -> NetworkProfile:
-        r"""For a small model in the place of a paper's: the same ratios of communication to computation.
+        r"""Scales the network for a small model in place of a paper's: equal ratios of communication to computation.
 
-        Kept are latency over step time, and bytes over what the network moves in a step:
+        It keeps latency over step time, and a step's bytes over the bytes that the network can carry in a step:
 
         .. math:: \alpha' = \alpha \frac{T'}{T}, \qquad B' = B \, \frac{n'}{n} \, \frac{T}{T'}
 
         Args:
-          nbytes: what one replica exchanges in a step of the model that runs, dense.
-          step_s: seconds of computation in its step.
-          for_nbytes: the same of the paper's model.
-          for_step_s: the same of the paper's model.
+          nbytes: Dense bytes that one replica exchanges in a step of the model that runs.
+          step_s: Seconds of computation in its step.
+          for_nbytes: Bytes of the paper's model.
+          for_step_s: Seconds of the paper's model.
 
         Raises:
           ConfigError: one of them is not above 0.
         """
-        given = {"nbytes": nbytes, "step_s": step_s, "for_nbytes": for_nbytes, "for_step_s": for_step_s}
-        for name, value in given.items():
+        values = {"nbytes": nbytes, "step_s": step_s, "for_nbytes": for_nbytes, "for_step_s": for_step_s}
+        for name, value in values.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{self.name}: standing in with {name} = {value}: must be a number above 0")
         longer = step_s / for_step_s

@@ -1,4 +1,4 @@
-"""The capacities that flows between nodes share: those of one flow, and those of a collective's flows in bundles."""
+"""Wiring: the capacities that flows between nodes share, for single flows and for a collective's flows in bundles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A flow's use of one resource: ``times`` its rate."""
+    """Use of one resource by a flow: ``times`` its rate."""
 
     resource: int
     times: int = 1
@@ -35,16 +35,16 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a message from one node to another meets.
+    """Path of a message from one node to another.
 
     Args:
-      latency_s: one way.
-      jitter_s: of it, plus or minus.
-      uses: of the resources it shares.
-      congestion: the congestion control of its connection, which then has to find its rate; ``None``: it has not.
-      round_trip_s: both delays, for that.
-      loss: share of packets that are lost.
-      connections: how many alike carry a message together, each an equal part and each with these ``uses``.
+      latency_s: One-way delay.
+      jitter_s: Bound of its deviation.
+      uses: Uses of shared resources.
+      congestion: Congestion control of its connection, which then has to find its rate; None if it need not.
+      round_trip_s: Sum of both delays, for the congestion control.
+      loss: Share of packets that are lost.
+      num_connections: Number of connections that share a message equally, each with these ``uses``.
     """
 
     latency_s: float
@@ -57,31 +57,31 @@ class Path:
 
 
 class Wiring:
-    """Numbers the resources of a profile, and says which of them a pair's flow uses.
+    """Numbering of a profile's resources, and their uses by each pair of nodes.
 
     Args:
-      profile: with its number of nodes.
-      loses: whether loss takes its share of a link's bandwidth; otherwise links have the whole.
+      profile: Profile with its number of nodes.
+      apply_loss: True to reduce a link's bandwidth by its loss.
     """
 
     def __init__(self, profile: NetworkProfile, *, loses: bool = True) -> None:
         self.profile, self._loses = profile, loses
         self.capacities: list[Capacity] = []
-        """Of each resource; grows as paths are asked for."""
+        """Capacity of each resource; grows as paths are requested."""
         self._numbers: dict[Resource, int] = {}
         self._paths: dict[tuple[int, int], Path] = {}
 
     def path(self, src: int, dst: int) -> Path:
-        """The way from ``src`` to ``dst``."""
-        known = self._paths.get((src, dst))
-        if known is None:
-            known = self._paths[src, dst] = self._laid(src, dst)
-        return known
+        """Returns the path from ``src`` to ``dst``."""
+        path = self._paths.get((src, dst))
+        if path is None:
+            path = self._paths[src, dst] = self._laid(src, dst)
+        return path
 
     def _laid(self, src: int, dst: int) -> Path:
         profile = self.profile
         a, b = profile.site_index(src), profile.site_index(dst)
-        there = profile.connection(a, b)
+        site_link = profile.connection(a, b)
         uses = []
         for key, capacity, times in limits(profile, a, b, src, dst, loses=self._loses):
             if key not in self._numbers:
@@ -89,47 +89,47 @@ class Wiring:
                 self.capacities.append(capacity)
             uses.append(Use(self._numbers[key], times))
         return Path(
-            there.link.latency_s,
-            there.link.jitter_s,
+            site_link.link.latency_s,
+            site_link.link.jitter_s,
             tuple(uses),
             profile.congestion,
             profile.round_trip_s(a, b),
-            there.link.loss,
+            site_link.link.loss,
             profile.connections_of(a, b),
         )
 
 
 Resource: TypeAlias = tuple[str, int, int]
-"""A kind of capacity, and whose: one stands for that of every node of a group, or of every pair of nodes."""
+"""Kind of a capacity and its owner; one may stand for every node of a group, or for every pair of nodes."""
 
 
 def limits(
     profile: NetworkProfile, src_site: int, dst_site: int, src: int, dst: int, *, loses: bool = True
 ) -> Iterator[tuple[Resource, Capacity, int]]:
-    """Yields what limits a flow from one node, or any node of a group, to another, and how often it is crossed."""
-    way = profile.connection(src_site, dst_site)
-    link = ("link", src_site, dst_site) if way.shared else ("pair", src, dst)
-    speed = profile.goodput_bps(src_site, dst_site) if loses else way.link.bandwidth_bps
+    """Yields the limits of a flow between two nodes, or nodes of two groups, with the number of crossings."""
+    site_link = profile.connection(src_site, dst_site)
+    link = ("link", src_site, dst_site) if site_link.shared else ("pair", src, dst)
+    speed = profile.goodput_bps(src_site, dst_site) if loses else site_link.link.bandwidth_bps
     ends = {"up": src, "down": dst}
-    every = [
+    candidates = [
         (link, speed, 1),
         *(
             ((kind, ends.get(kind, place), 0), capacity, times)
             for (kind, place), capacity, times in profile.limits(src_site, dst_site)
         ),
     ]
-    yield from (one for one in every if isinstance(one[1], Trace) or one[1] < math.inf)
+    yield from (item for item in candidates if isinstance(item[1], Trace) or item[1] < math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes of one site that take the same part in a collective, and follow each other.
+    """Consecutive nodes of one site with equal roles in a collective.
 
     Args:
-      site: of the profile's sites.
-      first: the first of them.
-      count: how many.
-      owns: whether they own a shard.
+      site: Index of the site.
+      first: First node.
+      count: Number of nodes.
+      is_owner: True if they own a shard.
     """
 
     site: int
@@ -140,13 +140,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One flow from each node of a group to each of another, or to each other of its own.
+    """Flows from each node of a group to each node of another, or to each other node of its own.
 
     Args:
-      src: number of the group that sends.
-      dst: number of the group that receives.
-      per_src: flows that leave each sender.
-      per_dst: flows that reach each receiver.
+      src: Number of the sending group.
+      dst: Number of the receiving group.
+      per_src: Flows that leave each sender.
+      per_dst: Flows that reach each receiver.
     """
 
     src: int
@@ -156,14 +156,14 @@ class Bundle:
 
 
 def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
-    """The nodes of a profile by site, the first ``owners`` of all apart from the others.
+    """Groups the nodes of a profile by site, the first ``num_owners`` of all apart from the others.
 
     Args:
-      profile: with its number of nodes.
-      owners: how many own a shard.
+      profile: Profile with its number of nodes.
+      num_owners: Number of nodes that own a shard.
     """
-    starts = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
-    bounds = [*sorted(start for start in starts if 0 <= start < profile.node_count), profile.node_count]
+    first_nodes = {profile.span(site).start for site in range(len(profile.sites))} | {owners}
+    bounds = [*sorted(start for start in first_nodes if 0 <= start < profile.node_count), profile.node_count]
     return [
         Group(profile.site_index(first), first, end - first, first < owners)
         for first, end in pairwise(bounds)
@@ -171,34 +171,34 @@ def groups_of(profile: NetworkProfile, owners: int) -> list[Group]:
 
 
 def mesh(groups: Sequence[Group], *, to_owners: bool = False, from_owners: bool = False) -> list[Bundle]:
-    """A flow between every two nodes; only to owners, or only from them, where that is said."""
+    """Builds the flows between every two nodes; optionally only those to owners, or from owners."""
     bundles = []
-    for src, one in enumerate(groups):
-        for dst, other in enumerate(groups):
-            if (to_owners and not other.owns) or (from_owners and not one.owns):
+    for src, src_group in enumerate(groups):
+        for dst, dst_group in enumerate(groups):
+            if (to_owners and not dst_group.owns) or (from_owners and not src_group.owns):
                 continue
-            same = src == dst
-            if other.count > same:
-                bundles.append(Bundle(src, dst, other.count - same, one.count - same))
+            is_same = src == dst
+            if dst_group.count > is_same:
+                bundles.append(Bundle(src, dst, dst_group.count - is_same, src_group.count - is_same))
     return bundles
 
 
 def used_by(
     profile: NetworkProfile, groups: Sequence[Group], bundle: Bundle
 ) -> dict[Resource, tuple[Capacity, int]]:
-    """What limits a bundle: each capacity, and how many of the bundle's flows use one of its kind."""
-    one, other = groups[bundle.src], groups[bundle.dst]
-    each = {"pair": 1, "up": bundle.per_src, "down": bundle.per_dst}
+    """Collects the limits of a bundle: each capacity, and the number of its uses by the bundle's flows."""
+    src, dst = groups[bundle.src], groups[bundle.dst]
+    num_flows = {"pair": 1, "up": bundle.per_src, "down": bundle.per_dst}
     return {
-        resource: (capacity, times * each.get(resource[0], one.count * bundle.per_src))
-        for resource, capacity, times in limits(profile, one.site, other.site, bundle.src, bundle.dst)
+        resource: (capacity, times * num_flows.get(resource[0], src.count * bundle.per_src))
+        for resource, capacity, times in limits(profile, src.site, dst.site, bundle.src, bundle.dst)
     }
 
 
 def loads_s(
     profile: NetworkProfile, groups: Sequence[Group], bundles: Sequence[Bundle], nbytes: float
 ) -> dict[Resource, float]:
-    """How many seconds each capacity needs for ``nbytes`` in every flow; a trace counts by its mean."""
+    """Computes the seconds that each capacity needs for ``nbytes`` in every flow; a trace counts by its mean."""
     loads: dict[Resource, float] = {}
     for bundle in bundles:
         for resource, (capacity, count) in used_by(profile, groups, bundle).items():

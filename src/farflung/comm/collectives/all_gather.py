@@ -1,4 +1,4 @@
-"""All-reduce in one delay: every rank sends its whole tensor to all others, and all add in rank order."""
+"""All-gather as all-reduce in one delay: every rank sends its whole tensor to all others, and all add in rank order."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ __all__ = ["all_gather"]
 async def all_gather(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One one-way delay and half the messages of :func:`farflung.comm.collectives.sharded.direct`.
+    """Sums in one one-way delay, with half the messages of :func:`farflung.comm.collectives.sharded.direct`.
 
-    Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``: the same between two replicas, more between
-    many, where it pays for tensors that latency makes dear and not bandwidth. With a codec a tensor is encoded once.
+    Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``. Two replicas send no more than by ``direct``; many
+    do, which pays off for tensors that are dominated by latency. With a codec a tensor is encoded once.
 
     Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`.
     """
     if channel.size == 1:
         return tensor, side
-    wire = Wire(channel, coding)
-    # The sum is written into the tensor, and no message tells when all receivers have read it: send a copy.
-    own = tensor
+    transfer = Wire(channel, coding)
+    # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
+    source = tensor
     if coding is None:
-        own = copied(channel, tensor, scratch_like(tensor))
+        source = copied(channel, tensor, scratch_like(tensor))
     segments = cut(tensor.numel(), pieces_of(tensor.nbytes))
     hop = channel.hops(len(segments))
     packed = []
     for index, segment in enumerate(segments):
-        piece = wire.pack(segment.of(own), segment, 1)
+        piece = transfer.pack(segment.of(source), segment, 1)
         packed.append(unshared(piece, tensor) if isinstance(piece, Payload) else piece)
         for peer in others(channel):
             channel.send(with_side(packed[index], side if index == 0 else None), peer, hop + index)
 
-    total_side = side
+    total_metadata = side
     for index, segment in enumerate(segments):
         total = segment.of(tensor)
-        mine = wire.unpack(packed[index], total, segment, 1)
-        _, sides = await wire.sum(mine, segment, hop + index, side if index == 0 else None, total)
+        local_part = transfer.unpack(packed[index], total, segment, 1)
+        _, all_metadata = await transfer.sum(
+            local_part, segment, hop + index, side if index == 0 else None, total
+        )
         if index == 0:
-            total_side = sum_in_order(sides)
-    return tensor, total_side
+            total_metadata = sum_in_order(all_metadata)
+    return tensor, total_metadata

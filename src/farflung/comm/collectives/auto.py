@@ -1,4 +1,4 @@
-"""The collective that a run has settled on."""
+"""The ``auto`` collective, which runs the collective that was resolved for the run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from farflung.types import Channel, SegmentCoding
 __all__ = ["auto", "usual_collective"]
 
 WORTH_A_DELAY_NBYTES = 1 << 16
-"""How much more a rank may send to save one delay, our choice; where the network is not known nothing else counts."""
+"""Most extra bytes that a rank sends to save one delay, our choice; the only criterion for an unknown network."""
 
 
 def usual_collective(nbytes: int, size: int) -> str:
-    """``all_gather`` where it sends at most 64 KiB more than ``direct``, always so between two, and else ``direct``.
+    """Chooses ``all_gather`` if it sends at most 64 KiB more than ``direct`` (always between two), or else ``direct``.
 
-    No other takes fewer delays, and ``direct`` sends no more than a ring.
+    No other collective takes fewer delays, and ``direct`` sends no more than a ring.
 
     Args:
-      nbytes: of the tensor.
-      size: number of replicas.
+      nbytes: Bytes of the tensor.
+      size: Number of replicas.
     """
     more = (size - 1) * (size - 2) * nbytes // size
     return "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
@@ -30,10 +30,10 @@ def usual_collective(nbytes: int, size: int) -> str:
 def auto(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> Awaitable[tuple[Tensor, Tensor]]:
-    """The one that :func:`farflung.comm.resolve_collective` has found for tensors of this size when the run was made.
+    """Sums by the collective that :func:`farflung.comm.resolve_collective` chose for this size when the run was built.
 
-    For sizes that were not known then it is :func:`usual_collective`. With a codec inside, whose errors depend on the
-    way, it is always ``direct``.
+    For other sizes it is :func:`choose_default_collective`. With a codec, whose errors depend on the
+    collective, it is always ``direct``.
     """
     name = "direct"
     if coding is None:

@@ -1,4 +1,4 @@
-"""Segments on the wire: as they are, or encoded anew on every hop."""
+"""Segments on the wire: dense, or encoded again on every hop."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["Charged", "Coding", "Wire", "with_side"]
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How segments of one flat tensor are encoded; see :class:`farflung.types.SegmentCoding`.
+    """Coding of the segments of one flat tensor; see :class:`farflung.types.SegmentCoding`.
 
-    A segment's codec has a fresh state whose seeds say which segment it is and how many tensors are summed in it, so
-    that sender and receivers have the same one, and no two encodings round alike by chance.
+    A segment's codec has a fresh state. Its seeds depend on the segment and on the number of tensors summed in
+    it, so sender and receivers have equal ones, and no two encodings round alike by chance.
 
     Args:
-      codec: keeps nothing but seeds between steps; error feedback is the caller's.
-      seeds: of the tensor.
-      step: for the codec.
-      left: flat, as long as the tensor; what this rank's encodings leave out is added to it, and nothing where that
-        is not finite. ``None``: it is lost.
-      method: what the costs of its encodings are called by; see :class:`farflung.types.CodingCost`.
+      codec: Codec whose only state between steps is seeds; error feedback is the caller's.
+      seeds: Seeds of the tensor.
+      step: Step, for the codec.
+      residual: Flat tensor of equal length, to which the residuals of this rank's encodings are added, where
+        they are finite; None discards them.
+      method: Name of the encodings' cost; see :class:`farflung.types.CodingCost`.
     """
 
     codec: Codec
@@ -50,7 +50,7 @@ class Coding:
     method: str = ""
 
     def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
-        """The segment ``tensor``, which sums ``count`` ranks' and is left untouched."""
+        """Encodes a segment that sums ``count`` ranks' tensors; does not modify it."""
         spec = TensorSpec.of(tensor)
         payload, _ = self.codec.encode(self._state(spec, where, count), tensor, step=self.step, count=count)
         if self.left is not None:
@@ -59,21 +59,21 @@ class Coding:
         return payload
 
     def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
-        """The dense segment again, the same bits on all ranks."""
+        """Decodes a segment to its dense form, bit-identical on all ranks."""
         state = self._state(spec, where, count)
         return self.codec.decode(state, payload, spec, step=self.step, count=count)
 
     def _state(self, spec: TensorSpec, where: Segment, count: int) -> CodecState:
         if self.codec.stateless:
             return CodecState()
-        shared, own = self.seeds
+        shared, local = self.seeds
         return self.codec.init(
-            spec, Seeds(derive(shared, where.start, count), derive(own, where.start, count))
+            spec, Seeds(derive(shared, where.start, count), derive(local, where.start, count))
         )
 
 
 class Charged:
-    """A :class:`farflung.types.SegmentCoding` whose work an exchange is charged for."""
+    """A :class:`farflung.types.SegmentCoding` whose work is charged to an exchange."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding) -> None:
         self._channel, self._coding, self.method = channel, coding, coding.method
@@ -88,26 +88,26 @@ class Charged:
 
 
 def with_side(packed: Tensor | Payload, side: Tensor | None) -> Payload:
-    """Returns the message of a segment, with the side vector where it rides along.
+    """Returns the message of a segment, with the metadata if there is any.
 
-    To send it gives its tensors away: they must not be modified.
+    Sending it gives its tensors away: they must not be modified.
     """
     return Payload((packed,) if side is None else (packed, side))
 
 
 class Wire:
-    """Segments over a channel, encoded where that is asked for, with the side vector where it rides along."""
+    """Transfer of segments over a channel, encoded if there is a coding, and with metadata if there is any."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding | None) -> None:
         self._channel = channel
         self._coding = None if coding is None else Charged(channel, coding)
 
     def pack(self, tensor: Tensor, where: Segment, count: int) -> Tensor | Payload:
-        """The segment ``tensor``, which sums ``count`` ranks', ready to send."""
+        """Prepares a segment that sums ``count`` ranks' tensors for sending."""
         return tensor if self._coding is None else self._coding.encode(tensor, where, count)
 
     def unpack(self, packed: Tensor | Payload, like: Tensor, where: Segment, count: int) -> Tensor:
-        """The dense segment again, of the shape and dtype of ``like``."""
+        """Restores the dense segment, of the shape and dtype of ``like``."""
         if self._coding is None:
             assert isinstance(packed, Tensor)
             return packed
@@ -115,18 +115,18 @@ class Wire:
         return self._coding.decode(packed, TensorSpec.of(like), where, count)
 
     def put(self, packed: Tensor | Payload, target: Tensor, where: Segment, count: int) -> None:
-        """The dense segment again, in ``target``."""
+        """Restores the dense segment in ``target``."""
         copied(self._channel, self.unpack(packed, target, where, count), target)
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
-        """A packed segment that is dense as ``like`` is, and the side vector where it came along."""
-        packed, *rest = (await self._channel.recv(src, hop)).parts
+        """Receives a packed segment that is dense like ``like``, and the metadata if it is included."""
+        packed, *extras = (await self._channel.recv(src, hop)).parts
         if isinstance(packed, Tensor) == (self._coding is None):
             if isinstance(packed, Payload) or (packed.dtype == like.dtype and packed.shape == like.shape):
-                side = rest[0] if rest else None
-                assert side is None or isinstance(side, Tensor)
+                metadata = extras[0] if extras else None
+                assert metadata is None or isinstance(metadata, Tensor)
                 (packed,) = on_device(Payload((packed,)), like.device).parts
-                return packed, side
+                return packed, metadata
         raise ProtocolError(
             f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"
         )
@@ -137,27 +137,27 @@ class Wire:
         """Receives the segments of all other ranks and adds them in rank order, whatever their order of arrival.
 
         Args:
-          own: this rank's, dense.
-          where: the segment.
-          hop: at which the others' come.
-          side: this rank's side vector, where one rides along.
-          out: takes the sum; a tensor of its own does when not given.
+          tensor: Dense segment of this rank.
+          segment: Place of the segment.
+          hop: Hop of the other ranks' messages.
+          metadata: Metadata of this rank, if it travels with this segment.
+          out: Tensor for the sum; a new one when not given.
 
         Returns:
-          The sum, and the side vectors in rank order.
+          The sum, and the metadata in rank order.
         """
-        parts, sides = [], []
+        parts, all_metadata = [], []
         for peer in range(self._channel.size):
             if peer == self._channel.rank:
-                part, riding = own, side
+                part, extra = own, side
             else:
-                packed, riding = await self.recv(peer, hop, own)
+                packed, extra = await self.recv(peer, hop, own)
                 part = self.unpack(packed, own, where, 1)
             parts.append(part)
-            if riding is not None:
-                sides.append(riding)
-        return self.add(parts, out), sides
+            if extra is not None:
+                all_metadata.append(extra)
+        return self.add(parts, out), all_metadata
 
     def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The sum, first to last, in ``out``, which is none of the parts, or in a tensor of its own."""
+        """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""
         return summed(self._channel, parts, out)

@@ -1,4 +1,4 @@
-"""What a collective is, beside the coroutine that carries it out."""
+"""Description of a collective, besides its coroutine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Collective"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One way to sum a tensor over all ranks; whatever else is known of it is known from here.
+    """A way to sum a tensor over all ranks, with its properties.
 
     Args:
-      run: carries it out by messages.
-      cost_s: seconds by the latency-bandwidth model; ``None``: they cannot be predicted.
-      messages: how many an exchange of so many ranks has, where no tensor is cut into pieces; ``None``: not known.
-      in_rank_order: whether it adds in the order of ranks, so that ``auto`` may take it and changes no bit.
-      by_backend: whether the sums are those of the torch.distributed backend. These match by their order, carry no
+      run: Coroutine function that sums by messages.
+      cost_s: Predicts the duration by the latency-bandwidth model, in seconds; None if it is unpredictable.
+      count_messages: Counts the messages of an exchange of ``size`` ranks without pieces; None if unknown.
+      is_rank_ordered: True if it adds in the order of ranks, so that ``auto`` may use it without changing a bit.
+      is_native: True for collectives of the torch.distributed backend. These match by their order, carry no
         codec inside, are not encrypted, and exist on real processes alone.
     """
 

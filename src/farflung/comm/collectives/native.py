@@ -1,4 +1,4 @@
-"""The backend's own all-reduce: gloo or NCCL through torch.distributed."""
+"""The backend's all-reduce: gloo or NCCL through torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ async def native(
     if channel.size == 1:
         return tensor, side
     summed = channel.all_reduce(tensor)
-    total_side = channel.all_reduce(side)
-    return await summed, await total_side
+    total_metadata = channel.all_reduce(side)
+    return await summed, await total_metadata

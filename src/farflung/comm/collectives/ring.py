@@ -14,46 +14,48 @@ __all__ = ["ring"]
 async def ring(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter, then all-gather, each in ``n - 1`` hops to the next rank.
+    """Sums by reduce-scatter, then all-gather, each in ``n - 1`` hops to the next rank.
 
-    Compression is inside the ring, as in Pipe-SGD: a hop of the first half receives, decodes, adds the own segment,
-    encodes and sends; a hop of the second half passes the encoded bytes on untouched. The rank that completes a
-    segment keeps the decoded form of what it sends, so all ranks end bit-identical.
+    Compression is inside the ring, as in Pipe-SGD: a hop of the first half receives, decodes, adds the local
+    segment, encodes and sends; a hop of the second half forwards the encoded bytes. The rank that completes a
+    segment keeps the decoded form of its message, so all ranks end bit-identical.
 
-    Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`; the side vector rides with
-    segment 0.
+    Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`; the metadata travels
+    with segment 0.
 
     References: Patarasuk & Yuan 2009; Li et al. 2018 (Pipe-SGD), compression inside AllReduce.
     """
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    wire = Wire(channel, coding)
+    transfer = Wire(channel, coding)
     hop = channel.hops(2 * (size - 1))
-    after, before = (rank + 1) % size, (rank - 1) % size
+    successor, predecessor = (rank + 1) % size, (rank - 1) % size
     places = cut(tensor.numel(), size)
     segments = [place.of(tensor) for place in places]
-    riding = {0: side} if rank == 0 else {}
+    extras = {0: side} if rank == 0 else {}
 
-    packed = wire.pack(segments[rank], places[rank], 1)
+    packed = transfer.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(with_side(packed, riding.get(sending)), after, hop + k)
-        own, place = segments[receiving], places[receiving]
-        came, partial_side = await wire.recv(before, hop + k, own)
-        if partial_side is not None:
-            riding[receiving] = partial_side + side
-        packed = wire.pack(wire.add([wire.unpack(came, own, place, k + 1), own]), place, k + 2)
+        channel.send(with_side(packed, extras.get(sending)), successor, hop + k)
+        segment, place = segments[receiving], places[receiving]
+        received, partial_metadata = await transfer.recv(predecessor, hop + k, segment)
+        if partial_metadata is not None:
+            extras[receiving] = partial_metadata + side
+        packed = transfer.pack(
+            transfer.add([transfer.unpack(received, segment, place, k + 1), segment]), place, k + 2
+        )
 
     hop += size - 1
     complete = (rank + 1) % size
-    wire.put(packed, segments[complete], places[complete], size)
+    transfer.put(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        channel.send(with_side(packed, riding.get(sending)), after, hop + k)
+        channel.send(with_side(packed, extras.get(sending)), successor, hop + k)
         target = segments[receiving]
-        packed, total_side = await wire.recv(before, hop + k, target)
-        if total_side is not None:
-            riding[receiving] = total_side
-        wire.put(packed, target, places[receiving], size)
-    return tensor, riding[0]
+        packed, total_metadata = await transfer.recv(predecessor, hop + k, target)
+        if total_metadata is not None:
+            extras[receiving] = total_metadata
+        transfer.put(packed, target, places[receiving], size)
+    return tensor, extras[0]

@@ -1,4 +1,4 @@
-"""What the collectives share: cutting a flat tensor, and summing in rank order."""
+"""Segments: cuts a flat tensor, and sums in rank order, for all collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["copied", "cut", "others", "sum_in_order", "summed"]
 
 
 def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
-    """``parts`` segments that differ in length by at most one element, the longer ones first."""
+    """Cuts a flat tensor into segments that differ in length by at most one element, the longer ones first."""
     base, longer = divmod(numel, parts)
     segments = []
     for index in range(parts):
@@ -26,12 +26,12 @@ def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
 
 
 def others(channel: Channel) -> list[int]:
-    """The other ranks, each rank's next neighbour first, so that not all send to the same one."""
+    """Lists the other ranks, starting with each rank's next neighbour so that not all send to the same one."""
     return [(channel.rank + offset) % channel.size for offset in range(1, channel.size)]
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum, first to last, in ``out``, which is none of the parts, or in a tensor of its own."""
+    """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""
     if out is None:
         out = scratch_like(parts[0])
     if len(parts) == 1:
@@ -43,13 +43,13 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def copied(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
-    """``target``, with what is in ``source`` and may be there already, as a part of an exchange."""
-    there = source.data_ptr() == target.data_ptr()
+    """Copies ``source`` into ``target``, unless they share memory, as a charged part of an exchange."""
+    is_same = source.data_ptr() == target.data_ptr()
     copy = partial(target.copy_, source)
-    return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if there else copy)
+    return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if is_same else copy)
 
 
 def summed(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """:func:`sum_in_order` as a part of an exchange."""
+    """Sums by :func:`sum_in_order`, as a charged part of an exchange."""
     cost = CodingCost("add", "", (len(parts) - 1) * parts[0].numel())
     return channel.compute(cost, partial(sum_in_order, parts, out))

@@ -1,7 +1,7 @@
-"""All-reduce by owners: each shard of the tensor travels straight to its owner, is summed there, and comes back.
+"""All-reduce by owners: each shard of the tensor is sent straight to its owner, summed there, and sent back.
 
-``direct``: every rank owns one shard (reduce-scatter and all-gather without hops in between: two one-way delays in
-all). ``multi_parameter_server``: half the ranks own the shards. ``parameter_server``: rank 0 owns everything.
+``direct``: every rank owns one shard (reduce-scatter and all-gather without intermediate hops: two one-way delays).
+``multi_parameter_server``: half the ranks own the shards. ``parameter_server``: rank 0 owns everything.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = [
 
 
 def all_own(size: int) -> int:
-    """How many of ``size`` ranks own a shard, always the first ones: all."""
+    """Counts the owners among ``size`` ranks if all own a shard; owners are always the first ranks."""
     return size
 
 
 def half_own(size: int) -> int:
-    """Half, rounded up; see :func:`all_own`."""
+    """Counts the owners if half the ranks, rounded up, own a shard."""
     return (size + 1) // 2
 
 
 def one_owns(size: int) -> int:
-    """Rank 0 alone; see :func:`all_own`."""
+    """Counts the owners if only rank 0 owns a shard."""
     del size
     return 1
 
 
 def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
-    """Each owner's shard, in pieces; all shards have as many."""
+    """Cuts a tensor into each owner's shard, and each shard into pieces, equally many for all."""
     shards = cut(numel, owners)
     pieces = pieces_of(shards[0].length * element_nbytes)
     return [cut(shard.length, pieces, shard.start) for shard in shards]
@@ -50,16 +50,16 @@ def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment
 async def direct(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every rank owns one shard: the latency of two one-way delays, the traffic of a ring.
+    """Sums with one shard for every rank: the latency of two one-way delays, the traffic of a ring.
 
     Args:
-      channel: the exchange's.
-      tensor: flat; given away, and overwritten by the sum.
-      side: a few float64 numbers, summed beside it in rank order.
-      coding: how each segment is encoded on its way to its owner, and on its way back; ``None``: not at all.
+      channel: Channel of the exchange.
+      tensor: Flat tensor; given away, and overwritten by the sum.
+      metadata: A few float64 numbers, summed in rank order.
+      coding: Coding of each segment on its way to its owner and back; None for dense segments.
 
     Returns:
-      The sums of tensor and side over all ranks, bit-identical on all of them.
+      The sums of tensor and metadata over all ranks, bit-identical on all of them.
     """
     return await _by_owners(channel, tensor, side, all_own(channel.size), coding)
 
@@ -67,14 +67,14 @@ async def direct(
 async def parameter_server(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rank 0 sums everything and sends it back; arguments and result as :func:`direct`."""
+    """Sums everything on rank 0, which sends it back; arguments and result as :func:`direct`."""
     return await _by_owners(channel, tensor, side, one_owns(channel.size), coding)
 
 
 async def multi_parameter_server(
     channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half the ranks, rounded up, own a shard each; arguments and result as :func:`direct`.
+    """Sums on half the ranks, rounded up, each of which owns a shard; arguments and result as :func:`direct`.
 
     The number of servers is our choice: with all ranks as servers this is :func:`direct`.
     """
@@ -87,7 +87,7 @@ async def _by_owners(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, side
-    wire = Wire(channel, coding)
+    transfer = Wire(channel, coding)
     owned = shards_of(tensor.numel(), tensor.element_size(), owners)
     views = [[place.of(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])
@@ -103,26 +103,26 @@ async def _by_owners(
     for piece in range(pieces):
         for owner in peers:
             if owner < owners:
-                packed = wire.pack(views[owner][piece], owned[owner][piece], 1)
+                packed = transfer.pack(views[owner][piece], owned[owner][piece], 1)
                 channel.send(with_side(packed, side if piece == 0 else None), owner, hop + 2 * piece)
 
-    total_side = side
+    total_metadata = side
     if rank < owners:
-        for piece, (own, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
-            total, sides = await wire.sum(own, place, hop + 2 * piece, side)
+        for piece, (piece_view, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
+            total, all_metadata = await transfer.sum(piece_view, place, hop + 2 * piece, side)
             if piece == 0:
-                total_side = sum_in_order(sides)
-            packed = wire.pack(total, place, size)
-            riding = total_side if piece == 0 and not everyone_owns else None
+                total_metadata = sum_in_order(all_metadata)
+            packed = transfer.pack(total, place, size)
+            extra = total_metadata if piece == 0 and not everyone_owns else None
             for peer in peers:
-                channel.send(with_side(packed, riding), peer, hop + 2 * piece + 1)
-            wire.put(packed, own, place, size)
+                channel.send(with_side(packed, extra), peer, hop + 2 * piece + 1)
+            transfer.put(packed, piece_view, place, size)
 
     for piece in range(pieces):
         for owner in peers:
             if owner < owners:
                 target = views[owner][piece]
-                packed, riding = await wire.recv(owner, hop + 2 * piece + 1, target)
-                wire.put(packed, target, owned[owner][piece], size)
-                total_side = total_side if riding is None else riding
-    return tensor, total_side
+                packed, extra = await transfer.recv(owner, hop + 2 * piece + 1, target)
+                transfer.put(packed, target, owned[owner][piece], size)
+                total_metadata = total_metadata if extra is None else extra
+    return tensor, total_metadata

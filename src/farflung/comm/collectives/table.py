@@ -1,4 +1,4 @@
-"""The collectives by name."""
+"""Registry of the collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from farflung.types import AllReduce
 __all__ = ["AUTO", "COLLECTIVES", "collective_named"]
 
 AUTO = "auto"
-"""The name that :func:`farflung.comm.resolve_collective` replaces by another."""
+"""Name that :func:`farflung.comm.resolve_collective` replaces by another."""
 
 
 def _by_owners(run: AllReduce, owners: Callable[[int], int]) -> Collective:
@@ -48,14 +48,14 @@ COLLECTIVES: dict[str, Collective] = {
     AUTO: Collective(auto),
     "native": Collective(native, by_backend=True),
 }
-"""All of them by name. One of your own is one entry more, made before the run is."""
+"""Collectives by name. Add your own before the run is built."""
 
 
 def collective_named(name: str) -> Collective:
-    """The collective called ``name``.
+    """Finds a collective by its name.
 
     Raises:
-      UnknownName: no such collective.
+      UnknownName: there is no such collective.
     """
     if name not in COLLECTIVES:
         raise UnknownName("collective", name, COLLECTIVES)
