@@ -209,7 +209,7 @@ def attach(
     env = launch_env or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
     check_whole(model, is_alone=size == 1)
-    is_accumulating = partial(accumulates, optimizer)
+    should_accumulate = partial(accumulates, optimizer)
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
@@ -279,7 +279,7 @@ def attach(
             parts.schedule,
             collective,
             show,
-            is_accumulating,
+            should_accumulate,
             profile,
             gain,
         )
