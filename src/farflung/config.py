@@ -51,9 +51,9 @@ class Setting:
     Args:
       name: Name of the field.
       kind: ``int``, ``float``, ``bool``, ``str`` or ``Path``; objects are given as text outside Python.
-      about: Description from the docstring, on one line, without markup.
+      description: Description from the docstring, on one line, without markup.
       default: Default of the field; ``None`` without one.
-      words: Strings that are valid in addition to ``kind``.
+      choices: Strings that are valid in addition to ``kind``.
     """
 
     name: str

@@ -64,7 +64,7 @@ def ddp_hook(
     Register it by ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``. All ranks of the group must call this before
     the first backward pass. They connect here, or with the first bucket if there is no process group yet. Gradients
     travel over farflung's own connections, which support any payload, have lower latency than the backend's
-    collectives, and are encrypted between machines. Ranks with different settings raise an error that names the setting.
+    collectives, and are encrypted between machines. If settings differ between ranks, the error names the setting.
 
     If an exchange fails, ``backward()`` raises farflung's own error, :attr:`HookState.error`::
 
@@ -92,7 +92,7 @@ def ddp_hook(
     own all-reduce is not encrypted by farflung, and residuals of error feedback are not sent after a fallback.
 
     Args:
-      how: Codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
+      compression: Codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
         ``"codec(qsgd(), phases='two')"``.
       group: Process group of DDP; the default group if not given.
       bucket_nbytes: Size at which one of the hook's own buckets is closed.
@@ -247,7 +247,7 @@ class HookState:
 
     Args:
       settings: Arguments of :func:`ddp_hook`.
-      meet: Function that connects to the other ranks and returns this rank's runtime and the process group.
+      connect: Function that connects to the other ranks and returns this rank's runtime and the process group.
     """
 
     def __init__(

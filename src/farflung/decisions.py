@@ -126,7 +126,7 @@ class DecisionLog:
         Args:
           name: Name of the decision.
           step: Step that it belongs to.
-          local: Function that makes a new decision.
+          choose: Function that makes a new decision.
           rank: Rank of the replica that decides for itself; ``None`` for a decision for all.
           timing: True if it depends on time or arrival, see :class:`farflung.types.Decision`. Other decisions may be
             made anew if the replayed run did not make them.
@@ -204,7 +204,7 @@ async def decide_by_rank_0(
       log: Log in which rank 0 records the decision or finds the replayed one.
       name: Name of the decision, unique for each step.
       step: Step that it belongs to.
-      local: Function that makes the decision on rank 0.
+      choose: Function that makes the decision on rank 0.
       timing: True if it depends on time or arrival; see :class:`farflung.types.Decision`.
       purpose: Purpose of the messages.
     """

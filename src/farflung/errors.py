@@ -71,7 +71,7 @@ class UnknownName(ConfigError):
     Args:
       kind: Kind of the registry's members, such as ``"workload"``.
       name: Unknown name.
-      known: Names in the registry.
+      known_names: Names in the registry.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
@@ -124,7 +124,7 @@ class MissingExtra(BadInput):
     """Missing package that an extra of farflung installs.
 
     Args:
-      what: Feature that needs the package, which begins the message.
+      feature: Feature that needs the package, which begins the message.
       module: Module name of the package.
       extra: Name of the extra.
     """
@@ -182,9 +182,9 @@ class DeadlinePassed(RunLost):
 
     Args:
       rank: Rank that was waited for; ``None`` for any rank.
-      what: Expected message or operation.
+      operation: Expected message or operation.
       waited_s: Duration of the wait in seconds.
-      why: Reason to treat the rank as lost apart from the time; the message then explains how to wait longer.
+      reason: Reason to treat the rank as lost apart from the time; the message then explains how to wait longer.
     """
 
     def __init__(self, rank: int | None, what: str, waited_s: float, *, why: str = "") -> None:
@@ -199,7 +199,7 @@ class WaitEnded(FarflungError):
 
     Args:
       rank: Rank that was waited for; ``None`` for any rank.
-      what: Expected message or operation.
+      operation: Expected message or operation.
     """
 
     def __init__(self, rank: int | None, what: str) -> None:
@@ -221,7 +221,7 @@ class NonFinite(RunLost):
       step: Step of the loss or gradient.
       ranks: Ranks of the affected replicas, if known.
       count: Number of affected replicas.
-      what: ``loss`` or ``gradient``.
+      quantity: ``loss`` or ``gradient``.
     """
 
     def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:

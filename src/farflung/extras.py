@@ -15,7 +15,7 @@ def need(what: str, *modules: str, extra: str) -> None:
     >>> need("arithmetic", "math", extra="maths")
 
     Args:
-      what: Feature that needs the modules, which begins the error message.
+      feature: Feature that needs the modules, which begins the error message.
       modules: Names of the modules.
       extra: Extra that installs them.
 

@@ -79,8 +79,8 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
     Args:
       path: File, or words that name it.
-      wrong: Description of malformed content for the message, such as ``"not a decision"``.
-      kind: Class of the error.
+      problem: Description of malformed content for the message, such as ``"not a decision"``.
+      error_type: Class of the error.
 
     Raises:
       BadInput: Reading failed. The class is ``error_type``; farflung's own errors keep theirs and get the file's name.
@@ -169,10 +169,10 @@ def json_lines(
 
     Args:
       path: File of JSON lines.
-      wrong: Description of a malformed line for the message.
-      take: Callback for each value, which may raise any error that :func:`wrap_read_errors` converts.
-      kind: Class of the error.
-      whole: True to refuse a truncated last line.
+      problem: Description of a malformed line for the message.
+      handle_value: Callback for each value, which may raise any error that :func:`wrap_read_errors` converts.
+      error_type: Class of the error.
+      is_strict: True to refuse a truncated last line.
 
     Raises:
       BadInput: The file cannot be read or a line is malformed. The class is ``error_type``; the message names the line.
@@ -277,7 +277,7 @@ class JsonLinesFile:
 
     Args:
       path: File, whose folder is created and whose truncated last line is dropped.
-      fresh: True to overwrite the file.
+      should_overwrite: True to overwrite the file.
 
     Raises:
       StorageError: The file cannot be written, at creation or at any later call.
@@ -387,7 +387,7 @@ def held(folder: Path, what: str) -> Iterator[None]:
 
     Args:
       folder: Folder; its file ``.lock`` is locked and stays.
-      what: Verb for the message to other processes, such as ``trains``.
+      activity: Verb for the message to other processes, such as ``trains``.
 
     Raises:
       ConfigError: Another process holds the lock, or the path is a file.

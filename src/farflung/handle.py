@@ -159,7 +159,7 @@ def attach(
       model: Model that this loop trains; it may be compiled, but not wrapped in DistributedDataParallel or FSDP.
       optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's. Inside
         Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
-      how: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
+      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
       seed: Seed of random codecs, equal on all ranks.
       deadline_s: Seconds without any message after which a replica that is waited for counts as lost. One that answers
         may be busy for ten times as long.
@@ -176,7 +176,7 @@ def attach(
       elastic: Smallest number of replicas with which the run continues after losses, see :attr:`Handle.members`; 0 ends
         the run at the first loss.
       quorum: ``majority``, or ``1``: replicas cut off from the majority continue alone, each group with its own model.
-      show: Sink for one event per step of this replica: its seconds, seconds waited for exchanges, bytes sent so far.
+      sink: Sink for one event per step of this replica: its seconds, seconds waited for exchanges, bytes sent so far.
         For example :class:`farflung.loggers.RunLog`.
 
     Raises:
@@ -850,8 +850,8 @@ class Handle:
         """Ends a step of the optimizer.
 
         Args:
-          updated: True if the optimizer had gradients to step on.
-          in_pass: True if the next backward pass runs already, so that parameters must not change.
+          has_updated: True if the optimizer had gradients to step on.
+          is_in_pass: True if the next backward pass runs already, so that parameters must not change.
         """
         if self._engine.is_round_open:
             self._close_round(updated=updated, in_pass=in_pass)

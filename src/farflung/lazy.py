@@ -17,7 +17,7 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object
 
     Args:
       package: ``__name__`` of the package.
-      homes: Names that the package exports, separated by spaces, by the module that defines them.
+      exports: Names that the package exports, separated by spaces, by the module that defines them.
     """
     module = sys.modules[package]
     sources = {name: source for source, names in homes.items() for name in names.split()}

@@ -112,7 +112,7 @@ class RandomState:
     Args:
       seed: Seed of all generators.
       device: Device whose generator is included, in addition to the host's.
-      torch_alone: True if nothing draws from numpy's and Python's generators. They are then not saved, and a switch
+      is_torch_only: True if nothing draws from numpy's and Python's generators. They are then not saved, and a switch
         takes 2 instead of 70 microseconds.
     """
 

@@ -30,7 +30,7 @@ class Table:
     """Table of a TOML file, whose valid keys are those that are read.
 
     Args:
-      where: File and table, as prefix of every message.
+      location: File and table, as prefix of every message.
       content: Keys and values.
     """
 
@@ -95,7 +95,7 @@ class Table:
           kind: Dataclass.
           readers: Additional functions that read a key, by name of the field's type. Fields of other types are not
             read.
-          given: Values of fields that are not read.
+          fixed_values: Values of fields that are not read.
         """
         for field in fields(kind):
             read = {**_READERS, **(readers or {})}.get(str(field.type).removesuffix(" | None"))

@@ -123,7 +123,7 @@ class Task(Pending[T]):
     Args:
       coroutine: Coroutine to run, whose only suspensions are awaited :class:`Pending` results.
       schedule: Function that queues a callback on the driver's thread.
-      at_once: True to run up to the first suspension immediately, on the driver's thread; otherwise the first step is
+      eager_start: True to run up to the first suspension immediately, on the driver's thread; otherwise the first step is
         scheduled too.
     """
 

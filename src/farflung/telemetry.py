@@ -104,7 +104,7 @@ def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
     Args:
       values: Event or summary.
       name: Key of the number.
-      of: Prefix of the error message; the event's rank by default.
+      source: Prefix of the error message; the event's rank by default.
 
     Raises:
       DataError: The number is missing, or not a number.
