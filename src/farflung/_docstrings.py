@@ -24,8 +24,8 @@ def read_docstring(module: str, name: str) -> str:
         source = ast.parse(_path_of(module).read_text(encoding="utf-8"))
     except OSError:
         return ""
-    documented = (node for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
-    return next((ast.get_docstring(node) or "" for node in documented if node.name == name), "")
+    definitions = (node for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return next((ast.get_docstring(node) or "" for node in definitions if node.name == name), "")
 
 
 def _path_of(module: str) -> Path:

@@ -103,10 +103,10 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
       ConfigError: The innermost object is not a torch optimizer.
     """
     inner: object = optimizer
-    while wrapped := [
+    while inner_optimizers := [
         value for name in _WRAPPED if isinstance(value := getattr(inner, name, None), torch.optim.Optimizer)
     ]:
-        inner = wrapped[0]
+        inner = inner_optimizers[0]
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"attach: {type(optimizer).__name__} is no torch.optim.Optimizer")
     return inner
@@ -128,22 +128,22 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
       ConfigError: It has none of the model's parameters, or other trainable parameters.
     """
-    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    optimized = {id(p): p for p in held_by(optimizer)}
-    if trainable and not trainable.keys() & optimized.keys():
+    trainable_names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    optimizer_parameters = {id(p): p for p in held_by(optimizer)}
+    if trainable_names and not trainable_names.keys() & optimizer_parameters.keys():
         raise ConfigError(
             "attach: the optimizer holds none of the model's parameters: make it from model.parameters(), after the "
             "model has come to its device"
         )
     model_ids = {id(p) for p in model.parameters()}
-    if foreign := sum(p.requires_grad for key, p in optimized.items() if key not in model_ids):
+    if foreign := sum(p.requires_grad for key, p in optimizer_parameters.items() if key not in model_ids):
         raise ConfigError(
             f"attach: {foreign} parameters of the optimizer are not the model's, and would differ between replicas: "
             "attach one module that holds them all"
         )
-    if missing := [name for key, name in trainable.items() if key not in optimized]:
+    if missing_names := [name for key, name in trainable_names.items() if key not in optimizer_parameters]:
         warnings.warn(
-            f"attach: the optimizer lacks {named(missing)}, whose gradients are exchanged nevertheless: freeze them "
+            f"attach: the optimizer lacks {named(missing_names)}, whose gradients are exchanged nevertheless: freeze them "
             "before, unless another optimizer has them",
             stacklevel=3,
         )
@@ -157,5 +157,5 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def named(names: Iterable[str]) -> str:
     """Joins the first few names and the number of the remaining ones."""
-    listed = list(names)
-    return ", ".join(listed[:_FEW]) + (f" and {len(listed) - _FEW} more" if len(listed) > _FEW else "")
+    name_list = list(names)
+    return ", ".join(name_list[:_FEW]) + (f" and {len(name_list) - _FEW} more" if len(name_list) > _FEW else "")

@@ -384,9 +384,9 @@ class HookState:
     async def _await_next(self) -> None:
         deadline_s = self._settings.deadline_s
         while self._index >= 0:
-            before = (self.step, self._index)
+            position = (self.step, self._index)
             await self._runtime.sleep_until(self._runtime.now() + deadline_s)
-            if before == (self.step, self._index):
+            if position == (self.step, self._index):
                 self.error = Unsupported(
                     f"ddp_hook: after a reentrant checkpoint no gradient came for {deadline_s:g} s. Where DDP has "
                     "skip_all_reduce_unused_params, give torch.utils.checkpoint use_reentrant=False"
@@ -566,9 +566,9 @@ class HookState:
 
     async def _snapshot(self) -> State:
         assert self._buckets is not None
-        shared, local = self._engine.reducer_states.state_dict()
+        shared_state, local_state = self._engine.reducer_states.state_dict()
         parameters = {str(bucket.index): bucket.layout for bucket in self._buckets}
-        return {"step": self.step, "parameters": parameters, "shared": shared, "local": local}
+        return {"step": self.step, "parameters": parameters, "shared": shared_state, "local": local_state}
 
     async def _restore(self) -> None:
         assert self._loaded is not None
@@ -579,9 +579,9 @@ class HookState:
         if {str(bucket.index): bucket.layout for bucket in self._buckets} != state["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
         rank = self._runtime.comm.rank
-        local = state["local"] if state.get("rank", rank) == rank else {}
-        self._engine.reducer_states.check_own(local)
-        self._engine.reducer_states.load_state_dict(state["shared"], local)
+        local_state = state["local"] if state.get("rank", rank) == rank else {}
+        self._engine.reducer_states.check_own(local_state)
+        self._engine.reducer_states.load_state_dict(state["shared"], local_state)
 
 
 def _sample_of(value: object) -> Tensor:

@@ -226,9 +226,9 @@ class NonFinite(RunLost):
 
     def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
         self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
-        affected = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
+        affected_ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
         super().__init__(
-            f"non-finite {what} at step {step} on {affected}: stopped everywhere before the update; "
+            f"non-finite {what} at step {step} on {affected_ranks}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"
         )
 

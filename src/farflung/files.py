@@ -96,7 +96,7 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
 @contextmanager
 def naming(where: Path | str) -> Iterator[None]:
-    """Prefixes errors inside with ``location`` unless they contain it, except MissingExtra and StorageError."""
+    """Adds ``location`` to errors inside that do not contain it, except MissingExtra and StorageError."""
     try:
         yield
     except FarflungError as error:

@@ -369,7 +369,7 @@ class Handle:
         )
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_: handle_step()),
-            register_optimizer_step_post_hook(lambda stepped, *_: handle_other_step(stepped)),
+            register_optimizer_step_post_hook(lambda stepping, *_: handle_other_step(stepping)),
         ]
         buckets.watch(self._gradient_arrives)
 
@@ -399,7 +399,7 @@ class Handle:
 
     @property
     def is_synchronous(self) -> bool:
-        """True if all replicas take equal steps, each on the mean of that step's own gradients."""
+        """Returns True if all replicas take equal steps, each on the mean of that step's own gradients."""
         return self._schedule.is_synchronous
 
     @property
@@ -552,9 +552,9 @@ class Handle:
         Raises:
           CheckpointError: The state is of another model, rank or number of replicas, or not of a handle.
         """
-        required = {"step", "rank", "size", "buckets", "model", "exchanges"}
-        if missing := required - state.keys():
-            raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(missing))}")
+        required_keys = {"step", "rank", "size", "buckets", "model", "exchanges"}
+        if missing_keys := required_keys - state.keys():
+            raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(missing_keys))}")
         if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
             raise CheckpointError(
                 f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "
@@ -661,9 +661,7 @@ class Handle:
         self._buckets.arm(self._engine.bucket_ready)
 
     def _continue_step(self, parameter: nn.Parameter) -> None:
-        """Classifies another backward pass before the optimizer's step, from the last pass's gradients.
-
-        It may accumulate gradients, replace them, or follow a step that the loop skipped.
+        """Determines if another backward pass before the step accumulates gradients or follows a skipped step.
 
         Args:
           parameter: Parameter with the first gradient of this pass.
@@ -677,18 +675,18 @@ class Handle:
                 f"{type(self._schedule).__name__} has sent the first one's gradients for a later step. Add losses up "
                 "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
             )
-        none_in_many = f"took no step in {_MOST_PASSES} backward passes"
+        symptom = f"took no step in {_MOST_PASSES} backward passes"
         is_kept = self._buckets.has_kept_gradients(parameter)
         if not is_kept and (self._buckets.has_zeroed_gradients(parameter) or not self._buckets.is_finite()):
             # They were zeroed in place, or were no numbers, as where a GradScaler skips a step.
             self._skipped_steps += 1
             if self._skipped_steps >= _MOST_PASSES:
-                raise Unsupported(self._describe_missing_step(none_in_many))
+                raise Unsupported(self._describe_missing_step(symptom))
             self._end_step(updated=False, in_pass=True)
         elif self._engine.has_gradient_transfers(self.step):
             self._passes += 1
             if self._passes >= _MOST_PASSES:
-                self._warn_once("step", self._describe_missing_step(none_in_many))
+                self._warn_once("step", self._describe_missing_step(symptom))
             if self._engine.is_round_open:
                 self._close_round(updated=False, in_pass=True)
         elif not is_kept:
@@ -807,8 +805,8 @@ class Handle:
         self._other_optimizer = kind_of(other)
         if not self._has_stepped or self._schedule.moves_gradients:
             return
-        unoptimized = self._known - {id(p) for p in held_by(self._optimizer)}
-        if any(p.grad is not None and id(p) in unoptimized for p in held_by(other)):
+        unoptimized_ids = self._known - {id(p) for p in held_by(self._optimizer)}
+        if any(p.grad is not None and id(p) in unoptimized_ids for p in held_by(other)):
             raise Unsupported(
                 f"{kind_of(other)} steps after {kind_of(self._optimizer)}, which attach() was given, on other "
                 f"parameters of the model: {type(self._schedule).__name__} exchanges what steps have changed when the "
@@ -870,7 +868,7 @@ class Handle:
 
     @property
     def _can_be_apart(self) -> bool:
-        """True if replicas may differ after all exchanges are merged, such as with local steps."""
+        """Returns True if replicas may differ after all exchanges are merged, such as with local steps."""
         return self._is_apart or not self._schedule.moves_gradients
 
     def _tell(self) -> None:

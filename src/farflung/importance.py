@@ -98,8 +98,8 @@ class _Pass:
     def __next__(self) -> list[int]:
         if not self._begun:  # a loader may create two passes and use only the second
             self._begun = True
-            if (resumed := self._sampler._resumed) is not None:
-                self.given, self.left, self._sampler._resumed = resumed.given, resumed.left, None
+            if (resumed_pass := self._sampler._resumed) is not None:
+                self.given, self.left, self._sampler._resumed = resumed_pass.given, resumed_pass.left, None
         if self.left:
             candidates = self.left.popleft()
         elif self.given + len(self.asked) < len(self._sampler):
@@ -131,11 +131,11 @@ class Batches(Iterator[tuple[Drawn, Any]]):
         Call this between ``backward()`` and the optimizer's step to overlap scoring with the exchange of gradients
         under :func:`farflung.attach`. Otherwise candidates are scored when the next batch is requested.
         """
-        if not self._next and (loaded := next(self._loaded, self)) is not self:
-            self._next.append(loaded)
+        if not self._next and (batch := next(self._loaded, self)) is not self:
+            self._next.append(batch)
             candidates = self._pass.asked[0]
             if candidates.scores is None:
-                self._sampler._score(candidates, self._model, lambda model: self._losses(model, loaded))
+                self._sampler._score(candidates, self._model, lambda model: self._losses(model, batch))
 
     @override
     def __next__(self) -> tuple[Drawn, Any]:

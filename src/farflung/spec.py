@@ -123,9 +123,9 @@ def parse(kind: str, text: str) -> ast.expr:
       ConfigError: The text is malformed.
     """
     plain = re.sub(r"^\s*[\w-]+", lambda name: name[0].strip().replace("-", "_"), text)
-    marked = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
+    marked_text = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
     try:
-        return ast.parse(marked.strip(), mode="eval").body
+        return ast.parse(marked_text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         raise ConfigError(f"{kind} {shown!r}: write it as name or name(option=value)") from None
@@ -279,10 +279,10 @@ def options_of(member: Callable[..., object]) -> str:
 
 def _instead(name: str, member: Callable[..., object], given: Iterable[str]) -> str:
     """Describes the options that a part accepts, for an error message."""
-    accepted = options_of(member)
-    names = [option.partition("=")[0] for option in accepted.split(", ")]
+    accepted_options = options_of(member)
+    names = [option.partition("=")[0] for option in accepted_options.split(", ")]
     close = [match for name in given if name not in names for match in get_close_matches(name, names, n=1)]
-    return f"{f'did you mean {close[0]}? ' if close else ''}{name} takes {accepted or 'no options'}"
+    return f"{f'did you mean {close[0]}? ' if close else ''}{name} takes {accepted_options or 'no options'}"
 
 
 def taken(member: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:

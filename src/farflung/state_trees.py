@@ -76,8 +76,8 @@ def load_tree(path: Path) -> State:
             with safe_open(path, framework="pt") as file:
                 header = _about(path, file.metadata() or {})
                 with path.open("rb") as content:
-                    stored, _, digest = _digest(content)
-                if stored != digest:
+                    stored_digest, _, digest = _digest(content)
+                if stored_digest != digest:
                     raise CheckpointError(
                         f"{path}: damaged (the bytes are not those of its checksum); remove it to use an older one"
                     )

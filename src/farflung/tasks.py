@@ -34,7 +34,7 @@ class Pending(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """True if a value or an error has been set."""
+        """Returns True if a value or an error has been set."""
         return self._done
 
     @property
@@ -123,8 +123,8 @@ class Task(Pending[T]):
     Args:
       coroutine: Coroutine to run, whose only suspensions are awaited :class:`Pending` results.
       schedule: Function that queues a callback on the driver's thread.
-      eager_start: True to run up to the first suspension immediately, on the driver's thread; otherwise the first step is
-        scheduled too.
+      eager_start: True to run up to the first suspension immediately, on the driver's thread; otherwise the first step
+        is scheduled too.
     """
 
     __slots__ = ("_coroutine", "_schedule")
@@ -150,9 +150,9 @@ class Task(Pending[T]):
             return
         try:
             while True:
-                awaited = self._coroutine.send(None)
-                if not awaited.done:
-                    awaited.on_done(self._resume)
+                dependency = self._coroutine.send(None)
+                if not dependency.done:
+                    dependency.on_done(self._resume)
                     return
         except StopIteration as stop:
             self.set(stop.value)

@@ -49,7 +49,7 @@ class Telemetry:
         self._rank, self._sinks = rank, sinks
 
     def emit(self, event: str, **fields: Json) -> None:
-        """Passes an event to all sinks; times are seconds on the run's clock."""
+        """Sends an event to all sinks; times are seconds on the run's clock."""
         entry: Event = {"event": event, "rank": self._rank, **fields}
         for sink in self._sinks:
             sink(entry)

@@ -133,31 +133,31 @@ def compare(
         for recipe, configs in rows:
             name = f"{recipe}, seed {configs[0].seed}"
             show({"event": "row", "rank": 0, "name": name, "steps": configs[0].steps})
-            trained: RunFolder | None = None
+            trained_run: RunFolder | None = None
             for config in configs:
                 stem = re.sub(r"[^\w.=-]+", "-", recipe).strip("-")
                 stem = f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
                 files = RunFolder(folder / "runs" / stem)
                 run = Prepared(config, files, config.split())
                 if not _is_made(run):
-                    if trained is None or timing_decisions(trained):
+                    if trained_run is None or timing_decisions(trained_run):
                         simulate_prepared(run, show, stop_asked=stop_asked, checkpointed=False)
                         if stop_asked():
                             shutil.rmtree(files.path)
                     else:
-                        retime_prepared(run, trained)
+                        retime_prepared(run, trained_run)
                 if stop_asked():
                     raise KeyboardInterrupt
-                trained = trained or files
+                trained_run = trained_run or files
                 runs.append(run.ended(files.stored_summary()))
                 with naming(files.telemetry(0)):
                     events = read_events(files.telemetry(0))
                     course = Course.of(recipe, config.network_name, config.seed, events, runs[-1].summary)
                     courses.append(course)
             show({"event": "row_end", "rank": 0})
-    shared = rows[0][1][0]
-    device_name = shared.world_json()["device"]
-    title = f"{shared.workload}, {shared.workers} replicas on {device_name}, simulated"
+    first_config = rows[0][1][0]
+    device_name = first_config.world_json()["device"]
+    title = f"{first_config.workload}, {first_config.workers} replicas on {device_name}, simulated"
     best = min(course.best for course in courses)
     return Comparison(runs, courses, best if target is None else target, title, scratch)
 
@@ -173,10 +173,10 @@ def _rows(
     recipes = (recipes,) if isinstance(recipes, str | Recipe) else recipes
     networks = (networks,) if isinstance(networks, str | NetworkProfile) else networks
     if isinstance(recipes, Mapping):
-        labelled = [*recipes.items()]
+        labelled_recipes = [*recipes.items()]
     else:
-        labelled = [(entry.text if isinstance(entry, Recipe) else entry, entry) for entry in recipes]
-    names = [name for name, _ in labelled]
+        labelled_recipes = [(entry.text if isinstance(entry, Recipe) else entry, entry) for entry in recipes]
+    names = [name for name, _ in labelled_recipes]
     for option, values in (("recipes", names), ("networks", [*networks]), ("seeds", [*seeds])):
         if not values:
             raise ConfigError(f"--{option}: give at least one")
@@ -184,22 +184,22 @@ def _rows(
             raise ConfigError(f"--{option}: one of them is there twice")
     rows: list[tuple[str, list[SimulatedConfig]]] = []
     task: Workload | None = None
-    for name, recipe in labelled:
+    for name, recipe in labelled_recipes:
         for seed in seeds:
             configs: list[SimulatedConfig] = []
             for network in networks:
                 # Changes in a recipe's brackets override the settings for all.
                 layers = (settings, {"recipe": recipe, "seed": seed, "network": network})
                 config = SimulatedConfig.resolve(*layers, task=task)
-                every = max(1, config.steps // 20) if evaluate_every is None else evaluate_every
-                training = replace(config.training, evaluate_every=every, checkpoint_every=0)
+                interval = max(1, config.steps // 20) if evaluate_every is None else evaluate_every
+                training = replace(config.training, evaluate_every=interval, checkpoint_every=0)
                 configs.append(replace(config, training=training))
                 task = config.task
             rows.append((name, configs))
-    checked = [config for _, configs in rows for config in configs]
-    if len({config.workers for config in checked}) > 1:
+    all_configs = [config for _, configs in rows for config in configs]
+    if len({config.workers for config in all_configs}) > 1:
         raise ConfigError("the networks are of different numbers of nodes: say how many with --workers")
-    for config in checked:
+    for config in all_configs:
         config.check()
     return rows
 

@@ -160,12 +160,10 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        """Title for display."""
         return f"{self.workload}, {self.recipe.name}"
 
     @property
     def seed(self) -> int:
-        """Seed of all random numbers."""
         return self.training.seed
 
     @property
@@ -187,7 +185,6 @@ class RunConfig:
 
     @property
     def steps(self) -> int:
-        """Number of parameter updates."""
         return self.training.steps
 
     # --- what can be set --------------------------------------------------------------------------------------
@@ -221,15 +218,15 @@ class RunConfig:
         Raises:
           BadInput: A setting is unknown, or a value is out of range.
         """
-        merged: dict[str, Any] = {}
+        merged_settings: dict[str, Any] = {}
         for layer in layers:
-            expanded = {name: value for name, value in layer.items() if value is not None}
-            if isinstance(expanded.get("recipe"), str):
-                expanded = {**variant(str(expanded.pop("recipe"))), **expanded}
-            dropped = Recipe().settings if "recipe" in expanded else {}
-            merged = {**{name: value for name, value in merged.items() if name not in dropped}, **expanded}
+            layer_settings = {name: value for name, value in layer.items() if value is not None}
+            if isinstance(layer_settings.get("recipe"), str):
+                layer_settings = {**variant(str(layer_settings.pop("recipe"))), **layer_settings}
+            dropped = Recipe().settings if "recipe" in layer_settings else {}
+            merged_settings = {**{name: value for name, value in merged_settings.items() if name not in dropped}, **layer_settings}
         settings = cls.settings()
-        for name, value in merged.items():
+        for name, value in merged_settings.items():
             if name not in settings:
                 raise unknown_setting("setting", name, settings)
             if isinstance(value, str) and not is_carried(value):
@@ -238,7 +235,7 @@ class RunConfig:
                 )
             if settings[name].kind is not str:
                 settings[name].read(value, name)
-        return cls(**cls._resolved(merged, task))
+        return cls(**cls._resolved(merged_settings, task))
 
     @classmethod
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
@@ -259,18 +256,18 @@ class RunConfig:
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
         members = {name: said[name] for name in Recipe().settings if name in said}
-        resolved: Any = said.get("recipe", RECIPE)
-        if isinstance(resolved, str):  # a full set of members needs no preset
-            resolved = Recipe(resolved) if members.keys() >= {*FAMILIES} else recipe(resolved)
-        resolved = resolved.but(**members)
+        resolved_recipe: Any = said.get("recipe", RECIPE)
+        if isinstance(resolved_recipe, str):  # a full set of members needs no preset
+            resolved_recipe = Recipe(resolved_recipe) if members.keys() >= {*FAMILIES} else recipe(resolved_recipe)
+        resolved_recipe = resolved_recipe.but(**members)
         if is_balanced:
-            resolved = _by_speed(resolved, training.seed)
-        needs_shares = resolved.parts(training.seed).hold_shares
+            resolved_recipe = _by_speed(resolved_recipe, training.seed)
+        needs_shares = resolved_recipe.parts(training.seed).hold_shares
         return {
             "workload": text_of(workload, WORKLOADS)
             if isinstance(workload, str) or callable(workload)
             else f"<{task.name}>",
-            "recipe": resolved,
+            "recipe": resolved_recipe,
             "training": replace(training, **default_periods),
             "workers": int(said.get("workers", 2)),
             "data": data,
@@ -400,13 +397,13 @@ class RunConfig:
         for rank in range(self.workers):
             checkpoints = folder.checkpoints(rank, self.workers, leader=False, any_size=bool(self.elastic))
             step = checkpoints.newest()
-            shared, local = checkpoints.load(step)
+            shared_state, local_state = checkpoints.load(step)
             location = f"{checkpoints.folder}, step {step}"
             if rank == 0:
                 model = self.task.model(generator(self.seed, "model"))
-                check_model(shared, model, location)
-                check_optimizer_kind(local, self.training.make_optimizer(model.parameters()), location)
-            check_share(local, None if shares is None else shares[rank], location)
+                check_model(shared_state, model, location)
+                check_optimizer_kind(local_state, self.training.make_optimizer(model.parameters()), location)
+            check_share(local_state, None if shares is None else shares[rank], location)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
 
@@ -424,12 +421,12 @@ class RunConfig:
         Raises:
           BadInput: There is no run, or it is damaged or of another kind.
         """
-        stored, settings = folder.stored_config(), cls.settings()
-        if stored.keys() != settings.keys():
+        stored_settings, settings = folder.stored_config(), cls.settings()
+        if stored_settings.keys() != settings.keys():
             raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
-        for name, value in stored.items():
+        for name, value in stored_settings.items():
             settings[name].read(value, f"{folder.config}: {name}")
-        return stored
+        return stored_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

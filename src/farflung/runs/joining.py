@@ -88,9 +88,9 @@ def join(
     """
     config, options, files, rank, size = run.config, run.options, run.files, env.rank, env.size
     leader = env.local_rank == 0
-    placed = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
-    if placed.type == "cuda":
-        torch.cuda.set_device(placed)
+    device = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     stop_requested, leave_requested = threading.Event(), threading.Event()
     elastic: Elastic | None = None
     replica: Replica | None = None
@@ -125,7 +125,7 @@ def join(
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
-    paced = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
+    pace_profile = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
         stack.enter_context(on_stop(request_stop))
@@ -148,12 +148,12 @@ def join(
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             members=({rank} if guest else range(size)) if config.elastic else None,
-            come=(lambda me: [me]) if guest else None,
+            come=(lambda own_rank: [own_rank]) if guest else None,
             kept_nbytes=math.inf if config.elastic else None,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
             decisions=decisions,
-            pace=Pace(paced, rank, config.seed) if paced else None,
+            pace=Pace(pace_profile, rank, config.seed) if pace_profile else None,
         )
         has_met = True
         try:
@@ -171,7 +171,7 @@ def join(
                 checkpoints=checkpoints,
                 stop_asked=stop_requested.is_set,
                 trace=options.trace,
-                device=placed,
+                device=device,
             )
             replica = make()
             if not replica.parts.sharing.data_leaves_device:

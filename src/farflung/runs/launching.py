@@ -145,7 +145,7 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         with writing(Path(tempfile.gettempdir())):
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
             events = stack.enter_context(listener(Path(scratch)))
-        buffered = stack.enter_context(Buffered(show))
+        buffered_sink = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
         options, elastic = run.options, bool(config.elastic)
         job = Job(
@@ -160,7 +160,7 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        monitor = _Watch(parent, config.workers, events, buffered, folder, config.deadline, elastic)
+        monitor = _Watch(parent, config.workers, events, buffered_sink, folder, config.deadline, elastic)
         summary = monitor.run()
     return run.ended({**summary, "partition": config.split_json()})
 
@@ -249,17 +249,17 @@ class _Watch:
             raise kind(str(error["message"]))
         if ends:
             rank = min(ends)
-            reported = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
+            final_summary = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
             if rank in paces:
-                reported["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
-            stored = self.folder.stored_summary() if self.folder.summary.exists() else {}
+                final_summary["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
+            stored_summary = self.folder.stored_summary() if self.folder.summary.exists() else {}
             events = self.folder.events()
-            derived: dict[str, Json] = {
+            derived_entries: dict[str, Json] = {
                 "refused": {**count_refusals(chain(*events.values()))},
                 "slowest": slowest(events),
             }
-            summary = {**stored, **reported, **{name: value for name, value in derived.items() if value}}
-            if any(derived.values()):
+            summary = {**stored_summary, **final_summary, **{name: value for name, value in derived_entries.items() if value}}
+            if any(derived_entries.values()):
                 write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:

@@ -62,8 +62,8 @@ class Prepared(Generic[C]):
         Raises:
           BadInput: A logger is unknown or not installed.
         """
-        logged = {**self.config.to_json(), "command": self.config.command, "folder": str(self.files.path)}
-        return RunLog(self.options.log_to, self.files.path, title=self.config.title, config=logged)
+        log_config = {**self.config.to_json(), "command": self.config.command, "folder": str(self.files.path)}
+        return RunLog(self.options.log_to, self.files.path, title=self.config.title, config=log_config)
 
     def ended(self, summary: dict[str, Json]) -> Run:
         """Builds the result of the completed run."""
@@ -92,10 +92,10 @@ def prepared(
       BadInput: The run cannot work; the message states the remedy.
     """
     out, resume = options.out, options.resume
-    stored = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
+    stored_settings = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
     temp_folder: Scratch | None = None
     with nullcontext() if resume is None else naming(f"--resume {resume}"):  # errors may be in its settings
-        config = kind.resolve(stored, *layers)
+        config = kind.resolve(stored_settings, *layers)
         if resume is not None:
             if out is not None and Path(out) != Path(resume):
                 raise ConfigError(

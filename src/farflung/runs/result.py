@@ -36,7 +36,7 @@ class Run:
       summary: Summary of rank 0: ``final_accuracy``, ``final_loss``, ``steps``, ``samples``,
         ``bytes_sent_per_replica``, ``duration_s``, ``time_s`` by part, ``stopped``, and ``partition``.
       shares: Size and labels of each replica's share of the training set; empty if all draw from all samples.
-      temp_folder: Temporary folder of the files, which lives as long as this object, if the run has no folder of its own.
+      temp_folder: Temporary folder of the files, deleted with this object, if the run has no folder of its own.
     """
 
     config: RunConfig
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def simulated(self) -> bool:
-        """True for a run in virtual time."""
+        """Returns True for a run in virtual time."""
         return isinstance(self.config, SimulatedConfig)
 
     @property

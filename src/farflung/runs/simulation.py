@@ -297,19 +297,19 @@ def retime(
     Raises:
       BadInput: The run cannot be retimed, or the network is invalid.
     """
-    stored = run.files if isinstance(run, Run) else RunFolder(Path(run))
+    source = run.files if isinstance(run, Run) else RunFolder(Path(run))
     if isinstance(run, Run):
         original = run.config
         if not isinstance(original, SimulatedConfig):
             raise ConfigError(f"{run.folder}: a run of real workers; only simulated ones can be retimed")
     else:
-        with naming(stored.config):
-            original = SimulatedConfig.resolve(SimulatedConfig.stored_in(stored))
+        with naming(source.config):
+            original = SimulatedConfig.resolve(SimulatedConfig.stored_in(source))
     config = replace(original, network=network or original.network, device=device or original.device)
     shares = config.check()
     scratch = Scratch() if out is None else None
     files = RunFolder(Path(str(out)) if scratch is None else scratch.path / "run")
-    return retime_prepared(Prepared(config, files, shares, scratch=scratch), stored, show)
+    return retime_prepared(Prepared(config, files, shares, scratch=scratch), source, show)
 
 
 def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere) -> Run:
@@ -317,7 +317,7 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
 
     Args:
       run: Prepared run with the stored run's configuration except network or device.
-      stored: Folder of the stored run.
+      source: Folder of the stored run.
       sink: Sink for the events of all replicas.
 
     Raises:
@@ -376,16 +376,16 @@ def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Eve
 def _ended(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
     """Stores the summary of a run, and warns of methods whose coding time is not modelled."""
     bottleneck = slowest(run.files.events())
-    extended: dict[str, Json] = {
+    full_summary: dict[str, Json] = {
         **summary,
         **coding_told(world, resumed=run.files.resumed),
         **({"slowest": bottleneck} if bottleneck else {}),
         "partition": run.config.split_json(),
         "simulated": run.config.world_json(),
     }
-    write_json(run.files.summary, extended)
-    _warn_of_uncharged(run.config, extended.get("coding_not_charged", []))
-    return run.ended(extended)
+    write_json(run.files.summary, full_summary)
+    _warn_of_uncharged(run.config, full_summary.get("coding_not_charged", []))
+    return run.ended(full_summary)
 
 
 def one_thread() -> AbstractContextManager[None]:
@@ -429,11 +429,11 @@ def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
     device, reducer = str(config.world_json()["device"]), str(config.recipe.members["reducer"])
     new = [method for method in methods if (device, method) not in UNCHARGED]
     UNCHARGED.update((device, method) for method in new)
-    calibrated = {method: _calibrated_as(method, reducer) for method in new}
-    measurable = [method for method, (_, text) in calibrated.items() if is_carried(text)]
+    calibrations = {method: _calibrated_as(method, reducer) for method in new}
+    measurable = [method for method, (_, text) in calibrations.items() if is_carried(text)]
     command = ["farflung calibrate"]
     for option in ("--codecs", "--reducers"):
-        texts = dict.fromkeys(text for key, text in map(calibrated.__getitem__, measurable) if key == option)
+        texts = dict.fromkeys(text for key, text in map(calibrations.__getitem__, measurable) if key == option)
         command += [option, *map(repr, texts)] if texts else []
     unmeasurable = [method for method in new if method not in measurable]
     for group, advice in (

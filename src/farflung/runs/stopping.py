@@ -25,8 +25,8 @@ def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _ST
         ask()
 
     is_main = threading.current_thread() is threading.main_thread()
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    previous = {number: signal.signal(number, handle) for number in {*signals} - ignored if is_main}
+    ignored_signals = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    previous = {number: signal.signal(number, handle) for number in {*signals} - ignored_signals if is_main}
     try:
         yield
     finally:

@@ -128,8 +128,8 @@ def ready_to_train(
 
         def train_replica(user_sink: Sink) -> Run:
             sink = both(user_sink, teller(os.environ[EVENTS])) if EVENTS in os.environ else user_sink
-            with log as log_sink, Buffered(both(sink, log_sink)) as buffered:
-                return join(run, buffered, env, Page.inherited())
+            with log as log_sink, Buffered(both(sink, log_sink)) as buffered_sink:
+                return join(run, buffered_sink, env, Page.inherited())
 
         with run.begun() if env.rank == 0 else nullcontext():
             yield train_replica

@@ -55,7 +55,7 @@ class Job:
       folder: Folder of the run, which exists.
       is_resumed: True if the run continues from a checkpoint.
       workers: Number of workers.
-      scratch: Temporary folder of the event socket and the rendezvous file; removed with the run.
+      temp_folder: Temporary folder of the event socket and the rendezvous file; removed with the run.
       device: Torch device to train on.
       pace: Device profile whose speed is not exceeded; ``None`` for full speed.
       trace: True to emit an event of every exchange.
@@ -73,7 +73,6 @@ class Job:
 
     @property
     def files(self) -> RunFolder:
-        """Files of the run."""
         return RunFolder(Path(self.folder), resumed=self.resumed)
 
     @property
@@ -110,19 +109,19 @@ def serve(pipe: int) -> int:
     workers = [context.Process(target=_train, args=(job, rank, page)) for rank, page in enumerate(pages)]
     for worker in workers:
         worker.start()
-    running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    running_ranks = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     send_event, lost_events, report_at_s = teller(job.events), list[Event](), 0.0
     deliveries: list[threading.Thread] = []
-    while running:
+    while running_ranks:
         timeout_s = max(0.0, report_at_s - time.monotonic()) if report_at_s else None
-        ready = wait([*running, pipe], timeout_s)
+        ready = wait([*running_ranks, pipe], timeout_s)
         if pipe in ready:
             _kill(workers, job)
         if not ready:
             send_event(lost_events[0])
             report_at_s = 0.0
         for sentinel in ready:
-            rank = running.pop(cast(int, sentinel))
+            rank = running_ranks.pop(cast(int, sentinel))
             workers[rank].join()
             code = workers[rank].exitcode or 0
             if code and (page := pages[rank]) is not None:
@@ -130,7 +129,7 @@ def serve(pipe: int) -> int:
             if code < 0:
                 message = f"rank {rank} was ended by {signal.Signals(-code).name}"
                 print(message, file=sys.stderr)
-                if job.elastic and running:
+                if job.elastic and running_ranks:
                     send_event({"event": "lost", "rank": rank, "message": message})
                     continue
                 lost_events.append(_error_event(rank, f"{message} (see {job.files.log})", 1, own=False))
