@@ -157,5 +157,5 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def named(names: Iterable[str]) -> str:
     """Joins the first few names and the number of the remaining ones."""
-    name_list = list(names)
-    return ", ".join(name_list[:_FEW]) + (f" and {len(name_list) - _FEW} more" if len(name_list) > _FEW else "")
+    listed = list(names)
+    return ", ".join(listed[:_FEW]) + (f" and {len(listed) - _FEW} more" if len(listed) > _FEW else "")

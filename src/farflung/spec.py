@@ -97,7 +97,7 @@ def build(
       kind: Name of the family for messages.
       text: Text form, for example ``"synchronous"`` or ``"error_feedback(topk(density=0.01))"``.
       registry: Factories of the family.
-      settings: Options of the outermost part that are settings of their own and not allowed in the text. An imported part
+      settings: Options of the outermost part that are separate settings and not allowed in the text. An imported part
         gets those that it accepts.
 
     Raises:

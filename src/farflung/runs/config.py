@@ -218,15 +218,18 @@ class RunConfig:
         Raises:
           BadInput: A setting is unknown, or a value is out of range.
         """
-        merged_settings: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for layer in layers:
             layer_settings = {name: value for name, value in layer.items() if value is not None}
             if isinstance(layer_settings.get("recipe"), str):
                 layer_settings = {**variant(str(layer_settings.pop("recipe"))), **layer_settings}
             dropped = Recipe().settings if "recipe" in layer_settings else {}
-            merged_settings = {**{name: value for name, value in merged_settings.items() if name not in dropped}, **layer_settings}
+            values = {
+                **{name: value for name, value in values.items() if name not in dropped},
+                **layer_settings,
+            }
         settings = cls.settings()
-        for name, value in merged_settings.items():
+        for name, value in values.items():
             if name not in settings:
                 raise unknown_setting("setting", name, settings)
             if isinstance(value, str) and not is_carried(value):
@@ -235,7 +238,7 @@ class RunConfig:
                 )
             if settings[name].kind is not str:
                 settings[name].read(value, name)
-        return cls(**cls._resolved(merged_settings, task))
+        return cls(**cls._resolved(values, task))
 
     @classmethod
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
@@ -256,18 +259,18 @@ class RunConfig:
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
         members = {name: said[name] for name in Recipe().settings if name in said}
-        resolved_recipe: Any = said.get("recipe", RECIPE)
-        if isinstance(resolved_recipe, str):  # a full set of members needs no preset
-            resolved_recipe = Recipe(resolved_recipe) if members.keys() >= {*FAMILIES} else recipe(resolved_recipe)
-        resolved_recipe = resolved_recipe.but(**members)
+        base_recipe: Any = said.get("recipe", RECIPE)
+        if isinstance(base_recipe, str):  # a full set of members needs no preset
+            base_recipe = Recipe(base_recipe) if members.keys() >= {*FAMILIES} else recipe(base_recipe)
+        base_recipe = base_recipe.but(**members)
         if is_balanced:
-            resolved_recipe = _by_speed(resolved_recipe, training.seed)
-        needs_shares = resolved_recipe.parts(training.seed).hold_shares
+            base_recipe = _by_speed(base_recipe, training.seed)
+        needs_shares = base_recipe.parts(training.seed).hold_shares
         return {
             "workload": text_of(workload, WORKLOADS)
             if isinstance(workload, str) or callable(workload)
             else f"<{task.name}>",
-            "recipe": resolved_recipe,
+            "recipe": base_recipe,
             "training": replace(training, **default_periods),
             "workers": int(said.get("workers", 2)),
             "data": data,

@@ -125,7 +125,9 @@ def join(
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
-    pace_profile = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
+    pace_profile = (
+        device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
+    )
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
         stack.enter_context(on_stop(request_stop))

@@ -254,12 +254,16 @@ class _Watch:
                 final_summary["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
             stored_summary = self.folder.stored_summary() if self.folder.summary.exists() else {}
             events = self.folder.events()
-            derived_entries: dict[str, Json] = {
+            derived: dict[str, Json] = {
                 "refused": {**count_refusals(chain(*events.values()))},
                 "slowest": slowest(events),
             }
-            summary = {**stored_summary, **final_summary, **{name: value for name, value in derived_entries.items() if value}}
-            if any(derived_entries.values()):
+            summary = {
+                **stored_summary,
+                **final_summary,
+                **{name: value for name, value in derived.items() if value},
+            }
+            if any(derived.values()):
                 write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:

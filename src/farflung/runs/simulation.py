@@ -433,7 +433,9 @@ def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
     measurable = [method for method, (_, text) in calibrations.items() if is_carried(text)]
     command = ["farflung calibrate"]
     for option in ("--codecs", "--reducers"):
-        texts = dict.fromkeys(text for key, text in map(calibrations.__getitem__, measurable) if key == option)
+        texts = dict.fromkeys(
+            text for key, text in map(calibrations.__getitem__, measurable) if key == option
+        )
         command += [option, *map(repr, texts)] if texts else []
     unmeasurable = [method for method in new if method not in measurable]
     for group, advice in (
