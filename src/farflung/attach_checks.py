@@ -141,9 +141,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"attach: {foreign} parameters of the optimizer are not the model's, and would differ between replicas: "
             "attach one module that holds them all"
         )
-    if missing_names := [name for key, name in trainable_names.items() if key not in optimizer_parameters]:
+    if missing := [name for key, name in trainable_names.items() if key not in optimizer_parameters]:
         warnings.warn(
-            f"attach: the optimizer lacks {named(missing_names)}, whose gradients are exchanged nevertheless: freeze them "
+            f"attach: the optimizer lacks {named(missing)}, whose gradients are exchanged nevertheless: freeze them "
             "before, unless another optimizer has them",
             stacklevel=3,
         )

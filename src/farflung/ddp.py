@@ -313,7 +313,7 @@ class HookState:
         future = self._pass_on(bucket, is_delayed) if self.carries else allreduce_hook(self._group, bucket)
         if is_last:
             self._complete()
-            # Inside DDP's join() of a rank without data, or where DDP waits in the same callback.
+            # Happens in DDP's join() on a rank without data, or if DDP waits in the same callback.
             if task < 0 or current_node() is None:
                 self._end()
         return future
@@ -349,7 +349,7 @@ class HookState:
     def _end(self) -> None:
         """Applies the means of the pass, before DDP waits for them and replaces errors by its own."""
         if self._index >= 0:
-            if current_node() is not None:  # a reentrant checkpoint ends, and the pass goes on
+            if current_node() is not None:  # a reentrant checkpoint ends, and the pass continues
                 self._watch()
                 return
             self._complete()

@@ -12,7 +12,7 @@ __all__ = ["need"]
 def need(what: str, *modules: str, extra: str) -> None:
     """Checks that modules of an extra are installed, before they are imported.
 
-    >>> need("arithmetic", "math", extra="maths")
+    >>> require_modules("arithmetic", "math", extra="maths")
 
     Args:
       feature: Feature that needs the modules, which begins the error message.

@@ -167,7 +167,7 @@ def attach(
       store: Store in which the replicas find each other; by default the one at ``MASTER_ADDR``.
       endpoint: Settings of this replica's connections.
       network: Profile of the network, or its name, from which ``auto`` selects the fastest collective. By default the
-        network is measured: see :meth:`farflung.wall.WallRuntime.settle_collective`.
+        network is measured: see :meth:`farflung.wall.WallRuntime.resolve_collective`.
       nonfinite: Action on all replicas if a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
         that replica from it, except for buckets sent earlier. Checking a bucket synchronizes with the device. ``None``
         checks nothing, as under DistributedDataParallel, and is meant for loops with a ``GradScaler``.
@@ -678,7 +678,7 @@ class Handle:
         symptom = f"took no step in {_MOST_PASSES} backward passes"
         is_kept = self._buckets.has_kept_gradients(parameter)
         if not is_kept and (self._buckets.has_zeroed_gradients(parameter) or not self._buckets.is_finite()):
-            # They were zeroed in place, or were no numbers, as where a GradScaler skips a step.
+            # Gradients were zeroed in place or not finite, as when a GradScaler skips a step.
             self._skipped_steps += 1
             if self._skipped_steps >= _MOST_PASSES:
                 raise Unsupported(self._describe_missing_step(symptom))
@@ -777,10 +777,10 @@ class Handle:
         if self._steps_by_itself or not (self._is_step_open or self._has_gradients()):
             return
         self._has_stepped = None if self._has_stepped is None else True
-        if not self._exchanged:  # else the backward pass has checked
+        if not self._exchanged:  # otherwise the backward pass has checked them
             self._check_all_known()
             if not self._schedule.moves_gradients and not self._engine.has_gradient_transfers(self.step):
-                self._begin_round()  # its gradients are those of no_sync() or torch.func
+                self._begin_round()  # its gradients come from no_sync() or torch.func
             elif self.size > 1 and self._has_gradients():
                 self._is_apart = True
                 self._warn_once(

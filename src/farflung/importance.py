@@ -157,10 +157,10 @@ class ImportanceSampler(Sampler[list[int]]):
     ...     return (model(inputs) - targets).square().squeeze(1)
     >>> sampler = ImportanceSampler(data, batch_size=10)
     >>> loader = DataLoader(data, batch_sampler=sampler)
-    >>> for drawn, batch in sampler.batches(loader, model, losses):
-    ...     drawn.weigh(losses(model, batch)).backward()
+    >>> for drawn, batch in sampler.iter_batches(loader, model, losses):
+    ...     drawn.reduce_losses(losses(model, batch)).backward()
 
-    The rules are those of ``grouped_importance``, see :class:`farflung.sampling.Rule`. The loader's batches are the
+    The rules are those of ``grouped_importance``, see :class:`farflung.sampling.DrawRule`. The loader's batches are the
     candidates, and a batch is drawn from their rows without replacement. Rule ``auto`` is ``pool`` or ``two``. If this
     sampler was passed to :func:`farflung.attach`, ``auto`` is uniform while importance sampling has no gain, see
     :class:`farflung.sampling.Gain`, and the loader then loads only batches. The mean over the batches of R ranks, whose
@@ -181,7 +181,7 @@ class ImportanceSampler(Sampler[list[int]]):
       batch_size: Number of samples of each rank and step.
       rule: ``"auto"``, ``"pool"`` or ``"two"``.
       candidates: Number of samples that are loaded and scored for each sample of a batch.
-      scored_by: Score of a sample, see :data:`farflung.types.ScoredBy`.
+      scored_by: Score of a sample, see :data:`farflung.types.ScoreKind`.
       smoothing: Constant c above 0; the larger, the closer to uniform.
       seed: Seed of shares and draws, equal on all ranks.
       rank: Rank of this process; by default that of torch.distributed or of the launcher, or 0.

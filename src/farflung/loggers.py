@@ -47,9 +47,9 @@ _PROJECT = "farflung"
 def figures(event: Event) -> tuple[dict[str, float], int]:
     """Extracts the metrics of an event, by name, and their step.
 
-    >>> figures({"event": "evaluation", "rank": 0, "t": 1.5, "step": 3, "accuracy": 0.5, "loss": None})
+    >>> extract_metrics({"event": "evaluation", "rank": 0, "t": 1.5, "step": 3, "accuracy": 0.5, "loss": None})
     ({'test/score': 0.5}, 3)
-    >>> figures({"event": "end", "rank": 0, "t": 2.0, "steps": 4, "time_s": {"compute": 1.0}, "stopped": False})
+    >>> extract_metrics({"event": "end", "rank": 0, "t": 2.0, "steps": 4, "time_s": {"compute": 1.0}, "stopped": False})
     ({'summary/steps': 4, 'summary/time_s/compute': 1.0}, 4)
     """
     kind, step = event["event"], event.get("step")

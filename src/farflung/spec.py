@@ -163,7 +163,7 @@ def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None =
       registry: Factories of the family, whose names the text uses.
 
     >>> from fractions import Fraction
-    >>> text_of("topk(density=0.1)"), text_of(Fraction), text_of(Fraction(1, 2))
+    >>> format_spec("topk(density=0.1)"), format_spec(Fraction), format_spec(Fraction(1, 2))
     ('topk(density=0.1)', 'fractions:Fraction', '<Fraction(1, 2)>')
     """
     if isinstance(part, str):
@@ -263,7 +263,7 @@ def _make(
 def options_of(member: Callable[..., object]) -> str:
     """Formats the options of a part with literal defaults; empty if it has no signature.
 
-    >>> options_of(lambda codec, density=0.01: None)
+    >>> format_options(lambda codec, density=0.01: None)
     'codec, density=0.01'
     """
     try:

@@ -67,7 +67,7 @@ Settings: TypeAlias = "Mapping[str, object]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of a run that do not affect its result: folder, device and telemetry.
+    """Options of a run apart from its configuration: folder, device and telemetry.
 
     Args:
       out: Folder of the run; by default a new one under runs/.
@@ -187,7 +187,7 @@ class RunConfig:
     def steps(self) -> int:
         return self.training.steps
 
-    # --- what can be set --------------------------------------------------------------------------------------
+    # --- settings ---------------------------------------------------------------------------------------------
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:
@@ -283,7 +283,7 @@ class RunConfig:
             "task": task,
         }
 
-    # --- what it makes ----------------------------------------------------------------------------------------
+    # --- derived objects --------------------------------------------------------------------------------------
 
     def model_layout(self) -> str:
         """Computes a short hash of the model's names, shapes and dtypes, for comparing ranks."""
@@ -578,7 +578,7 @@ def _training_settings() -> dict[str, Setting]:
 def variant(text: str) -> dict[str, Json]:
     """Parses a recipe with changes to settings, without checking their values.
 
-    >>> variant("synchronous(codec=topk(density=0.01), learning_rate=0.02)")
+    >>> parse_variant("synchronous(codec=topk(density=0.01), learning_rate=0.02)")
     {'recipe': 'synchronous', 'codec': 'topk(density=0.01)', 'learning_rate': 0.02}
 
     Raises:

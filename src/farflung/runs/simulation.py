@@ -81,7 +81,7 @@ def simulate(
     """Trains in virtual time, with real arithmetic on a modelled clock, as ``farflung simulate`` does.
 
     >>> run = simulate("synthetic/quadratic", "ring(codec=int8)", network="wifi-10mbps", workers=2, steps=3)
-    >>> run.summary["steps"], run.simulated, list(run.state_dict())
+    >>> run.summary["steps"], run.is_simulated, list(run.state_dict())
     (3, True, ['w'])
 
     Args:
