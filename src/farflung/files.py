@@ -75,7 +75,7 @@ _UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 @contextmanager
 def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) -> Iterator[None]:
-    """Converts errors inside, from reading a file or its content, to an error that names the file.
+    """Converts errors from reading a file or its content, within the context, to one that names the file.
 
     Args:
       path: File, or words that name it.
@@ -96,7 +96,7 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
 @contextmanager
 def naming(where: Path | str) -> Iterator[None]:
-    """Adds ``location`` to errors inside that do not contain it, except MissingExtra and StorageError."""
+    """Adds ``location`` to errors within the context that lack it, except MissingExtra and StorageError."""
     try:
         yield
     except FarflungError as error:
@@ -112,7 +112,7 @@ def _reason(error: BaseException) -> str:
 
 
 def deciding(name: str, step: int) -> AbstractContextManager[None]:
-    """Converts errors inside, from the value of a logged decision, to one that names the decision.
+    """Converts errors from the value of a logged decision, within the context, to one that names it.
 
     Raises:
       ConfigError: The value does not fit the decision.
@@ -201,7 +201,7 @@ def _is_cut(line: str) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts errors inside, from writing a file or creating a folder, to one that names it.
+    """Converts errors from writing a file or creating a folder, within the context, to one that names it.
 
     Raises:
       StorageError: The disk is full, permission is denied, or the path is of another kind.
@@ -294,7 +294,7 @@ class JsonLinesFile:
         self._flushed = time.monotonic()
 
     def add(self, row: Mapping[str, Json], *, flush: bool = False) -> None:
-        """Appends one line, which is flushed within a second, or immediately with ``flush``."""
+        """Appends one line, flushed immediately with ``flush``, otherwise by the first call after a second."""
         time_s = time.monotonic()
         with writing(self._path):
             self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
@@ -381,7 +381,7 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def held(folder: Path, what: str) -> Iterator[None]:
-    """Locks a folder inside, and creates it if necessary.
+    """Locks a folder for the duration of the context, and creates it if necessary.
 
     The kernel releases the lock when this process ends for any reason.
 

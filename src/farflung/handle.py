@@ -454,7 +454,7 @@ class Handle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disables exchanges inside; gradients accumulate, and the next backward pass outside exchanges their sum.
+        """Disables exchanges within the context; the next backward pass outside exchanges accumulated gradients.
 
         Synchronous recipes exchange at each backward pass outside, as DistributedDataParallel does. Schedules with
         local steps exchange only when the optimizer steps and do not need this. Pipelined schedules refuse a second

@@ -203,7 +203,7 @@ class RunLog:
 
     @contextmanager
     def _kept_going(self, name: str) -> Iterator[None]:
-        """Drops a logger if an error occurs inside."""
+        """Drops a logger, with a warning, if an error occurs within the context."""
         try:
             yield
         except Exception as error:

@@ -140,7 +140,7 @@ class RandomState:
     @staticmethod
     @contextmanager
     def scope() -> Iterator[None]:
-        """Restores the global random state after a run inside."""
+        """Restores the global random state at the end of the context."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         globals_before, installed_before = _Snapshot.taken(devices), RandomState._installed
         RandomState._installed = None

@@ -27,7 +27,7 @@ def open_toml(path: Path) -> Table:
 
 
 class Table:
-    """Table of a TOML file, whose valid keys are those that are read.
+    """Table of a TOML file; keys that are never read are invalid.
 
     Args:
       location: File and table, as prefix of every message.

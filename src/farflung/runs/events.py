@@ -28,7 +28,7 @@ BUFFERED = 1024
 
 @contextlib.contextmanager
 def listener(scratch: Path) -> Iterator[socket.socket]:
-    """Creates a socket in a folder, which receives events inside."""
+    """Creates the socket that receives events, in a folder, for the duration of the context."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
         events.bind(str(scratch / "events"))
         events.settimeout(LISTEN_S)

@@ -51,7 +51,7 @@ class RunFolder(RunFiles):
 
     @contextmanager
     def begun(self, config: Mapping[str, Json], replay: Path | str | None = None) -> Iterator[None]:
-        """Creates and locks the folder, and stores the configuration and decisions to replay.
+        """Creates the folder with configuration and decisions to replay, and locks it within the context.
 
         Raises:
           BadInput: Another process runs here, the folder holds another run or cannot be written, or ``replay`` is not a

@@ -48,7 +48,7 @@ class Prepared(Generic[C]):
     store: dist.Store | None = field(default=None, repr=False)
 
     def begun(self) -> AbstractContextManager[None]:
-        """Creates and locks the folder inside.
+        """Creates the folder and locks it for the duration of the context.
 
         Raises:
           BadInput: Another process runs there, the folder holds another run or cannot be written, or ``replay`` is not

@@ -389,13 +389,13 @@ def _ended(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: Virt
 
 
 def one_thread() -> AbstractContextManager[None]:
-    """Limits torch to one thread inside, as in workers that share a machine, since results depend on it."""
+    """Limits torch to one thread within the context, as in workers that share a machine; results depend on it."""
     return torch_threads(1)
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Sets the number of torch threads inside."""
+    """Sets the number of torch threads within the context."""
     previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -15,7 +15,7 @@ _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @contextmanager
 def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _STOPS) -> Iterator[None]:
-    """Calls a function at every stop signal inside; does nothing outside the main thread.
+    """Calls a function at every stop signal within the context; does nothing outside the main thread.
 
     If SIGHUP was ignored before, as under ``nohup``, it stays ignored.
     """
@@ -36,7 +36,7 @@ def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _ST
 
 @contextmanager
 def asked_to_stop(begun: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
-    """Sets an event at the first stop signal; raises KeyboardInterrupt at the second, or before work has begun."""
+    """Yields an event that the first stop signal sets; the second, or one before work begins, interrupts."""
     stop_requested = threading.Event()
 
     def request_stop() -> None:
