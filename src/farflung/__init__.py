@@ -1,4 +1,4 @@
-"""farflung: trains one PyTorch model on many devices that are far apart."""
+"""Trains one PyTorch model on many devices that are far apart."""
 
 from typing import TYPE_CHECKING
 

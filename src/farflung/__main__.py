@@ -1,4 +1,4 @@
-"""The ``farflung`` command as it is started: by its name, as ``python -m farflung``, by ``torchrun -m farflung``."""
+"""Entry point of the ``farflung`` command, ``python -m farflung`` and ``torchrun -m farflung``."""
 
 import sys
 
@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 def main() -> int:
-    """Runs the command where its extra is installed, and tells the version anywhere; returns the exit code."""
+    """Runs the command if its extra is installed, and ``--version`` always; returns the exit code."""
     if sys.argv[1:] == ["--version"]:
         print(f"farflung {__version__}")
         return 0

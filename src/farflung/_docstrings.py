@@ -1,4 +1,4 @@
-"""Docstrings as text for people: of what is not imported, and of what ``python -OO`` has stripped of them."""
+"""Docstrings for help texts, also of modules that are not imported and under ``python -OO``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def docstring_of(thing: Callable[..., object]) -> str:
 
 
 def read_docstring(module: str, name: str) -> str:
-    """Reads the docstring of a class or function; empty where there is no source. Imports no module of farflung."""
+    """Reads a docstring from the source without importing the module; empty if there is no source."""
     try:
         source = ast.parse(_path_of(module).read_text(encoding="utf-8"))
     except OSError:
         return ""
-    documented = (node for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
-    return next((ast.get_docstring(node) or "" for node in documented if node.name == name), "")
+    definitions = (node for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return next((ast.get_docstring(node) or "" for node in definitions if node.name == name), "")
 
 
 def _path_of(module: str) -> Path:
-    """Returns where the source of a module is; of one of farflung without importing the packages around it."""
+    """Finds the source file of a module, without importing the parent packages of a farflung module."""
     top, *inner = module.split(".")
     if module in sys.modules or top != "farflung":
         return Path(getattr(sys.modules.get(module), "__file__", None) or "")

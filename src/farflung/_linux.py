@@ -1,4 +1,4 @@
-"""Calls of Linux that Python 3.11 lacks and that several packages make."""
+"""System calls of Linux that Python 3.11 lacks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill the calling process when its parent ends; exits at once if the parent has ended.
+    """Makes the kernel kill this process when its parent ends; exits if the parent has ended already.
 
     Args:
-      parent: the parent's id before this process was made; 0 where it is in another process namespace.
+      parent: Id of the parent before the fork; 0 if the parent is in another process namespace.
     """
     check_call("prctl", LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if os.getppid() != parent:
@@ -25,10 +25,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def check_call(call: str, result: int) -> None:
-    """Raises the error that a call of the C library has left.
+    """Raises the error of a failed call of the C library.
 
     Raises:
-      OSError: the result is not 0.
+      OSError: The result is not 0.
     """
     if result != 0:
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Private parts of torch that farflung uses, in one place; an import fails with the name of a part that is missing."""
+"""Private attributes of torch that farflung uses; importing this module fails with the name of a missing one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["DispatchMode", "StorageRef", "after_backward", "current_node", "grap
 
 
 def _part(path: str) -> Any:
-    """The attribute of torch with this path.
+    """Imports an attribute of torch by its dotted path.
 
     Raises:
-      Unsupported: the installed torch does not have it.
+      Unsupported: The installed torch does not have it.
     """
     import importlib
 
@@ -35,15 +35,15 @@ def _part(path: str) -> Any:
 
 
 graph_task_id: Callable[[], int] = _part("torch._C._current_graph_task_id")
-"""Returns the number of the backward pass that calls a hook, -1 outside one."""
+"""Returns the id of the current autograd task inside a hook, and -1 outside a backward pass."""
 current_node: Callable[[], Any] = _part("torch._C._current_autograd_node")
-"""Returns the node of the graph whose backward runs in this thread, if any."""
+"""Returns the autograd node whose backward runs in this thread, if any."""
 after_backward: Callable[[Callable[[], None]], None] = _part(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
-"""Calls a function at the end of the backward pass that calls a hook."""
+"""Queues a callback for the end of the current backward pass; call it inside a hook."""
 DispatchMode: Any = _part("torch.utils._python_dispatch.TorchDispatchMode")
-"""Context in which a subclass sees each operation."""
+"""Base class of context managers that intercept each operation."""
 tree_leaves: Callable[[Any], list[Any]] = _part("torch.utils._pytree.tree_leaves")
 """Returns all leaves of nested containers."""
 StorageRef: Any = _part("torch.multiprocessing.reductions.StorageWeakRef")

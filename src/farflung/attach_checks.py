@@ -1,4 +1,4 @@
-"""Checks of the models and optimizers of external training loops; what is unsupported is refused before training."""
+"""Checks of models and optimizers of external training loops, before training starts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 _FEW = 4
-"""Names of parameters in a message."""
+"""Largest number of parameter names in a message."""
 
 
 def check_sole(model: nn.Module) -> None:
-    """Refuses a model whose gradients another library exchanges, or whose parameters are sharded.
+    """Checks that no other library exchanges the model's gradients or shards its parameters.
 
     Raises:
-      Unsupported: DistributedDataParallel or FSDP.
+      Unsupported: The model uses DistributedDataParallel or FSDP.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -54,19 +54,19 @@ _SHARDED = (
 
 
 def _is_a(thing: object, kind: str) -> bool:
-    """By name, since importing the class would take a second where it is not used."""
+    """Returns True for instances of a class with this name, without importing the class."""
     return any(base.__name__ == kind for base in type(thing).__mro__)
 
 
 def check_whole(model: nn.Module, *, is_alone: bool = False) -> None:
-    """Refuses tensors that cannot be overwritten with those of another rank, and layers whose gradients are sparse.
+    """Checks that tensors can be overwritten by another rank's, and that no layer has sparse gradients.
 
     Args:
-      model: of this rank.
-      is_alone: whether there is no other rank, so that tensors need no values yet.
+      model: Model of this rank.
+      is_alone: True if there is no other rank, so that tensors need no values yet.
 
     Raises:
-      Unsupported: names the tensor or the layer.
+      Unsupported: A tensor or layer is unsupported; the message names it.
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
@@ -93,69 +93,69 @@ def _reason_not_whole(tensor: Tensor) -> str | None:
 
 
 _WRAPPED = ("optimizer", "base_optimizer")
-"""Attributes by which wrappers hold an optimizer."""
+"""Attributes in which wrappers hold an optimizer."""
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, where a wrapper such as Accelerate's or SAM has it in an attribute.
+    """Returns the optimizer inside wrappers such as Accelerate's or SAM.
 
     Raises:
-      ConfigError: it is none of torch's.
+      ConfigError: The innermost object is not a torch optimizer.
     """
     inner: object = optimizer
-    while wrapped := [
-        each for name in _WRAPPED if isinstance(each := getattr(inner, name, None), torch.optim.Optimizer)
+    while inner_optimizers := [
+        value for name in _WRAPPED if isinstance(value := getattr(inner, name, None), torch.optim.Optimizer)
     ]:
-        inner = wrapped[0]
+        inner = inner_optimizers[0]
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"attach: {type(optimizer).__name__} is no torch.optim.Optimizer")
     return inner
 
 
 def accumulates(optimizer: torch.optim.Optimizer) -> bool:
-    """Tells whether a wrapper adds this pass to later ones without a step, as Accelerate's in ``accumulate()``."""
+    """Returns True if a wrapper accumulates this pass without a step, as Accelerate's ``accumulate()``."""
     return not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True)
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters of its groups."""
+    """Lists the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Whether an optimizer is the model's own; says so once where it has only some of the parameters.
+    """Checks that an optimizer's parameters are the model's; warns if it lacks some of them.
 
     Raises:
-      ConfigError: it has none of them, or others beside them.
+      ConfigError: It has none of the model's parameters, or other trainable parameters.
     """
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    held = {id(p): p for p in held_by(optimizer)}
-    if trained and not trained.keys() & held.keys():
+    trainable_names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    optimizer_parameters = {id(p): p for p in held_by(optimizer)}
+    if trainable_names and not trainable_names.keys() & optimizer_parameters.keys():
         raise ConfigError(
             "attach: the optimizer holds none of the model's parameters: make it from model.parameters(), after the "
             "model has come to its device"
         )
-    known = {id(p) for p in model.parameters()}
-    if foreign := sum(p.requires_grad for key, p in held.items() if key not in known):
+    model_ids = {id(p) for p in model.parameters()}
+    if foreign := sum(p.requires_grad for key, p in optimizer_parameters.items() if key not in model_ids):
         raise ConfigError(
             f"attach: {foreign} parameters of the optimizer are not the model's, and would differ between replicas: "
             "attach one module that holds them all"
         )
-    if lacking := [name for key, name in trained.items() if key not in held]:
+    if missing := [name for key, name in trainable_names.items() if key not in optimizer_parameters]:
         warnings.warn(
-            f"attach: the optimizer lacks {named(lacking)}, whose gradients are exchanged nevertheless: freeze them "
+            f"attach: the optimizer lacks {named(missing)}, whose gradients are exchanged nevertheless: freeze them "
             "before, unless another optimizer has them",
             stacklevel=3,
         )
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step runs forward and backward by itself, as LBFGS's does."""
-    takes = inspect.signature(optimizer.step).parameters.values()
-    return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in takes)
+    """Returns True if a step requires a closure that computes the loss, as LBFGS's does."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in parameters)
 
 
 def named(names: Iterable[str]) -> str:
-    """The first few of some names."""
-    every = list(names)
-    return ", ".join(every[:_FEW]) + (f" and {len(every) - _FEW} more" if len(every) > _FEW else "")
+    """Joins the first few names and the number of the remaining ones."""
+    listed = list(names)
+    return ", ".join(listed[:_FEW]) + (f" and {len(listed) - _FEW} more" if len(listed) > _FEW else "")

@@ -1,4 +1,4 @@
-"""Settings: what can be set, as the fields of dataclasses; and those of a training run."""
+"""Settings as fields of dataclasses, and the settings of a training run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 BUCKET_NBYTES = 25 << 20
-"""Of a replica's gradient buckets, the first aside; DistributedDataParallel's choice too."""
+"""Size of gradient buckets except the first, as in DistributedDataParallel."""
 ON_NONFINITE = ("stop", "skip", "exclude")
-"""What ``--on-nonfinite`` may say."""
+"""Values of ``--on-nonfinite``."""
 _WORDS: dict[type, str] = {
     bool: "true or false",
     float: "a number",
@@ -46,14 +46,14 @@ _WORDS: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that can be set: an option, a key of a file, an argument.
+    """Setting of a run: a command-line option, a key of a file, or an argument.
 
     Args:
-      name: of the field.
-      kind: ``int``, ``float``, ``bool``, ``str`` or ``Path``; what may be an object is text outside Python.
-      about: what the docstring says of it, on one line, without markup.
-      default: of the field; ``None`` where it has none.
-      words: text that it may be besides.
+      name: Name of the field.
+      kind: ``int``, ``float``, ``bool``, ``str`` or ``Path``; objects are given as text outside Python.
+      description: Description from the docstring, on one line, without markup.
+      default: Default of the field; ``None`` without one.
+      choices: Strings that are valid in addition to ``kind``.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Setting:
     words: tuple[str, ...] = ()
 
     def read(self, value: object, where: str) -> Any:
-        """Returns a value as one of this kind; whole numbers are numbers too.
+        """Converts a value to this setting's kind; integers are valid numbers.
 
         Raises:
-          ConfigError: it is of another kind; the message begins with ``where``.
+          ConfigError: The value is of another kind; the message begins with ``location``.
         """
         if isinstance(value, str) and value in self.words:
             return value
@@ -78,46 +78,47 @@ class Setting:
 
 
 def unknown_setting(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Returns the error for a setting that does not exist, with the closest name or all of them."""
+    """Builds the error for an unknown setting, with the closest name or all names."""
     close = get_close_matches(name.replace("-", "_"), known := [*known], n=1)
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
     return ConfigError(f"unknown {what} {name!r}; {hint}")
 
 
 def settings_of(owner: type) -> dict[str, Setting]:
-    """Returns the settings that the fields of a dataclass are, by name; only those whose values are numbers or text.
+    """Returns the settings of a dataclass by name, from its fields that are numbers or text.
 
-    What each is about is said under ``Args:`` in the docstrings of the class and of those that it is made from.
+    Descriptions are read from ``Args:`` in the docstrings of the class and its bases.
     """
-    about: dict[str, str] = {}
-    for each in reversed(owner.__mro__):
-        _, _, text = docstring_of(each).partition("Args:\n")
-        for name, words in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.MULTILINE):
-            plain = " ".join(words.split())
-            about[name] = (plain[:1].upper() + plain[1:]).replace("``", "")
-    hints, found = get_type_hints(owner), dict[str, Setting]()
+    descriptions: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        _, _, text = docstring_of(base).partition("Args:\n")
+        for name, description in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.MULTILINE):
+            plain = " ".join(description.split())
+            descriptions[name] = (plain[:1].upper() + plain[1:]).replace("``", "")
+    hints, settings = get_type_hints(owner), dict[str, Setting]()
     for field in fields(owner):
         hint = hints[field.name]
         members = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
-        words = [word for one in members if get_origin(one) is Literal for word in get_args(one)]
+        words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
         kinds = [*members, *map(type, words)]
-        kind = next((one for one in kinds if one in (bool, int, float, str, Path)), None)
+        kind = next((kind for kind in kinds if kind in (bool, int, float, str, Path)), None)
         if kind is not None and field.init:
             default = None if field.default is MISSING else field.default
-            named = tuple(words) if kind is not str else ()
-            found[field.name] = Setting(field.name, kind, about.get(field.name, ""), default, named)
-    return found
+            choices = tuple(words) if kind is not str else ()
+            description = descriptions.get(field.name, "")
+            settings[field.name] = Setting(field.name, kind, description, default, choices)
+    return settings
 
 
 def check_ranges(settings: object, **ranges: tuple[bool, str]) -> None:
-    """Checks the values of settings.
+    """Checks that settings are in their ranges.
 
     Args:
-      settings: their owner.
-      ranges: by name, whether the value is in its range, and what it has to be.
+      settings: Object with the settings as attributes.
+      ranges: For each name, a bool that is True for a valid value, and a description of the range.
 
     Raises:
-      ConfigError: a value out of its range; names the option.
+      ConfigError: A value is out of range; the message names the option.
     """
     for name, (fits, range_words) in ranges.items():
         if not fits:
@@ -127,27 +128,27 @@ def check_ranges(settings: object, **ranges: tuple[bool, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How long and with what settings a model trains; equal on all replicas.
+    """Training settings of a run, equal on all replicas.
 
     Args:
-      steps: updates of the parameters.
-      batch_size: samples per replica and step.
-      learning_rate: of the optimizer.
-      momentum: of SGD and LARS.
-      weight_decay: of the optimizer.
-      optimizer: one of :mod:`farflung.optimizers` as text, such as ``adamw(betas=(0.9, 0.95))``, or an object that
-        makes one.
-      clip_norm: largest norm of the gradient that the optimizer steps on; 0: no limit.
-      on_nonfinite: what all replicas do at a step where one's loss is NaN or infinite: ``stop`` the run, ``skip`` the
-        update, or ``exclude`` that replica from the mean.
-      seed: everything random derives from it.
-      evaluate_every: steps between evaluations on the test set; 0: at the end only.
-      checkpoint_every: steps between checkpoints; 0: at the end only.
-      learning_rate_schedule: what becomes of the learning rate: one of :mod:`farflung.rates` as text, such as
-        ``cosine(warmup=500)``, or an object of one's own.
+      steps: Number of parameter updates.
+      batch_size: Number of samples per replica and step.
+      learning_rate: Learning rate of the optimizer.
+      momentum: Momentum of SGD and LARS.
+      weight_decay: Weight decay of the optimizer.
+      optimizer: Optimizer of :mod:`farflung.optimizers` as text, such as ``adamw(betas=(0.9, 0.95))``, or a factory
+        object.
+      clip_norm: Largest norm of the gradient that the optimizer steps on; 0 for no limit.
+      on_nonfinite: Action on all replicas if the loss of one is NaN or infinite: ``stop`` the run, ``skip`` the update,
+        or ``exclude`` that replica from the mean.
+      seed: Seed of all random numbers.
+      evaluate_every: Number of steps between evaluations on the test set; 0 evaluates only at the end.
+      checkpoint_every: Number of steps between checkpoints; 0 saves only at the end.
+      learning_rate_schedule: Schedule of :mod:`farflung.rates` as text, such as ``cosine(warmup=500)``, or a schedule
+        object.
 
     Raises:
-      ConfigError: a value out of its range; names the option.
+      ConfigError: A value is out of range; the message names the option.
     """
 
     steps: int
@@ -164,10 +165,10 @@ class Training:
     learning_rate_schedule: str | RateSchedule = "constant"
 
     def __post_init__(self) -> None:
-        leasts = {"steps": 1, "batch_size": 1, "seed": 0, "evaluate_every": 0, "checkpoint_every": 0}
+        minima = {"steps": 1, "batch_size": 1, "seed": 0, "evaluate_every": 0, "checkpoint_every": 0}
         check_ranges(
             self,
-            **{name: (getattr(self, name) >= least, f"{least} or more") for name, least in leasts.items()},
+            **{name: (getattr(self, name) >= low, f"{low} or more") for name, low in minima.items()},
             learning_rate=(0 < self.learning_rate < math.inf, "a number above 0"),
             momentum=(0 <= self.momentum < 1, "in [0, 1)"),
             weight_decay=(0 <= self.weight_decay < math.inf, "0 or more"),
@@ -179,13 +180,13 @@ class Training:
 
     @staticmethod
     def resolve(defaults: Mapping[str, Json], given: Mapping[str, Json]) -> Training:
-        """The settings given, the workload's defaults where one is ``None``."""
+        """Combines the settings that are not ``None`` with the workload's defaults."""
         chosen = {name: value for name, value in given.items() if value is not None}
-        known = {name: value for name, value in defaults.items() if name in Training.__dataclass_fields__}
-        return Training(**{**known, **chosen})  # type: ignore[arg-type]
+        base = {name: value for name, value in defaults.items() if name in Training.__dataclass_fields__}
+        return Training(**{**base, **chosen})  # type: ignore[arg-type]
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """A fresh optimizer of those parameters that are trained."""
+        """Creates an optimizer of the trainable parameters."""
         return self._optimizer_factory().make(
             [parameter for parameter in parameters if parameter.requires_grad],
             learning_rate=self.learning_rate,
@@ -194,31 +195,32 @@ class Training:
         )
 
     def make_rates(self) -> RateSchedule:
-        """What becomes of the learning rate."""
-        how = self.learning_rate_schedule
-        made = build("learning-rate schedule", how, RATES) if isinstance(how, str) else how
-        if not isinstance(made, RateSchedule):
-            raise ConfigError(f"--learning-rate-schedule {how!r}: neither text nor a RateSchedule")
-        return made
+        """Builds the learning-rate schedule."""
+        setting = self.learning_rate_schedule
+        schedule = build("learning-rate schedule", setting, RATES) if isinstance(setting, str) else setting
+        if not isinstance(schedule, RateSchedule):
+            raise ConfigError(f"--learning-rate-schedule {setting!r}: neither text nor a RateSchedule")
+        return schedule
 
     def to_json(self) -> dict[str, Json]:
-        """For telemetry and for comparing ranks; objects by :func:`farflung.spec.text_of`."""
+        """Returns the settings as JSON for telemetry and comparison, objects by :func:`farflung.spec.format_spec`."""
         from farflung.optimizers import OPTIMIZERS
 
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        known: dict[str, Mapping[str, Callable[..., object]]] = {
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        registries: dict[str, Mapping[str, Callable[..., object]]] = {
             "optimizer": OPTIMIZERS,
             "learning_rate_schedule": RATES,
         }
-        return {**told, **{name: text_of(told[name], registry) for name, registry in known.items()}}
+        parts = {name: text_of(settings[name], registry) for name, registry in registries.items()}
+        return {**settings, **parts}
 
     def _optimizer_factory(self) -> OptimizerFactory:
-        from farflung.optimizers import OPTIMIZERS, SGDSettings  # and torch, which settings do without
+        from farflung.optimizers import OPTIMIZERS, SGDSettings  # imports torch, which settings do not need
 
-        how = self.optimizer
-        made = build("optimizer", how, OPTIMIZERS) if isinstance(how, str) else how
-        if not isinstance(made, OptimizerFactory):
-            raise ConfigError(f"--optimizer {how!r}: neither text nor an OptimizerFactory")
-        if isinstance(made, SGDSettings) and made.nesterov and not self.momentum:
+        setting = self.optimizer
+        factory = build("optimizer", setting, OPTIMIZERS) if isinstance(setting, str) else setting
+        if not isinstance(factory, OptimizerFactory):
+            raise ConfigError(f"--optimizer {setting!r}: neither text nor an OptimizerFactory")
+        if isinstance(factory, SGDSettings) and factory.nesterov and not self.momentum:
             raise ConfigError(f"--optimizer {self.optimizer}: Nesterov's momentum needs a --momentum above 0")
-        return made
+        return factory

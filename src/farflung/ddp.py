@@ -40,13 +40,13 @@ _UNLIKE = (
     "use the same parameters"
 )
 _WARM_UP = (True, True, False)
-"""Whether the hook carries each of the first steps, in which buckets are laid out and connections find their rate."""
+"""Values of :attr:`HookState.is_active` in the first steps, which create buckets and warm up connections."""
 _TURNS = 5
-"""How many steps of either kind are timed after those, in pairs."""
+"""Number of steps of either kind that are timed afterwards, in pairs."""
 _EXCEPTIONS = 1
-"""In how many pairs the hook may be the slower one and stays nevertheless."""
+"""Largest number of pairs in which the hook may be slower and still stay active."""
 DECIDED_AFTER = len(_WARM_UP) + 2 * _TURNS
-"""How many steps take turns where the hook may fall back on DDP's own all-reduce."""
+"""Number of steps that alternate between the hook and DDP's own all-reduce with ``fall_back``."""
 
 
 def ddp_hook(
@@ -59,60 +59,58 @@ def ddp_hook(
     deadline_s: float = 60.0,
     endpoint: Endpoint = Endpoint(),
 ) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
-    """A codec or reducer as a communication hook: ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``.
+    """Builds a communication hook from a codec or reducer.
 
-    All ranks of the group call it, before the first backward pass. The process group is where they meet: here, or with
-    the first bucket where there is none yet. Gradients travel over farflung's own connections beside it, which carry
-    payloads of any kind, cost one way of latency where the backend's collectives cost several, and are encrypted
-    between machines. Ranks with unlike settings are found out when they meet, by name.
+    Register it by ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``. All ranks of the group must call this before
+    the first backward pass. They connect here, or with the first bucket if there is no process group yet. Gradients
+    travel over farflung's own connections, which support any payload, have lower latency than the backend's
+    collectives, and are encrypted between machines. If settings differ between ranks, the error names the setting.
 
-    An exchange that fails makes ``backward()`` raise farflung's own error, :attr:`HookState.error`::
+    If an exchange fails, ``backward()`` raises farflung's own error, :attr:`HookState.error`::
 
         try:
             loss.backward()
         except farflung.errors.PeerLost as error:
             ...  # start again from a checkpoint, without error.rank and with a new DDP
 
-    What DDP sends by itself, such as buffers before a forward pass, goes by the process group. Where that fails first,
-    the error is the group's ``RuntimeError``.
+    DDP's own messages, such as buffers before a forward pass, use the process group. If one of these fails first, the
+    error is the group's ``RuntimeError``.
 
-    Gradients are regrouped into buckets that never change, about as large as DDP's. So when DDP rebuilds its own
-    after the first step, residuals and whatever else a codec remembers of a parameter stay where they are. In the
-    first step DDP has a single bucket, and nothing overlaps with the backward pass.
+    Gradients are regrouped into fixed buckets of about the size of DDP's. Residuals and other codec state therefore
+    stay valid when DDP rebuilds its own buckets after the first step. In the first step DDP has a single bucket, and
+    nothing overlaps with the backward pass.
 
-    DDP's ``join()``, ``static_graph``, ``skip_all_reduce_unused_params`` and ``backward(create_graph=True)`` do what
-    they do with PyTorch's hooks. A parameter that DDP leaves out in the first backward pass has to stay unused, and
-    all ranks have to use the same ones; anything else raises an error on all of them. With ``static_graph`` and
-    parameters of several types the first gradients are summed as they are. State and hook can be saved and copied
-    with the DDP: see :class:`HookState`.
+    DDP's ``join()``, ``static_graph``, ``skip_all_reduce_unused_params`` and ``backward(create_graph=True)`` work as
+    with PyTorch's hooks. A parameter that DDP skips in the first backward pass must stay unused, and all ranks must use
+    the same parameters; otherwise all of them raise an error. With ``static_graph`` and parameters of several types,
+    the first gradients are summed uncompressed. State and hook can be saved and copied with the DDP: see
+    :class:`HookState`.
 
-    Whether a method pays depends on the network. With ``fall_back`` the first 13 steps take turns between it and DDP's
-    own all-reduce. All ranks stay with it if it was faster, summed over the ranks, in at least four of the last five
-    pairs of steps, and go on with DDP's otherwise; :attr:`HookState.carries` tells. Steps that are timed wait for the
-    device. DDP's own all-reduce is not encrypted by farflung; what error feedback holds back when it is chosen is not
-    sent.
+    With ``fall_back``, the first 13 steps alternate between the hook and DDP's own all-reduce. The hook stays active if
+    its time, summed over the ranks, was less in at least four of the last five pairs of steps. Otherwise DDP's
+    all-reduce takes over on all ranks; see :attr:`HookState.is_active`. Timed steps synchronize with the device. DDP's
+    own all-reduce is not encrypted by farflung, and residuals of error feedback are not sent after a fallback.
 
     Args:
-      how: a codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
+      compression: Codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
         ``"codec(qsgd(), phases='two')"``.
-      group: DDP's process group; the default one when not given.
-      bucket_nbytes: of the hook's own buckets; a bucket is closed once it holds as many.
-      fall_back: leaves gradients to DDP's own all-reduce unless the hook is clearly faster.
-      seed: equal on all ranks; what codecs draw from.
-      deadline_s: seconds for which a replica that is waited for may be silent before it counts as lost. One that
-        answers may be busy for ten times as long.
-      endpoint: how this replica connects to the others.
+      group: Process group of DDP; the default group if not given.
+      bucket_nbytes: Size at which one of the hook's own buckets is closed.
+      fall_back: Enables a fallback to DDP's own all-reduce unless the hook is clearly faster.
+      seed: Seed of random codecs, equal on all ranks.
+      deadline_s: Seconds without any message after which a replica that is waited for counts as lost. One that answers
+        may be busy for ten times as long.
+      endpoint: Settings of this replica's connections.
 
     Returns:
-      The state, which holds what the codec remembers and goes into checkpoints by ``state_dict`` and
-      ``load_state_dict``, and the hook.
+      State of the hook, which is saved by ``state_dict`` and ``load_state_dict``, and the hook function.
 
     Raises:
-      UnknownName: no such codec or reducer.
-      ConfigError: an option out of its range, or something that is neither.
-      Unsupported: collective ``native``.
-      ProtocolError: ranks with unlike settings.
-      DeadlinePassed: a rank did not come.
+      UnknownName: No codec or reducer has this name.
+      ConfigError: An option is out of range, or the argument is neither a codec nor a reducer.
+      Unsupported: The reducer uses collective ``native``.
+      ProtocolError: Ranks have different settings.
+      DeadlinePassed: A rank did not connect in time.
     """
     reducer = _reducer(how)
     whole_option("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
@@ -123,7 +121,7 @@ def ddp_hook(
 
 
 class _Settings(NamedTuple):
-    """Arguments of :func:`ddp_hook` that a copy of its state has too."""
+    """Arguments of :func:`ddp_hook` that copies of its state keep."""
 
     reducer: Reducer
     fall_back: bool
@@ -134,14 +132,14 @@ class _Settings(NamedTuple):
 
 
 def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> "HookState":
-    """Makes a state that has not met the other ranks."""
+    """Creates a state that is not connected to the other ranks yet."""
     reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint = settings
 
-    def meet() -> tuple[WallRuntime, dist.ProcessGroup]:
-        found = group or dist.group.WORLD
-        assert found is not None
-        rank, size = dist.get_rank(found), dist.get_world_size(found)
-        store = c10d._get_process_group_store(found)
+    def connect() -> tuple[WallRuntime, dist.ProcessGroup]:
+        process_group = group or dist.group.WORLD
+        assert process_group is not None
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        store = c10d._get_process_group_store(process_group)
         runtime = WallRuntime(
             rank,
             size,
@@ -157,21 +155,24 @@ def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> 
             deadline_s=deadline_s,
             join_s=_JOIN_S,
         )
-        return runtime, found
+        return runtime, process_group
 
-    return HookState(settings, meet)
+    return HookState(settings, connect)
 
 
 def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> torch.futures.Future[Tensor]:
-    """The hook: takes one of DDP's buckets; the future holds the mean over the ranks, in the bucket's own memory.
+    """Exchanges one of DDP's buckets, as its communication hook.
 
     Args:
-      state: of the hook.
-      bucket: of DDP.
-      sharded: what FSDP gives beside it.
+      state: State of the hook.
+      bucket: Bucket of DDP.
+      sharded: Additional argument that FSDP passes to its hooks; refused.
+
+    Returns:
+      Future of the mean over the ranks, in the bucket's own memory.
 
     Raises:
-      Unsupported: it is no bucket, as where FSDP calls this.
+      Unsupported: The argument is not a bucket of DDP, for example because FSDP called this.
     """
     if sharded or not isinstance(bucket, dist.GradBucket):
         raise Unsupported(
@@ -183,7 +184,7 @@ def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> t
 
 @dataclass(eq=False)
 class _Arrival:
-    """One of DDP's buckets, until the means of all its gradients have arrived."""
+    """Bucket of DDP whose means have not all arrived."""
 
     buffer: Tensor
     index: int
@@ -192,19 +193,19 @@ class _Arrival:
     future: torch.futures.Future[Tensor]
 
     def release(self) -> None:
-        """Lets DDP take the bucket."""
+        """Completes the bucket's future, so that DDP continues."""
         if not self.future.done():
             self.future.set_result(self.buffer)
 
 
 @dataclass(slots=True, eq=False)
 class _HookBucket(GradientBucket):
-    """A bucket of the hook's own, which fills with DDP's gradients; the mean goes back into these."""
+    """Bucket of the hook's own, which copies DDP's gradients in and their means back."""
 
     grads: list[Tensor] = field(default_factory=list)
-    """DDP's gradients of the pass in progress."""
+    """Gradients of DDP in the current pass."""
     places: list[Tensor] = field(default_factory=list)
-    """Views of the flat tensor, one for each of them."""
+    """Views of the flat tensor, one for each gradient."""
 
     @override
     def load_gradient(self, mean: Tensor) -> None:
@@ -215,11 +216,11 @@ class _HookBucket(GradientBucket):
 
 
 class _HookBuckets(GradientBuckets):
-    """Buckets that never change, of DDP's parameters.
+    """Fixed buckets of DDP's parameters.
 
     Args:
-      parameters: in the order in which the model registered them.
-      bucket_nbytes: a bucket is closed once it holds this many bytes.
+      parameters: Parameters in the order in which the model registered them.
+      bucket_nbytes: Size at which a bucket is closed.
     """
 
     def __init__(self, parameters: Sequence[Any], bucket_nbytes: int) -> None:
@@ -237,42 +238,42 @@ class _HookBuckets(GradientBuckets):
 
 
 class HookState:
-    """What the hook keeps from step to step, and the connections it uses.
+    """State of the hook between steps, and its connections.
 
-    A copy, made by ``copy.deepcopy`` or by ``torch.save`` and ``torch.load``, has the settings and what the codec
-    remembers. It has no connections, and meets the other ranks with its first bucket, in the default process group.
-    On another rank than the one that was copied, a codec begins without what that rank alone remembered, such as
-    residuals. DDP registers no hook with a copy of itself: call ``register_comm_hook`` with the copied state.
+    A copy by ``copy.deepcopy``, or by ``torch.save`` and ``torch.load``, has the settings and the codec's state. It has
+    no connections and connects to the other ranks with its first bucket, in the default process group. If the copy is
+    used on another rank, local codec state, such as residuals, starts afresh. DDP does not register the hook with a
+    copy of itself: call ``register_comm_hook`` with the copied state.
 
     Args:
-      settings: arguments of :func:`ddp_hook`.
-      meet: joins the others; this rank's runtime, and the group that they met in.
+      settings: Arguments of :func:`ddp_hook`.
+      connect: Function that connects to the other ranks and returns this rank's runtime and the process group.
     """
 
     def __init__(
         self, settings: _Settings, meet: Callable[[], tuple[WallRuntime, dist.ProcessGroup]]
     ) -> None:
         self.step = 0
-        """Backward passes exchanged so far."""
+        """Number of backward passes exchanged so far."""
         self.carries = True
-        """Whether gradients go by the reducer in this step, and not by DDP's own all-reduce."""
+        """True if the hook's reducer exchanges this step's gradients, False if DDP's own all-reduce does."""
         self.error: BaseException | None = None
-        """The first thing that went wrong in an exchange; nothing is exchanged after it."""
+        """First error of an exchange, after which nothing is exchanged."""
         self._settings, self._reducer, self._meet = settings, settings.reducer, meet
         self._runtime: WallRuntime
         self._met = False
         self._buckets: _HookBuckets | None = None
         self._engine: Engine
         self._arrivals: list[_Arrival] = []
-        """DDP's buckets of the pass in progress."""
+        """Buckets of DDP in the current pass."""
         self._index = -1
-        """The index of the bucket that DDP handed over last in the pass under way; -1 once all have come."""
+        """Index of the last bucket that DDP passed to the hook in the current pass; -1 after the last one."""
         self._task = -1
-        """The run of autograd that calls back at its end."""
+        """Id of the autograd task that has a callback at its end."""
         self._is_watched = False
-        """Whether the pass under way is given up if it does not go on in time."""
+        """True if the current pass fails unless its next bucket comes in time."""
         self._averages: list[Pending[None]] = []
-        """Exchanges of DDP's buckets as they are, before there are buckets of the hook's own."""
+        """Uncompressed exchanges of DDP's buckets, before the hook has buckets of its own."""
         self._averaged_nbytes = 0
         self._loaded: State | None = None
         self._closed = False
@@ -281,17 +282,18 @@ class HookState:
 
     @property
     def sent_nbytes(self) -> int:
-        """Payload bytes sent so far by this rank."""
+        """Number of payload bytes sent by this rank so far."""
         return self._averaged_nbytes + (0 if self._buckets is None else self._engine.sent_nbytes)
 
     def meet(self) -> None:
-        """Joins the other ranks, once; by itself with the first bucket."""
+        """Connects to the other ranks unless connected; the first bucket does so too."""
         if not self._met:
             self._runtime, self._group = self._meet()
             self._met = True
             atexit.register(self.close)
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Starts the exchange of one of DDP's buckets and returns the future of its mean."""
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided or any(p.is_complex() for p in bucket.parameters()):
             raise Unsupported(
@@ -300,7 +302,7 @@ class HookState:
             )
         self.meet()
         task, is_last = graph_task_id(), bucket.is_last()
-        # The first pass of a static graph ends with a call for each bucket, by the same index if there are several.
+        # The first pass of a static graph ends with one call per bucket, all with the same index.
         is_delayed = task >= 0 and current_node() is None and not is_last
         if self._index < 0 or (bucket.index() <= self._index and not is_delayed):
             self._begin()
@@ -311,7 +313,7 @@ class HookState:
         future = self._pass_on(bucket, is_delayed) if self.carries else allreduce_hook(self._group, bucket)
         if is_last:
             self._complete()
-            # Inside DDP's join() of a rank without data, or where DDP waits in the same callback.
+            # Happens in DDP's join() on a rank without data, or if DDP waits in the same callback.
             if task < 0 or current_node() is None:
                 self._end()
         return future
@@ -332,7 +334,7 @@ class HookState:
         return future
 
     def _complete(self) -> None:
-        """Sends the rest: all buckets of the pass have come, except those that DDP leaves out as unused."""
+        """Sends the remaining buckets after the last one of the pass, with zeros for unused parameters."""
         self._index = -1
         if not self.carries:
             return
@@ -345,9 +347,9 @@ class HookState:
                 self._fill(bucket, sorted(bucket.missing))
 
     def _end(self) -> None:
-        """Applies the means of the pass, before DDP waits for them and turns an error into one of its own."""
+        """Applies the means of the pass, before DDP waits for them and replaces errors by its own."""
         if self._index >= 0:
-            if current_node() is not None:  # a reentrant checkpoint ends, and the pass goes on
+            if current_node() is not None:  # a reentrant checkpoint ends, and the pass continues
                 self._watch()
                 return
             self._complete()
@@ -373,7 +375,7 @@ class HookState:
         self._raise_error()
 
     def _watch(self) -> None:
-        """Sees to it that the pass goes on: DDP waits already if it left out the buckets after those that have come."""
+        """Sets a deadline for the next bucket, since DDP waits forever if it skipped the remaining ones."""
         current_node().register_hook(self._raise_error)
         if not self._is_watched:
             self._is_watched = True
@@ -382,9 +384,9 @@ class HookState:
     async def _await_next(self) -> None:
         deadline_s = self._settings.deadline_s
         while self._index >= 0:
-            before = (self.step, self._index)
+            position = (self.step, self._index)
             await self._runtime.sleep_until(self._runtime.now() + deadline_s)
-            if before == (self.step, self._index):
+            if position == (self.step, self._index):
                 self.error = Unsupported(
                     f"ddp_hook: after a reentrant checkpoint no gradient came for {deadline_s:g} s. Where DDP has "
                     "skip_all_reduce_unused_params, give torch.utils.checkpoint use_reentrant=False"
@@ -398,10 +400,7 @@ class HookState:
             raise self.error
 
     def state_dict(self) -> State:
-        """Returns what the codec remembers of this rank's parameters; each rank keeps its own.
-
-        Not during a backward pass.
-        """
+        """Returns the codec's state of this rank; each rank saves its own, and not during a backward pass."""
         if self._buckets is None:
             return self._loaded or {"step": self.step, "parameters": {}}
         if self._closed:
@@ -409,10 +408,10 @@ class HookState:
         return self._runtime.launch(self._snapshot()).wait()
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict` of the same rank.
+        """Restores a state from :meth:`state_dict` of the same rank.
 
         Raises:
-          CheckpointError: of another model, here or in the first backward pass.
+          CheckpointError: The state is of another model; raised here or in the first backward pass.
         """
         self.step, self._loaded = state["step"], state
         if self._buckets is not None:
@@ -420,18 +419,18 @@ class HookState:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        memory = self.state_dict()
+        state = self.state_dict()
         if self._buckets is not None:
-            memory["rank"] = self._runtime.comm.rank
-        return _make_state, (self._settings,), memory
+            state["rank"] = self._runtime.comm.rank
+        return _make_state, (self._settings,), state
 
     __setstate__ = load_state_dict
 
     def close(self, error: BaseException | None = None) -> None:
-        """Takes leave of the other ranks; by itself at the end of the process.
+        """Disconnects from the other ranks; called at the end of the process at the latest.
 
         Args:
-          error: tells them that this rank fails, and why.
+          error: Error of this rank that is reported to the other ranks, if any.
         """
         if not self._closed:
             self._closed = True
@@ -462,18 +461,18 @@ class HookState:
         self._engine.begin(self.step - 1, StepMetadata(0.0, 1.0))
 
     def _taking_turns(self) -> Iterator[bool]:
-        """Whether the reducer carries each step; a step lasts from the first bucket of one to that of the next."""
+        """Yields :attr:`is_active` of each step; a step lasts from its first bucket to the next step's first."""
         yield from _WARM_UP
-        slower = torch.zeros(_TURNS, dtype=torch.float64)
+        slowdowns_s = torch.zeros(_TURNS, dtype=torch.float64)
         for turn in range(_TURNS):
-            for carries in (True, False):
-                begin = self._now()
-                yield carries
-                slower[turn] += (self._now() - begin) * (1 if carries else -1)
-        of_all = self._runtime.launch(self._sum(slower)).wait()
-        faster = int((of_all < 0).sum()) >= _TURNS - _EXCEPTIONS
+            for is_active in (True, False):
+                begin_s = self._now()
+                yield is_active
+                slowdowns_s[turn] += (self._now() - begin_s) * (1 if is_active else -1)
+        summed_s = self._runtime.launch(self._sum(slowdowns_s)).wait()
+        is_faster = int((summed_s < 0).sum()) >= _TURNS - _EXCEPTIONS
         while True:
-            yield faster
+            yield is_faster
 
     def _now(self) -> float:
         assert self._buckets is not None
@@ -492,9 +491,9 @@ class HookState:
             raise ConfigError(f"ddp_hook: in the first backward pass {_UNLIKE}")
 
     def _lay_out(self) -> None:
-        """Buckets that stay, made of the parameters in the order in which the model registered them.
+        """Creates the fixed buckets, with parameters in the order in which the model registered them.
 
-        DDP's first buckets have them in that order, the last bucket first.
+        The first buckets of DDP have parameters in that order, the last bucket first.
         """
         settings, size = self._settings, self._runtime.comm.size
         parameters: list[Any] = [p for arrival in reversed(self._arrivals) for p in arrival.parameters]
@@ -503,7 +502,7 @@ class HookState:
         self._runtime.expect(parameters)
         buckets = _HookBuckets(parameters, settings.bucket_nbytes)
         self._engine = Engine(self._runtime, buckets, self._reducer, Synchronous(), seed=settings.seed)
-        self._engine.round_number = self.step - 1  # rounds before it had exchanges of DDP's buckets
+        self._engine.round_number = self.step - 1  # earlier rounds exchanged DDP's buckets
         nbytes = summed_nbytes(self._reducer, [bucket.spec for bucket in buckets], size)
         self._runtime.settle_collective(_collective(self._reducer), nbytes)
         self._buckets = buckets
@@ -512,7 +511,7 @@ class HookState:
         self._begin_round()
 
     def _enter(self, arrival: _Arrival) -> None:
-        """Spreads DDP's bucket over those of the hook's own; whichever are full then are sent."""
+        """Copies DDP's bucket into the hook's own buckets and sends those that are full."""
         assert self._buckets is not None
         place_of = self._buckets.place_of
         if not place_of.keys() >= set(arrival.parameters):
@@ -533,7 +532,7 @@ class HookState:
             torch._foreach_copy_(places, grads)
             bucket.grads += grads
             bucket.places += places
-        if arrival.buffer.requires_grad:  # as with PyTorch's hooks, its graph is that of this rank's share
+        if arrival.buffer.requires_grad:  # as with PyTorch's hooks, the graph covers this rank's share
             with torch.enable_grad():
                 arrival.buffer.div_(self._runtime.comm.size)
         for bucket in pieces:
@@ -541,13 +540,13 @@ class HookState:
                 self._fill(bucket, ())
 
     def _fill(self, bucket: _HookBucket, absent: Sequence[int]) -> None:
-        """Sends a bucket; absent places are those of parameters that DDP has left out."""
+        """Sends a bucket, with zeros in the places of parameters that DDP skipped."""
         bucket.missing = set()
         bucket.clear_places(absent)
         self._engine.bucket_ready(bucket.index)
 
     def _average(self, arrival: _Arrival) -> None:
-        """Sends one of DDP's buckets as it is, before there are buckets of the hook's own."""
+        """Averages one of DDP's buckets uncompressed, before the hook has buckets of its own."""
         values, number, size = arrival.buffer.detach().clone(), len(self._averages), self._runtime.comm.size
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
         wait_until_filled = record_stream(values.device)
@@ -555,8 +554,8 @@ class HookState:
 
         async def exchange() -> None:
             wait_until_filled()
-            own = values.mul_(1 / size) if divides_first else values
-            total, _ = await channel.collective("direct")(channel, own, _NO_SIDE)
+            summand = values.mul_(1 / size) if divides_first else values
+            total, _ = await channel.collective("direct")(channel, summand, _NO_SIDE)
             arrival.buffer.detach().copy_(total if divides_first else total.div_(size))
             self._averaged_nbytes += channel.sent_nbytes
             arrival.release()
@@ -567,58 +566,58 @@ class HookState:
 
     async def _snapshot(self) -> State:
         assert self._buckets is not None
-        shared, local = self._engine.reducer_states.state_dict()
+        shared_state, local_state = self._engine.reducer_states.state_dict()
         parameters = {str(bucket.index): bucket.layout for bucket in self._buckets}
-        return {"step": self.step, "parameters": parameters, "shared": shared, "local": local}
+        return {"step": self.step, "parameters": parameters, "shared": shared_state, "local": local_state}
 
     async def _restore(self) -> None:
         assert self._loaded is not None
         assert self._buckets is not None
-        kept, self._loaded = self._loaded, None
-        if not kept["parameters"]:
+        state, self._loaded = self._loaded, None
+        if not state["parameters"]:
             return
-        if {str(bucket.index): bucket.layout for bucket in self._buckets} != kept["parameters"]:
+        if {str(bucket.index): bucket.layout for bucket in self._buckets} != state["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
         rank = self._runtime.comm.rank
-        local = kept["local"] if kept.get("rank", rank) == rank else {}
-        self._engine.reducer_states.check_own(local)
-        self._engine.reducer_states.load_state_dict(kept["shared"], local)
+        local_state = state["local"] if state.get("rank", rank) == rank else {}
+        self._engine.reducer_states.check_own(local_state)
+        self._engine.reducer_states.load_state_dict(state["shared"], local_state)
 
 
 def _sample_of(value: object) -> Tensor:
-    """Returns numbers whose sums over the ranks tell whether the value is equal on all."""
+    """Returns a checksum and its square, whose sums over the ranks show if the value is equal on all."""
     checksum = zlib.crc32(repr(value).encode()) % 2**20
     return torch.tensor([checksum, checksum**2], dtype=torch.float64)
 
 
 def _are_equal(sums: Tensor, size: int) -> bool:
-    """Returns True, on all ranks alike, if all gave the same sample: only then is the variance zero."""
+    """Returns True if the checksums of all ranks are equal, so that their variance is zero."""
     total, squares = sums.tolist()
     return bool(total**2 == size * squares)
 
 
 def _release(arrivals: Iterable[_Arrival]) -> None:
-    """Lets DDP go on where there is an error to raise."""
+    """Completes the futures of buckets after an error, so that DDP continues."""
     for arrival in arrivals:
         arrival.release()
 
 
 def _collective(reducer: Reducer) -> str:
-    """The one it asks for; a reducer need not have any."""
+    """Returns the name of the reducer's collective, by default ``direct``."""
     return getattr(reducer, "collective", "direct")
 
 
 def _reducer(how: str | Codec | Reducer) -> Reducer:
-    made: Any = how
+    candidate: Any = how
     if isinstance(how, str):
-        made = build("codec or reducer", how, CODECS | REDUCERS)
-    if hasattr(made, "encode"):
-        made = CodecReducer(made)
-    if not isinstance(made, Reducer):
+        candidate = build("codec or reducer", how, CODECS | REDUCERS)
+    if hasattr(candidate, "encode"):
+        candidate = CodecReducer(candidate)
+    if not isinstance(candidate, Reducer):
         raise ConfigError(f"ddp_hook: {how!r} is neither a codec nor a reducer")
-    if COLLECTIVES[_collective(made)].by_backend:
+    if COLLECTIVES[_collective(candidate)].by_backend:
         raise Unsupported(
             "ddp_hook: gradients travel over connections of its own: use collective direct or ring"
         )
-    reducer: Reducer = made
+    reducer: Reducer = candidate
     return reducer

@@ -1,4 +1,4 @@
-"""Decisions, which depend on time or arrival: a rank makes and logs them; those of rank 0 are broadcast."""
+"""Log and replay of decisions that depend on time or arrival; rank 0 broadcasts decisions for all ranks."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ __all__ = [
 
 
 COLLECTIVE = "collective"
-"""The name of the decision that resolves ``auto``; its step is the first of the run."""
+"""Name of the decision that resolves ``auto``; its step is the first of the run."""
 
 
 def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
-    """Resolves ``auto`` for a run, as a decision's value: the name of a collective for each size of tensor in bytes.
+    """Resolves ``auto`` for a run to the name of a collective for each tensor size, as the value of a decision.
 
     Args:
-      nbytes: of the tensors that a step sums.
-      size: number of replicas.
-      profile: of the network; see :func:`farflung.comm.resolve_collective`.
+      nbytes: Sizes of the tensors that a step sums.
+      size: Number of replicas.
+      profile: Profile of the network; see :func:`farflung.comm.resolve_collective`.
     """
-    return {str(each): resolve_collective(each, size, profile) for each in sorted(set(nbytes), reverse=True)}
+    return {str(n): resolve_collective(n, size, profile) for n in sorted(set(nbytes), reverse=True)}
 
 
 def adopt_collectives(comm: Communicator, decision: Decision) -> str:
-    """Sets the decided collectives in a communicator; returns their names, that for the largest tensor first.
+    """Sets the decided collectives in a communicator; returns their names, for the largest tensor first.
 
     Raises:
-      ConfigError: the decision comes from a log, and is not of such a run.
+      ConfigError: The decision comes from the log of another kind of run.
     """
     with deciding(decision.name, decision.step):
         chosen: Any = decision.value
@@ -62,77 +62,77 @@ def adopt_collectives(comm: Communicator, decision: Decision) -> str:
 
 
 class DecisionLog:
-    """The decisions of a run, in order. With an equal log a run is a function of its seed.
+    """Ordered log of a run's decisions; given the log, a run is a function of its seed.
 
     Args:
-      path: the file that takes those for all replicas at each :meth:`write`, a JSON object on each line. What a replica
-        decides for itself goes beside it, for ``decisions.jsonl`` to ``decisions/rank-<r>.jsonl``. A file appears with
-        its first decision, and whatever it holds already stays.
-      replay: decisions to make again. Where a choice depends on time or arrival, nothing else is decided then.
-      keep: whether to keep in :attr:`entries` what goes to no file.
+      path: JSON lines file of decisions for all replicas, appended to by :meth:`write`. Decisions of a single replica
+        go to files in a folder: with ``decisions.jsonl`` to ``decisions/rank-<r>.jsonl``. A file is created with its
+        first decision.
+      replay: Decisions to repeat; new ones that depend on time or arrival are then refused.
+      keep: True to collect decisions in :attr:`entries` if there is no file.
     """
 
     def __init__(
         self, path: Path | None = None, replay: Iterable[Decision] | None = None, *, keep: bool = True
     ) -> None:
         self.entries: list[Decision] = []
-        """Those made so far, where no file takes them."""
+        """Decisions so far, if there is no file."""
         self._path, self._keep = path, keep
         self._unwritten: deque[Decision] = deque()
         self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
-        """Adds a decision; callable from any thread, since it touches no file."""
+        """Adds a decision; safe to call from any thread, since it accesses no file."""
         if self._path is not None:
             self._unwritten.append(decision)
         elif self._keep:
             self.entries.append(decision)
 
     def write(self, event: Event | None = None) -> None:
-        """Appends to the files what was recorded since the last call; always to be called on the same thread.
+        """Appends decisions recorded since the last call to the files; always call this on the same thread.
 
         Args:
-          event: lets this method be a sink of telemetry, which writes at each event of a replica.
+          event: Ignored; makes this method a telemetry sink that writes at each event.
 
         Raises:
-          StorageError: a file cannot be written.
+          StorageError: A file cannot be written.
         """
         del event
-        found: dict[int | None, list[Decision]] = {}
+        by_rank: dict[int | None, list[Decision]] = {}
         while self._unwritten:
             decision = self._unwritten.popleft()
-            found.setdefault(decision.rank, []).append(decision)
-        for rank, decisions in found.items():
+            by_rank.setdefault(decision.rank, []).append(decision)
+        for rank, decisions in by_rank.items():
             assert self._path is not None
-            own = self._path.with_suffix("") / f"rank-{rank}.jsonl"
-            with JsonLinesFile(self._path if rank is None else own) as lines:
+            rank_path = self._path.with_suffix("") / f"rank-{rank}.jsonl"
+            with JsonLinesFile(self._path if rank is None else rank_path) as lines:
                 for decision in decisions:
                     lines.add(_content(decision))
 
     def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
-        """Finds a decision of the run that is replayed; ``None`` where it made none."""
+        """Returns a decision of the replayed run, or None if it did not make it."""
         return None if self._replay is None else self._replay.get((name, step, rank))
 
     def first_replayed(self, name: str, step: int) -> int | None:
-        """Finds the first step from ``step`` on at which the run that is replayed made such a decision for all."""
-        steps = [at for one, at, rank in self._replay or () if (one, rank) == (name, None) and at >= step]
-        return min(steps, default=None)
+        """Returns the first step from ``step`` on with such a decision for all replicas in the replayed run."""
+        keys = self._replay or ()
+        return min((at for key, at, rank in keys if (key, rank) == (name, None) and at >= step), default=None)
 
     def decide(
         self, name: str, step: int, local: Callable[[], Json], rank: int | None = None, *, timing: bool = True
     ) -> Decision:
-        """Makes a choice: that of the run which is replayed, or a new one.
+        """Makes a decision, or repeats that of the replayed run, and records it.
 
         Args:
-          name: of what is decided.
-          step: the step it belongs to.
-          local: the choice, where it is a new one.
-          rank: the replica that decides for itself alone; ``None``: it is for all.
-          timing: see :class:`farflung.types.Decision`. What does not depend on time or arrival may be decided anew
-            where the run that is replayed did not decide it.
+          name: Name of the decision.
+          step: Step that it belongs to.
+          choose: Function that makes a new decision.
+          rank: Rank of the replica that decides for itself; ``None`` for a decision for all.
+          timing: True if it depends on time or arrival, see :class:`farflung.types.Decision`. Other decisions may be
+            made anew if the replayed run did not make them.
 
         Raises:
-          ConfigError: the run that is replayed did not make it.
+          ConfigError: The replayed run did not make the decision.
         """
         decision = self.replayed(name, step, rank)
         if decision is None:
@@ -157,15 +157,15 @@ def _content(decision: Decision) -> dict[str, Json]:
 
 
 def read_decisions(path: Path) -> list[Decision]:
-    """Reads the decisions of a run: a file for all replicas, and those of each beside it; see :class:`DecisionLog`.
+    """Reads a run's decisions from the file for all replicas and those of each; see :class:`DecisionLog`.
 
-    A last line that was cut short is left out.
+    A truncated last line is ignored.
 
     Raises:
-      ConfigError: a file cannot be read, or a line is no decision; one line with file and line.
+      ConfigError: A file cannot be read or a line is not a decision; the message names file and line.
     """
-    own = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
-    files = own if own and not path.exists() else [path, *own]
+    rank_paths = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
+    files = rank_paths if rank_paths and not path.exists() else [path, *rank_paths]
     decisions: list[Decision] = []
     for file in files:
         json_lines(
@@ -197,16 +197,16 @@ async def decide_by_rank_0(
     timing: bool = True,
     purpose: Purpose = Purpose.DECISION,
 ) -> Decision:
-    """Calls ``local`` on rank 0 and broadcasts its value, as JSON, to all ranks.
+    """Calls ``choose`` on rank 0 and broadcasts its value as JSON to all ranks.
 
     Args:
-      comm: the view whose rank 0 decides.
-      log: where rank 0 records it, or finds what was decided in the run that is replayed.
-      name: what is decided; with ``step`` it names the decision, so each is made once.
-      step: the step it belongs to.
-      local: the decider's choice.
-      timing: whether it depends on time or arrival; see :class:`farflung.types.Decision`.
-      purpose: of the messages.
+      comm: Communicator of the view whose rank 0 decides.
+      log: Log in which rank 0 records the decision or finds the replayed one.
+      name: Name of the decision, unique for each step.
+      step: Step that it belongs to.
+      choose: Function that makes the decision on rank 0.
+      timing: True if it depends on time or arrival; see :class:`farflung.types.Decision`.
+      purpose: Purpose of the messages.
     """
     tag = Tag(purpose.at(step), zlib.crc32(name.encode()))
     if comm.rank != 0:

@@ -1,8 +1,7 @@
-"""The exception tree: every error farflung raises on purpose.
+"""Exceptions of farflung.
 
-:class:`BadInput` and its children are the user's to mend and end a command with exit code 2; :class:`RunLost`
-and its children end a run that was under way, with exit code 1. Messages say what was wrong, where, and what
-to do, on one or two lines.
+Users can correct :class:`BadInput` and its subclasses, which end a command with exit code 2. :class:`RunLost` and its
+subclasses end a run with exit code 1. Messages state the problem, its location and the remedy, on one or two lines.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 
 
 class FarflungError(Exception):
-    """Base of every error that farflung raises on purpose. A copy in another process has its message and fields."""
+    """Base class of farflung's errors, whose copies in other processes keep message and fields."""
 
     exit_code = 1
 
@@ -57,22 +56,22 @@ def _copy(kind: type[FarflungError], args: tuple[Any, ...], fields: dict[str, An
 
 
 class BadInput(FarflungError):
-    """Something the user gave is wrong; the message says what, where and what to do."""
+    """Invalid input of the user; the message states the problem, its location and the remedy."""
 
     exit_code = 2
 
 
 class ConfigError(BadInput):
-    """An option, a configuration key or a combination of parts that cannot work."""
+    """Invalid option, configuration key or combination of parts."""
 
 
 class UnknownName(ConfigError):
-    """A name that no registry holds.
+    """Unknown name in a registry.
 
     Args:
-      kind: what was looked for (``"workload"``).
-      name: what was given.
-      known: the names there are.
+      kind: Kind of the registry's members, such as ``"workload"``.
+      name: Unknown name.
+      known_names: Names in the registry.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
@@ -81,39 +80,39 @@ class UnknownName(ConfigError):
 
 
 class Unsupported(ConfigError):
-    """A part needs a feature that the communicator, runtime or model does not have."""
+    """Feature that the communicator, runtime or model does not support."""
 
 
 class DataError(BadInput):
-    """A data set is absent, truncated, or not what it should be."""
+    """Missing, truncated or malformed data set."""
 
 
 class DataMissing(DataError):
-    """A data set is not on this machine."""
+    """Data set that is not on this machine."""
 
 
 class BadLabels(BadInput, ValueError):
-    """Labels that a classifier cannot learn from; a ``ValueError`` too, as scikit-learn's conventions have it."""
+    """Labels that a classifier cannot learn; a ``ValueError`` too, by scikit-learn's conventions."""
 
 
 class BadParameter(ConfigError, ValueError):
-    """A parameter of an estimator that cannot work; a ``ValueError`` too, as scikit-learn's conventions have it."""
+    """Invalid parameter of an estimator; a ``ValueError`` too, by scikit-learn's conventions."""
 
 
 class BadSamples(DataError, ValueError):
-    """Samples that a model cannot be learned from; a ``ValueError`` too, as scikit-learn's conventions have it."""
+    """Samples that a model cannot learn from; a ``ValueError`` too, by scikit-learn's conventions."""
 
 
 class CheckpointError(BadInput):
-    """A checkpoint is absent, cut short, or belongs to another model or recipe."""
+    """Missing or truncated checkpoint, or one of another model or recipe."""
 
 
 class StorageError(BadInput):
-    """A file or folder cannot be written: no room, no permission, or something else is in its place.
+    """Failed write of a file or folder: the disk is full, permission is denied, or the path is of another kind.
 
     Args:
-      path: which.
-      reason: as the system gives it.
+      path: File or folder.
+      reason: Error message of the system.
     """
 
     def __init__(self, path: object, reason: str) -> None:
@@ -122,12 +121,12 @@ class StorageError(BadInput):
 
 
 class MissingExtra(BadInput):
-    """Something needs a package that the core does not install.
+    """Missing package that an extra of farflung installs.
 
     Args:
-      what: what needs it; the message begins with it.
-      module: the package, by the name it is imported by.
-      extra: the extra of farflung that installs it.
+      feature: Feature that needs the package, which begins the message.
+      module: Module name of the package.
+      extra: Name of the extra.
     """
 
     def __init__(self, what: str, module: str, extra: str) -> None:
@@ -136,33 +135,33 @@ class MissingExtra(BadInput):
 
 
 class LabError(FarflungError):
-    """The lab cannot be set up on this machine, or its links are not what they should be."""
+    """Failed setup of the lab on this machine, or links that differ from their profile."""
 
 
 class RunLost(FarflungError):
-    """A run that was under way cannot go on."""
+    """Failure of a running run, which cannot continue."""
 
 
 class Left(RunLost):
-    """This replica has left an elastic run, as it was asked to; the others go on without it."""
+    """Requested leave of this replica from an elastic run; the others continue without it."""
 
     exit_code = 0
 
 
 class StateOutdated(FarflungError):
-    """What a replica that joins has followed is of no use any more: it is given the state of the run anew."""
+    """Outdated state of a joining replica, which must receive the state of the run again."""
 
 
 class Suspended(RunLost):
-    """This replica was silent, and the others go on without it until it is admitted again."""
+    """Suspension of this replica after silence; the others continue without it until it is admitted again."""
 
 
 class _OfRank(RunLost):
-    """What ended a run is another replica's.
+    """Failure of another replica that ended the run.
 
     Args:
-      rank: the replica.
-      detail: what was seen.
+      rank: Rank of the failed replica.
+      detail: Description of the failure.
     """
 
     words = ""
@@ -173,19 +172,19 @@ class _OfRank(RunLost):
 
 
 class PeerLost(_OfRank):
-    """The connection to a replica was closed from its end, or a message of it was refused."""
+    """Connection that a replica closed, or that was closed because a message of it was refused."""
 
     words = "lost rank {}"
 
 
 class DeadlinePassed(RunLost):
-    """A wait ran out.
+    """Wait that exceeded its deadline.
 
     Args:
-      rank: the rank that was waited for; ``None``: any rank would have done.
-      what: what was waited for.
-      waited_s: for how long, in seconds.
-      why: why the rank counts as lost, if that is not the time alone; then the message says how to wait longer.
+      rank: Rank that was waited for; ``None`` for any rank.
+      operation: Expected message or operation.
+      waited_s: Duration of the wait in seconds.
+      reason: Reason to treat the rank as lost apart from the time; the message then explains how to wait longer.
     """
 
     def __init__(self, rank: int | None, what: str, waited_s: float, *, why: str = "") -> None:
@@ -196,11 +195,11 @@ class DeadlinePassed(RunLost):
 
 
 class WaitEnded(FarflungError):
-    """A wait was given up, because its exchange was forgotten.
+    """Cancelled wait for a message of a cancelled exchange.
 
     Args:
-      rank: the rank that was waited for; ``None``: any rank would have done.
-      what: what was waited for.
+      rank: Rank that was waited for; ``None`` for any rank.
+      operation: Expected message or operation.
     """
 
     def __init__(self, rank: int | None, what: str) -> None:
@@ -210,29 +209,29 @@ class WaitEnded(FarflungError):
 
 
 class PeerFailed(_OfRank):
-    """A replica said that it ended with an error of its own."""
+    """Replica that reported an error of its own."""
 
     words = "rank {} failed"
 
 
 class NonFinite(RunLost):
-    """A loss or gradient was NaN or infinite; raised on every replica at the same step.
+    """NaN or infinite loss or gradient; raised on every replica at the same step.
 
     Args:
-      step: the step at which it was seen.
-      ranks: the replicas that saw it, where they can be told.
-      count: how many did.
-      what: ``loss`` or ``gradient``.
+      step: Step of the loss or gradient.
+      ranks: Ranks of the affected replicas, if known.
+      count: Number of affected replicas.
+      quantity: ``loss`` or ``gradient``.
     """
 
     def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
         self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
-        which = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
+        affected_ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
         super().__init__(
-            f"non-finite {what} at step {step} on {which}: stopped everywhere before the update; "
+            f"non-finite {what} at step {step} on {affected_ranks}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"
         )
 
 
 class ProtocolError(RunLost):
-    """Replicas disagree about the run: unlike settings, versions or models."""
+    """Different settings, versions or models on the replicas of a run."""

@@ -1,4 +1,4 @@
-"""What is installed beside the core only where it is wanted: the extras of ``pip install 'farflung[...]'``."""
+"""Optional dependencies: the extras of ``pip install 'farflung[...]'``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["need"]
 
 
 def need(what: str, *modules: str, extra: str) -> None:
-    """Makes sure of modules that an extra installs, before they are imported.
+    """Checks that modules of an extra are installed, before they are imported.
 
-    >>> need("arithmetic", "math", extra="maths")
+    >>> require_modules("arithmetic", "math", extra="maths")
 
     Args:
-      what: what cannot be done without them; an error begins with it.
-      modules: as they are imported.
-      extra: which one installs them.
+      feature: Feature that needs the modules, which begins the error message.
+      modules: Names of the modules.
+      extra: Extra that installs them.
 
     Raises:
-      MissingExtra: one of them is not installed; says how to install it.
+      MissingExtra: A module is not installed; the message explains how to install it.
     """
     for module in modules:
         if find_spec(module) is None:

@@ -1,4 +1,4 @@
-"""Files: read behind one door that names them, written whole or not at all, appended to in whole lines."""
+"""File access: reads with errors that name the file, atomic writes, and JSON lines files."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What content that is not what it should be makes a reader raise; RuntimeError is recursion's, and torch's, too."""
+"""Errors that readers raise on malformed content; RuntimeError covers recursion and torch."""
 _BLOCK = 1 << 16
 _FLUSH_EVERY_S = 1.0
 _TOO_LONG = re.compile(r"\d{309}")
-"""No float is as large."""
+"""Pattern of a number with more digits than any float has."""
 _UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
@@ -75,15 +75,15 @@ _UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 @contextmanager
 def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) -> Iterator[None]:
-    """The door of every reader: whatever goes wrong inside, of what a file holds, is one error that names the file.
+    """Converts errors from reading a file or its content, within the context, to one that names the file.
 
     Args:
-      path: the file, or words that name it.
-      wrong: what to say of it, as in ``"not a decision"``.
-      kind: of the error.
+      path: File, or words that name it.
+      problem: Description of malformed content for the message, such as ``"not a decision"``.
+      error_type: Class of the error.
 
     Raises:
-      BadInput: of ``kind``; one that was raised inside stays what it is, and names the file.
+      BadInput: Reading failed. The class is ``error_type``; farflung's own errors keep theirs and get the file's name.
     """
     with naming(path):
         try:
@@ -96,9 +96,7 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
 
 @contextmanager
 def naming(where: Path | str) -> Iterator[None]:
-    """Puts ``where`` in front of errors from inside that do not name it, but for an extra's absence and for a file that
-    cannot be written, which names itself.
-    """
+    """Adds ``location`` to errors within the context that lack it, except MissingExtra and StorageError."""
     try:
         yield
     except FarflungError as error:
@@ -108,16 +106,16 @@ def naming(where: Path | str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The text on one line, shortened."""
+    """Formats an error on one line of limited length."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def deciding(name: str, step: int) -> AbstractContextManager[None]:
-    """Inside, the value of a decision is looked through: one that was read from a log may be anything.
+    """Converts errors from the value of a logged decision, within the context, to one that names it.
 
     Raises:
-      ConfigError: it is not what such a run decides.
+      ConfigError: The value does not fit the decision.
     """
     return reading(
         f"--replay: decision {name!r} at step {step}",
@@ -126,39 +124,39 @@ def deciding(name: str, step: int) -> AbstractContextManager[None]:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file without a byte order mark, if any; to be called inside :func:`reading`."""
+    """Reads a text file without its byte order mark; call this inside :func:`wrap_read_errors`."""
     return path.read_text(encoding="utf-8-sig")
 
 
 def json_of(text: str) -> Json:
-    """The value of a JSON text; to be called inside :func:`reading`.
+    """Parses a JSON text; call this inside :func:`wrap_read_errors`.
 
     Raises:
-      ValueError: it is none, or holds a number or text that nothing can be done with.
+      ValueError: The text is not JSON, or has an overlong number or invalid Unicode.
     """
     if _TOO_LONG.search(text):
         raise ValueError("a number of more than 308 digits")
     value: Json = json.loads(text)
     if "\\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate can be read, but nowhere be shown
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate can be parsed, but not printed
     return value
 
 
 def toml_of(path: Path) -> dict[str, Any]:
-    """The content of a TOML file.
+    """Loads a TOML file.
 
     Raises:
-      ConfigError: absent, or no TOML; names it.
+      ConfigError: The file is missing or not TOML.
     """
     with reading(path, "not TOML"):
         return tomllib.loads(read_text(path))
 
 
 def number_pairs(path: Path) -> list[tuple[float, float]]:
-    """The first two columns of a CSV file without a head; to be called inside :func:`reading`.
+    """Reads two columns of a CSV file without a header; call this inside :func:`wrap_read_errors`.
 
     Raises:
-      ValueError: one is no number.
+      ValueError: An entry is not a number.
     """
     rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
     return [(float(row[0]), float(row[1])) for row in rows]
@@ -167,17 +165,17 @@ def number_pairs(path: Path) -> list[tuple[float, float]]:
 def json_lines(
     path: Path, wrong: str, take: Callable[[Any], object], kind: type[BadInput], *, whole: bool = False
 ) -> None:
-    """Hands each line of a file of JSON lines to ``take``; a last line that was cut short is left out.
+    """Reads a file of JSON lines and passes each value to a callback; a truncated last line is ignored.
 
     Args:
-      path: the file.
-      wrong: what to say of a line that is not what it should be.
-      take: gets the value of each; it may refuse it with any error that :func:`reading` knows.
-      kind: of the error.
-      whole: refuses a last line that was cut short too.
+      path: File of JSON lines.
+      problem: Description of a malformed line for the message.
+      handle_value: Callback for each value, which may raise any error that :func:`wrap_read_errors` converts.
+      error_type: Class of the error.
+      is_strict: True to refuse a truncated last line.
 
     Raises:
-      BadInput: of ``kind``: the file cannot be read, or a line is not what it should be; names file and line.
+      BadInput: The file cannot be read or a line is malformed. The class is ``error_type``; the message names the line.
     """
     with reading(path, "not text", kind):
         *lines, last = read_text(path).split("\n")
@@ -190,7 +188,7 @@ def json_lines(
 
 
 def _is_cut(line: str) -> bool:
-    """Whether a line without an end is the beginning of an object whose write was cut short."""
+    """Returns True if a last line without a newline is the beginning of an object."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -203,10 +201,10 @@ def _is_cut(line: str) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever goes wrong inside, of writing a file or making a folder, is one error that names it.
+    """Converts errors from writing a file or creating a folder, within the context, to one that names it.
 
     Raises:
-      StorageError: no room, no permission, or something else is in its place.
+      StorageError: The disk is full, permission is denied, or the path is of another kind.
     """
     try:
         yield
@@ -215,13 +213,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """A file that appears whole or not at all: ``write`` gets another name, which then becomes that of the file.
+    """Writes a file atomically: ``write`` writes to a temporary path, which then replaces the file.
 
     Raises:
-      StorageError: it cannot be written.
+      StorageError: The file cannot be written.
     """
     with writing(path):
-        # By no number of a process: those of containers, which may share the folder, are numbered alike.
+        # The name has no process id, since containers that share the folder have equal ids.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         try:
             write(partial)
@@ -233,20 +231,20 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text that appears whole or not at all; see :func:`write_whole`."""
+    """Writes a text file atomically; see :func:`write_atomically`."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: Json) -> None:
-    """Writes a value that appears whole or not at all; see :func:`write_whole`."""
+    """Writes a JSON file atomically; see :func:`write_atomically`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def drop_cut_line(path: Path) -> None:
-    """Makes a file of JSON lines end with a whole line before more are added; warns where one was cut short.
+    """Drops a truncated last line of a JSON lines file, with a warning, and adds a missing newline.
 
     Raises:
-      StorageError: it cannot be written.
+      StorageError: The file cannot be written.
     """
     if not path.exists():
         return
@@ -275,14 +273,14 @@ def drop_cut_line(path: Path) -> None:
 
 
 class JsonLinesFile:
-    """A file that is added to by JSON lines; a context manager that closes it.
+    """Append-only file of JSON lines, and a context manager that closes it.
 
     Args:
-      path: the file; its folder is made, and a last line in it that was cut short is left out.
-      fresh: whether to replace what it holds.
+      path: File, whose folder is created and whose truncated last line is dropped.
+      should_overwrite: True to overwrite the file.
 
     Raises:
-      StorageError: when it is made or at any call: the file cannot be written.
+      StorageError: The file cannot be written, at creation or at any later call.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
@@ -296,16 +294,16 @@ class JsonLinesFile:
         self._flushed = time.monotonic()
 
     def add(self, row: Mapping[str, Json], *, flush: bool = False) -> None:
-        """Appends one line; it may stay in memory for a second unless ``flush`` hands it to the system at once."""
-        now = time.monotonic()
+        """Appends one line, flushed immediately with ``flush``, otherwise by the first call after a second."""
+        time_s = time.monotonic()
         with writing(self._path):
             self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
-            if flush or now - self._flushed > _FLUSH_EVERY_S:
+            if flush or time_s - self._flushed > _FLUSH_EVERY_S:
                 self._file.flush()
-                self._flushed = now
+                self._flushed = time_s
 
     def close(self) -> None:
-        """Writes the rest and closes the file."""
+        """Flushes and closes the file."""
         with writing(self._path):
             self._file.close()
 
@@ -318,7 +316,7 @@ class JsonLinesFile:
         try:
             self.close()
         except StorageError:
-            if error is None:  # otherwise what went wrong before is what counts
+            if error is None:  # an earlier error takes precedence
                 raise
 
 
@@ -326,10 +324,10 @@ class JsonLinesFile:
 
 
 class RunFiles:
-    """The files of a run of any kind: settings, trained model and summary.
+    """Paths of a run's files: settings, trained model and summary.
 
     Args:
-      path: the folder.
+      path: Folder of the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -339,42 +337,42 @@ class RunFiles:
         self.summary = path / "summary.json"
 
     def stored_config(self) -> dict[str, Json]:
-        """Reads the settings of the run.
+        """Loads the settings of the run.
 
         Raises:
-          CheckpointError: there is no run, or the file is damaged.
+          CheckpointError: There is no run, or the file is damaged.
         """
         if not self.config.exists():
             raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)")
         return self.stored(self.config)
 
     def stored_summary(self) -> dict[str, Json]:
-        """Reads how the run ended.
+        """Loads the summary of the run.
 
         Raises:
-          CheckpointError: it has not ended, or the file is damaged.
+          CheckpointError: The run has not ended, or the file is damaged.
         """
         return self.stored(self.summary)
 
     def stored(self, path: Path) -> dict[str, Json]:
-        """Reads one of the run's files, which holds an object.
+        """Loads a file of the run that contains a JSON object.
 
         Raises:
-          CheckpointError: it is damaged.
+          CheckpointError: The file is damaged.
         """
         with reading(path, "damaged; start the run afresh", CheckpointError):
-            found = json_of(read_text(path))
-            if not isinstance(found, dict):
-                raise TypeError(f"keys and values were due, not {type(found).__name__}")
-            return found
+            content = json_of(read_text(path))
+            if not isinstance(content, dict):
+                raise TypeError(f"keys and values were due, not {type(content).__name__}")
+            return content
 
 
 def check_folder(path: Path) -> None:
-    """Refuses a path at which no folder can be made.
+    """Checks that a path is a folder or does not exist.
 
     Raises:
-      ConfigError: a file is there.
-      StorageError: it cannot be looked at.
+      ConfigError: The path is a file.
+      StorageError: The path cannot be accessed.
     """
     with writing(path):
         if path.exists() and not path.is_dir():
@@ -383,17 +381,17 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def held(folder: Path, what: str) -> Iterator[None]:
-    """Makes a folder where there is none; inside, no other process holds it.
+    """Locks a folder for the duration of the context, and creates it if necessary.
 
-    The kernel releases the folder when this process ends, however that is.
+    The kernel releases the lock when this process ends for any reason.
 
     Args:
-      folder: the file that is locked stays in it as ``.lock``.
-      what: others would do there, for the message.
+      folder: Folder; its file ``.lock`` is locked and stays.
+      activity: Verb for the message to other processes, such as ``trains``.
 
     Raises:
-      ConfigError: another process holds it, which is named; or there is a file in its place.
-      StorageError: the folder cannot be written.
+      ConfigError: Another process holds the lock, or the path is a file.
+      StorageError: The folder cannot be written.
     """
     check_folder(folder)
     path = folder / ".lock"
@@ -411,7 +409,7 @@ def held(folder: Path, what: str) -> Iterator[None]:
                 f"{folder}: another command{process} {what} there: wait until it has ended"
             ) from None
         except OSError as error:
-            if error.errno not in _UNLOCKABLE:  # a file system that has no locks
+            if error.errno not in _UNLOCKABLE:  # set of a file system without locks
                 raise StorageError(path, error.strerror or str(error)) from None
         with writing(path):
             os.ftruncate(lock, 0)

@@ -1,4 +1,4 @@
-"""farflung in a training loop of its user's: three lines, and the loop stays as it is."""
+"""Attaches farflung to an existing training loop: three lines, and the loop itself does not change."""
 
 from __future__ import annotations
 
@@ -64,22 +64,22 @@ T = TypeVar("T")
 
 _JOIN_S = 60.0
 _MOST_PASSES = 100
-"""Backward passes in a row without a step, after which the optimizer is taken for one that does not step."""
+"""Number of consecutive backward passes without a step after which the optimizer is taken never to step."""
 _COMPARED_EVERY = 1024
-"""Rounds after which equal replicas are compared again, beside the powers of two."""
+"""Number of rounds between comparisons of equal replicas, in addition to the powers of two."""
 _TOLERATED = 1e-4
-"""Relative distance of replicas that rounding on unlike devices may explain."""
+"""Largest relative distance of replicas that rounding on different devices can explain."""
 _STEP_IN_BACKWARD = (
     "an optimizer stepped, or a hook took a gradient away, while backward() was sending it: replicas would train "
     "apart. Step after backward()"
 )
 _UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
 _attached: list[Handle] = []
-"""Those of this process that have not finished."""
+"""Handles of this process that have not finished."""
 
 
 def carries(chosen: Recipe) -> str:
-    """What :func:`attach` makes of a recipe: ``yes``, or what it needs beside, or why it is refused."""
+    """Returns ``yes`` if :func:`attach` supports the recipe, otherwise what it needs or why it is refused."""
     parts = chosen.parts(0)
     if reason := parts.schedule.attach_refusal or _left_to_the_loop(parts):
         return f"no: {reason}"
@@ -89,7 +89,7 @@ def carries(chosen: Recipe) -> str:
 
 
 def _nearest(parts: Parts) -> str:
-    """Tells what to change in a recipe that a loop of its own cannot follow, for the nearest one that it can."""
+    """Returns the changes that turn an unsupported recipe into the nearest supported one."""
     changes = {"sharing": "none"} if parts.sharing.data_leaves_device else {}
     if parts.scaling != NoScaling():
         changes["scaling"] = "none"
@@ -110,7 +110,7 @@ def _nearest_schedule(schedule: Schedule) -> Schedule:
 
 
 def _left_to_the_loop(parts: Parts) -> str:
-    """What a recipe does that belongs to the loop itself; empty: nothing."""
+    """Returns why the recipe conflicts with an external training loop; empty if it does not."""
     if parts.sharing.data_leaves_device:
         return "it sees no samples and cannot send any to other replicas"
     return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
@@ -141,60 +141,58 @@ def attach(
     quorum: str = "majority",
     show: Sink | None = None,
 ) -> Handle:
-    """Lets the replicas that torchrun, srun or mpirun has started train ``model`` together.
+    """Connects the replicas that torchrun, srun or mpirun started, so that they train ``model`` together.
 
-    Afterwards the loop is what it was: each ``loss.backward()`` exchanges gradients while autograd runs, and ends when
-    ``p.grad`` holds what the optimizer is to step on, or nothing where the schedule has nothing for it. Parameters
-    and buffers start as rank 0's. Without torchrun there is one replica, and nothing is exchanged.
+    The loop stays the same. Each ``loss.backward()`` exchanges gradients while autograd runs. When it returns,
+    ``p.grad`` holds the gradient for the optimizer, or ``None`` if the schedule has none for this step. Parameters and
+    buffers start from rank 0's. Without a launcher there is one replica, and nothing is exchanged.
 
-    Where replicas step on their own gradients (delayed updates), each ``optimizer.step()`` exchanges what it did to
-    the parameters. They differ between replicas until :meth:`Handle.finish`; :meth:`Handle.averaged` gives the model
-    to evaluate. Each scales its own loss, if a ``GradScaler`` does that; with pipelined schedules there can be none,
-    since a gradient would be divided by another scale than it was multiplied by.
+    If replicas step on their own gradients (delayed updates), each ``optimizer.step()`` exchanges its change of the
+    parameters. Parameters then differ between replicas until :meth:`Handle.finish`, and
+    :meth:`Handle.use_averaged_model` provides the model to evaluate. With a ``GradScaler``, each replica scales its own
+    loss. Pipelined schedules do not support one, since they would unscale a gradient by the scale of a later step.
 
-    A parameter that no loss reached on any replica keeps no gradient, as under DistributedDataParallel; where some
-    replicas lack it they count as zeros. What is frozen now is left alone, and has to stay frozen until
-    :meth:`Handle.finish`.
+    As under DistributedDataParallel, a parameter that no replica used has no gradient, and replicas that did not use a
+    parameter contribute zeros. Frozen parameters are not exchanged and must stay frozen until :meth:`Handle.finish`.
 
     Args:
-      model: trained by this loop; compiled models will do, those wrapped in DistributedDataParallel or FSDP will not.
-      optimizer: steps on the exchanged gradients; one that wraps another, as Accelerate's, will do. Inside of
+      model: Model that this loop trains; it may be compiled, but not wrapped in DistributedDataParallel or FSDP.
+      optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's. Inside
         Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
-      how: a recipe or the name of one, with changes in brackets if wished: ``"ring(codec=int8)"``.
-      seed: equal on all ranks; what codecs draw from.
-      deadline_s: seconds for which a replica that is waited for may be silent before it counts as lost. One that
-        answers may be busy for ten times as long.
-      launch_env: rank and size of this replica; read from the environment when not given.
-      store: where the replicas meet; the one at ``MASTER_ADDR`` when not given.
-      endpoint: how this replica connects to the others.
-      network: what lies between the replicas, a profile or the name of one; from it the collective ``auto`` becomes the
-        fastest one. It is measured when not given: see :meth:`farflung.wall.WallRuntime.settle_collective`.
-      nonfinite: what all replicas do where a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
-        that replica from it, except for buckets that have left before. Each bucket is then looked through, which
-        waits for the device. ``None``: none is checked, as under DistributedDataParallel; for loops with a
-        ``GradScaler``.
-      sampler: this rank's, which draws the loop's batches: with rule ``auto`` it learns from gradients and scores of
-        all ranks whether to draw by scores.
-      elastic: replicas with which the run at least goes on where others are lost, see :attr:`Handle.members`; 0: the
-        first loss ends it.
-      quorum: ``majority``, or ``1``: replicas that lose touch with the majority go on alone, each part with a model of
-        its own.
-      show: gets an event for each step of this replica: its seconds, those waited for exchanges, bytes sent so far. For
-        example :class:`farflung.loggers.RunLog`.
+      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
+      seed: Seed of random codecs, equal on all ranks.
+      deadline_s: Seconds without any message after which a replica that is waited for counts as lost. One that answers
+        may be busy for ten times as long.
+      launch_env: Rank and size of this replica; read from the environment by default.
+      store: Store in which the replicas find each other; by default the one at ``MASTER_ADDR``.
+      endpoint: Settings of this replica's connections.
+      network: Profile of the network, or its name, from which ``auto`` selects the fastest collective. By default the
+        network is measured: see :meth:`farflung.wall.WallRuntime.resolve_collective`.
+      nonfinite: Action on all replicas if a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
+        that replica from it, except for buckets sent earlier. Checking a bucket synchronizes with the device. ``None``
+        checks nothing, as under DistributedDataParallel, and is meant for loops with a ``GradScaler``.
+      sampler: Sampler of this rank's batches. With rule ``auto`` it learns from gradients and scores of all ranks
+        when to draw by importance.
+      elastic: Smallest number of replicas with which the run continues after losses, see :attr:`Handle.members`; 0 ends
+        the run at the first loss.
+      quorum: ``majority``, or ``1``: replicas cut off from the majority continue alone, each group with its own model.
+      sink: Sink for one event per step of this replica: its seconds, seconds waited for exchanges, bytes sent so far.
+        For example :class:`farflung.loggers.RunLog`.
 
     Raises:
-      UnknownName: no such recipe or network.
-      Unsupported: a recipe that needs more than this loop, or a model that cannot be carried: DistributedDataParallel,
-        FSDP, sparse gradients, complex or lazy parameters; an optimizer that needs a closure, with late results.
-      ConfigError: an optimizer that is not the model's, a model that is attached already, or an environment that does
-        not say where the replicas meet.
-      RunLost: a replica did not come.
+      UnknownName: No recipe or network has this name.
+      Unsupported: The recipe conflicts with an external loop, the optimizer needs a closure but results come late, or
+        the model has an unsupported wrapper (DistributedDataParallel, FSDP), sparse gradients, or complex or lazy
+        parameters.
+      ConfigError: The optimizer does not belong to the model, the model is attached already, or the environment lacks
+        the rendezvous address.
+      RunLost: A replica did not connect in time.
     """
-    chosen = recipe(how) if isinstance(how, str) else how
-    parts = chosen.parts(seed)
+    parsed_recipe = recipe(how) if isinstance(how, str) else how
+    parts = parsed_recipe.parts(seed)
     if reason := parts.schedule.attach_refusal or _left_to_the_loop(parts):
         raise Unsupported(
-            f"attach cannot follow recipe {chosen.text}: {reason}; use farflung train, or this "
+            f"attach cannot follow recipe {parsed_recipe.text}: {reason}; use farflung train, or this "
             f"recipe.but({_nearest(parts)}), which comes nearest"
         )
     if nonfinite not in (None, *ON_NONFINITE):
@@ -202,16 +200,16 @@ def attach(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
         )
     if elastic and (
-        why := parts.needs_all or (sampler is not None and "an importance sampler needs all replicas")
+        refusal := parts.needs_all or (sampler is not None and "an importance sampler needs all replicas")
     ):
-        raise ConfigError(f"attach: elastic: {why}")
+        raise ConfigError(f"attach: elastic: {refusal}")
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
     check_sole(model)
     env = launch_env or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
     check_whole(model, is_alone=size == 1)
-    accumulating = partial(accumulates, optimizer)
+    should_accumulate = partial(accumulates, optimizer)
     optimizer = plain_optimizer(optimizer)
     check_optimizer(model, optimizer)
     if any(handle.knows(model.parameters()) for handle in _attached):
@@ -231,7 +229,7 @@ def attach(
         meeting="attach",
         endpoint=endpoint.on(partial(env.interface, store)),
         settings={
-            **chosen.to_json(),
+            **parsed_recipe.to_json(),
             "seed": seed,
             "network": None if profile is None else profile.name,
             "nonfinite": nonfinite,
@@ -242,7 +240,7 @@ def attach(
             **optimizer_settings(optimizer),
         },
         deadline_s=deadline_s,
-        native=collective_named(chosen.collective).by_backend,
+        native=collective_named(parsed_recipe.collective).by_backend,
         join_s=_JOIN_S,
         members=range(size) if elastic else None,
         kept_nbytes=math.inf if elastic else None,
@@ -253,7 +251,7 @@ def attach(
         if needs_closure(optimizer) and not parts.schedule.is_synchronous:
             raise Unsupported(
                 f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
-                f"{chosen.schedule} cannot follow: use a synchronous recipe"
+                f"{parsed_recipe.schedule} cannot follow: use a synchronous recipe"
             )
         engine = Engine(
             runtime,
@@ -271,7 +269,7 @@ def attach(
 
             engine.extend(MeasuredGain(gain, runtime, parts.schedule, parts.reducer))
         nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
-        collective = runtime.settle_collective(chosen.collective, nbytes, network=profile)
+        collective = runtime.settle_collective(parsed_recipe.collective, nbytes, network=profile)
         handle = Handle(
             model,
             optimizer,
@@ -281,7 +279,7 @@ def attach(
             parts.schedule,
             collective,
             show,
-            accumulating,
+            should_accumulate,
             profile,
             gain,
         )
@@ -306,7 +304,7 @@ def attach(
 
 
 class Handle:
-    """What :func:`attach` gives back; also a context manager that ends with :meth:`finish`."""
+    """Connection of a training loop to the other replicas, as a context manager that calls :meth:`finish`."""
 
     def __init__(
         self,
@@ -325,9 +323,9 @@ class Handle:
         self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
         self._told_s, self._told_waited_s = 0.0, 0.0
         self.collective = collective
-        """How all-reduces travel; never ``auto``, but what that stands for."""
+        """Name of the collective for all-reduces, with ``auto`` already resolved."""
         self.step = 0
-        """Steps of the optimizer so far; one that a ``GradScaler`` skips counts too."""
+        """Number of optimizer steps so far, including those that a ``GradScaler`` skipped."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._engine = runtime, buckets, engine
         self._schedule, self._gain = schedule, gain
@@ -335,62 +333,62 @@ class Handle:
         self._network = network
         self._weight = 1.0
         self.is_finished = False
-        """Whether :meth:`finish`, :meth:`leave` or an error has ended what :func:`attach` began."""
+        """True after :meth:`finish`, :meth:`leave` or an error."""
         self._tasks: dict[int, weakref.ref[_End] | None] = {}
-        """The runs of autograd that make up the backward pass under way, by number; ``None``: it has ended."""
+        """Autograd tasks of the current backward pass, by id; ``None`` for a task that has ended."""
         self._is_step_open = False
-        """Whether there was a backward pass since the optimizer's last step."""
+        """True if a backward pass ran since the optimizer's last step."""
         self._empty_passes = 0
-        """Backward passes in a row, with that under way, whose hooks were called without any gradient."""
+        """Number of consecutive backward passes, with the current one, whose hooks saw no gradient."""
         self._exchanged = False
-        """Whether there was an exchange since the optimizer's last step."""
+        """True if an exchange ran since the optimizer's last step."""
         self._steps_by_itself = False
-        """Whether farflung steps the optimizer, at the end or for a replica without data."""
+        """True while farflung itself steps the optimizer, at the end or for a replica without data."""
         self._skipped_steps = 0
-        """Steps in a row that the loop has left out."""
+        """Number of consecutive steps that the loop skipped."""
         self._sketch_of_open_step: Tensor | None = None
-        """Sums of parameters when a backward pass began whose predecessor's gradients were gone without a step."""
+        """Sums of parameters at the start of a pass, if the previous pass's gradients vanished without a step."""
         self._has_stepped: bool | None = None
-        """Whether the optimizer has stepped since the last gradient arrived; ``None``: no gradient has arrived."""
+        """True if the optimizer has stepped since the last gradient; ``None`` before the first gradient."""
         self._other_optimizer = ""
-        """Class of another optimizer that has stepped on the same parameters since this one."""
+        """Class name of another optimizer that has stepped on the same parameters since this one."""
         self._passes = 0
-        """Backward passes before the one that is under way, since the optimizer's last step."""
+        """Number of backward passes before the current one since the optimizer's last step."""
         self._is_apart = False
-        """Whether replicas have differed that should have been equal."""
+        """True if replicas were found to differ although they should be equal."""
         self._warnings: set[str] = set()
-        """Kinds of warnings that have been given."""
+        """Kinds of warnings issued so far."""
         parameters = list(model.named_parameters())
         self._trained = buckets.parameters
         self._known = {id(p) for _, p in parameters}
         self._left_out = [(name, p) for name, p in parameters if not p.requires_grad]
         self._held = len(held_by(optimizer))
-        # A step may be compiled; what exchanges is not.
-        stepped, other_stepped = (
+        # A step may be compiled, but not the exchange.
+        handle_step, handle_other_step = (
             torch.compiler.disable(method) for method in (self._stepped, self._other_stepped)
         )
         self._hooks = [
-            optimizer.register_step_post_hook(lambda *_: stepped()),
-            register_optimizer_step_post_hook(lambda other, *_: other_stepped(other)),
+            optimizer.register_step_post_hook(lambda *_: handle_step()),
+            register_optimizer_step_post_hook(lambda stepping, *_: handle_other_step(stepping)),
         ]
         buckets.watch(self._gradient_arrives)
 
     @property
     def rank(self) -> int:
-        """This replica."""
+        """Rank of this replica."""
         return self._runtime.comm.rank
 
     @property
     def size(self) -> int:
-        """Number of replicas; where some are lost, of those that take the next step's batches."""
+        """Number of replicas that take batches at the next step; lost ones are not counted."""
         return len(self.members)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that take the next step's batches, alike on all at a step.
+        """Ranks that take batches at the next step, equal on all replicas.
 
-        Where a rank is lost it leaves this list some steps later, and the means of exchanges at once. So a loop that
-        draws the batch of place ``members.index(rank)`` of ``size`` at each step draws as all others do.
+        A lost rank leaves the means of exchanges immediately, and this tuple some steps later. A loop can therefore
+        draw batch ``members.index(rank)`` of ``size`` at each step, consistently with all other replicas.
         """
         elastic = self._runtime.elastic
         return (
@@ -401,38 +399,38 @@ class Handle:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all replicas take the same steps: on means of gradients, each at the step that they were taken at."""
+        """Returns True if all replicas take equal steps, each on the mean of that step's own gradients."""
         return self._schedule.is_synchronous
 
     @property
     def communication_cpu_s(self) -> float:
-        """Processor seconds that the communication thread has taken so far."""
+        """CPU seconds of the communication thread so far."""
         return self._runtime.communication_cpu_s
 
     @property
     def sent_nbytes(self) -> int:
-        """Payload bytes of gradients and updates that this replica has sent so far."""
+        """Number of payload bytes of gradients and updates sent by this replica so far."""
         return self._engine.sent_nbytes
 
     @property
     def sent(self) -> dict[str, list[int]]:
-        """Payload bytes that this replica has sent to each rank so far, whatever for, by kind.
+        """Numbers of payload bytes sent to each rank so far, by :class:`farflung.comm.Purpose`.
 
-        See :class:`farflung.comm.Purpose`. Exchanges under way count with what has left.
+        Exchanges in flight count with the bytes sent so far.
         """
         return self._runtime.comm.sent.to_json()
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which the loop has waited for exchanges so far; the rest was hidden behind its work."""
+        """Seconds for which the loop has waited for exchanges so far; the rest overlapped with computation."""
         return self._engine.times.waited_s
 
     def knows(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether this handle is on any of some parameters."""
+        """Returns True if any of the parameters belongs to this handle's model."""
         return any(id(parameter) in self._known for parameter in parameters)
 
     def start(self) -> None:
-        """Begins from rank 0's parameters and buffers; those travel that differ."""
+        """Broadcasts rank 0's parameters and buffers; tensors that are equal already are not sent."""
         atexit.register(self._abandon)
         _attached.append(self)
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -445,10 +443,10 @@ class Handle:
             self._telemetry.emit("begin", t=self._told_s, step=0)
 
     def weigh(self, weight: float) -> None:
-        """Sets this replica's weight in the mean from the next backward on: samples over a full batch's, say.
+        """Sets this replica's weight in the mean from the next backward pass on, such as its share of a full batch.
 
         Raises:
-          ConfigError: a negative weight.
+          ConfigError: The weight is negative.
         """
         if weight < 0:
             raise ConfigError(f"weight {weight}: must be 0 or more")
@@ -456,28 +454,29 @@ class Handle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to the gradients and exchange nothing; the next one outside exchanges all.
+        """Disables exchanges within the context; the next backward pass outside exchanges accumulated gradients.
 
-        Synchronous recipes exchange at each backward pass outside, as DistributedDataParallel does; schedules of local
-        steps only when the optimizer steps, so that they need this nowhere; pipelined ones refuse a second pass.
+        Synchronous recipes exchange at each backward pass outside, as DistributedDataParallel does. Schedules with
+        local steps exchange only when the optimizer steps and do not need this. Pipelined schedules refuse a second
+        pass.
         """
-        self._syncing, before = False, self._syncing
+        self._syncing, was_syncing = False, self._syncing
         try:
             yield
         finally:
-            self._syncing = before
+            self._syncing = was_syncing
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around loops that have unlike numbers of steps on the replicas.
+        """Supports loops with different numbers of steps on the replicas, like DistributedDataParallel's ``join()``.
 
-        A replica that comes to the end answers the others without data until all have come there: each mean is over
-        those that have data. Meanwhile it follows them by ``optimizer.step()``, and at the end parameters and the
-        optimizer's tensors become those of a replica that was among the last. Learning rates, clipping and whatever
-        else a loop does are each replica's own.
+        A replica that has no more data takes part in exchanges until all replicas have finished, and each mean is over
+        the replicas with data. It follows them by ``optimizer.step()``. At the end, it copies parameters and
+        optimizer tensors from a replica that finished last. Learning rates, clipping and the rest of the loop stay
+        local to each replica.
 
         Raises:
-          Unsupported: a schedule whose results come late, or an optimizer that needs a closure.
+          Unsupported: Results of the schedule come late, or the optimizer needs a closure.
         """
         if self._runtime.elastic is not None:
             raise Unsupported("join() needs all replicas: leave out elastic")
@@ -497,64 +496,65 @@ class Handle:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Inside, the model is what should be evaluated or kept: running statistics are averaged, and parameters
-        where replicas differ; with a pull they are the anchor instead.
+        """Yields the model to evaluate or save, and restores this replica's own on exit.
+
+        Running statistics are averaged, and so are parameters if replicas differ; with a pull they are the anchor.
 
         Raises:
-          RunLost: after :meth:`finish`.
+          RunLost: :meth:`finish` was called before.
         """
         from farflung.loop.evaluation import averaged
 
         self._check_none_new()
         self._end_skipped_step()
-        stands = self._engine.consensus_parameters()
-        if stands == {} and self._can_be_apart and self._measure_spread(part=1):
-            stands = None  # something has changed them since the last exchange
-        entered = averaged(self._runtime, self._model, self._engine.round_number, stands)
-        self._runtime.drive(entered.__aenter__())
+        consensus = self._engine.consensus_parameters()
+        if consensus == {} and self._can_be_apart and self._measure_spread(part=1):
+            consensus = None  # something has changed them since the last exchange
+        context = averaged(self._runtime, self._model, self._engine.round_number, consensus)
+        self._runtime.drive(context.__aenter__())
         try:
             yield self._model
         finally:
-            self._runtime.drive(entered.__aexit__(None, None, None))
+            self._runtime.drive(context.__aexit__(None, None, None))
 
     def state_dict(self) -> State:
-        """What farflung adds to the state of model and optimizer: steps, residuals, schedule, what is under way.
+        """Returns farflung's training state: step count, residuals, schedule and exchanges in flight.
 
-        Each replica keeps its own, and that of its optimizer. What else is a replica's own, its running statistics and,
-        where replicas differ, its parameters, is in here too.
+        Each replica saves its own state, and its optimizer's. The state includes running statistics, and parameters if
+        replicas differ.
 
         Raises:
-          RunLost: after :meth:`finish`.
+          RunLost: :meth:`finish` was called before.
         """
         self._end_skipped_step()
         exchanges = self._runtime.launch(self._engine.state_dict()).wait()
         persistent = self._model.state_dict().keys()
-        own: dict[str, Tensor] = {
+        tensors: dict[str, Tensor] = {
             name: buffer for name, buffer in self._model.named_buffers() if name in persistent
         }
         if self._engine.diverged:
-            trained = {id(p) for p in self._trained}
-            own |= {name: p for name, p in self._model.named_parameters() if id(p) in trained}
+            trainable = {id(p) for p in self._trained}
+            tensors |= {name: p for name, p in self._model.named_parameters() if id(p) in trainable}
         return {
             "step": self.step,
             "rank": self.rank,
             "size": self._runtime.comm.size,
             "buckets": self._buckets.layout,
-            "model": {name: tensor.detach().clone() for name, tensor in own.items()},
+            "model": {name: tensor.detach().clone() for name, tensor in tensors.items()},
             "exchanges": exchanges,
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`; model and optimizer may be loaded before :func:`attach` or after it.
+        """Restores a state from :meth:`state_dict`; model and optimizer may be loaded before or after :func:`attach`.
 
-        Where training has begun, all ranks go back together; what is under way is waited for and forgotten.
+        During training, all ranks must load together; exchanges in flight are awaited and discarded.
 
         Raises:
-          CheckpointError: of another model, another rank, another number of replicas, or none at all.
+          CheckpointError: The state is of another model, rank or number of replicas, or not of a handle.
         """
-        wanted = {"step", "rank", "size", "buckets", "model", "exchanges"}
-        if lacking := wanted - state.keys():
-            raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(lacking))}")
+        required_keys = {"step", "rank", "size", "buckets", "model", "exchanges"}
+        if missing_keys := required_keys - state.keys():
+            raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(missing_keys))}")
         if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
             raise CheckpointError(
                 f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "
@@ -564,26 +564,25 @@ class Handle:
             **dict(self._model.named_buffers()),
             **dict(self._model.named_parameters()),
         }
-        own = state["model"]
+        saved_tensors = state["model"]
         if state["buckets"] != self._buckets.layout or any(
-            name not in tensors or tensors[name].shape != value.shape for name, value in own.items()
+            name not in tensors or tensors[name].shape != value.shape for name, value in saved_tensors.items()
         ):
             raise CheckpointError("this state was made with another model or other buckets")
         for flight in self._engine.flights:
             self._runtime.drive(flight.started.bring())
         self._reset_step()
         with torch.no_grad():
-            for name, value in own.items():
+            for name, value in saved_tensors.items():
                 tensors[name].copy_(value)
         self.step = state["step"]
         self._engine.load_state_dict(state["exchanges"])
 
     def finish(self) -> None:
-        """Takes leave of the others, once the loop is through.
+        """Ends the run together with the other replicas, after the loop.
 
-        What is still under way is applied first, by steps of the optimizer where it is gradients; afterwards all
-        replicas have the same parameters. Where something has changed them besides, unlike on each, they become the
-        mean, which is warned of.
+        Exchanges in flight are applied first, gradients by steps of the optimizer. Afterwards all replicas have equal
+        parameters. If something else has made parameters differ, this averages them and warns.
         """
         if not self.is_finished:
             try:
@@ -594,13 +593,13 @@ class Handle:
             self._end(None)
 
     def leave(self) -> None:
-        """Leaves a run that goes on where replicas are lost (``attach(elastic=...)``), between two steps.
+        """Leaves an elastic run (``attach(elastic=...)``) between two steps; the others continue.
 
-        The others take the batches of this replica that are in no update. Its parameters stay as they are; like
-        :meth:`finish`, it ends what :func:`attach` began.
+        The others take over this replica's batches that are in no update yet. Its parameters stay unchanged. Like
+        :meth:`finish`, it finishes the handle.
 
         Raises:
-          RunLost: the run has ended here for another reason, such as members that are no majority.
+          RunLost: The run has ended on this replica for another reason, such as the loss of the majority.
         """
         if self.is_finished:
             return
@@ -638,7 +637,7 @@ class Handle:
         self._follow_task()
 
     def _follow_task(self) -> None:
-        """Asks autograd to tell of the end of the run that calls this."""
+        """Registers a callback at the end of the current autograd task."""
         task = graph_task_id()
         if task in self._tasks:
             return
@@ -662,13 +661,13 @@ class Handle:
         self._buckets.arm(self._engine.bucket_ready)
 
     def _continue_step(self, parameter: nn.Parameter) -> None:
-        """Decides what another backward pass before the optimizer's step is, by what became of the last one.
+        """Determines if another backward pass before the step accumulates gradients or follows a skipped step.
 
         Args:
-          parameter: has the first gradient of this pass.
+          parameter: Parameter with the first gradient of this pass.
 
         Raises:
-          Unsupported: the schedule cannot take it, or the optimizer is not the one that steps.
+          Unsupported: The schedule does not support it, or another optimizer than the attached one steps.
         """
         if self._schedule.has_late_gradients:
             raise Unsupported(
@@ -676,18 +675,18 @@ class Handle:
                 f"{type(self._schedule).__name__} has sent the first one's gradients for a later step. Add losses up "
                 "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
             )
-        none_in_many = f"took no step in {_MOST_PASSES} backward passes"
+        symptom = f"took no step in {_MOST_PASSES} backward passes"
         is_kept = self._buckets.has_kept_gradients(parameter)
         if not is_kept and (self._buckets.has_zeroed_gradients(parameter) or not self._buckets.is_finite()):
-            # They were zeroed in place, or were no numbers, as where a GradScaler skips a step.
+            # Gradients were zeroed in place or not finite, as when a GradScaler skips a step.
             self._skipped_steps += 1
             if self._skipped_steps >= _MOST_PASSES:
-                raise Unsupported(self._describe_missing_step(none_in_many))
+                raise Unsupported(self._describe_missing_step(symptom))
             self._end_step(updated=False, in_pass=True)
         elif self._engine.has_gradient_transfers(self.step):
             self._passes += 1
             if self._passes >= _MOST_PASSES:
-                self._warn_once("step", self._describe_missing_step(none_in_many))
+                self._warn_once("step", self._describe_missing_step(symptom))
             if self._engine.is_round_open:
                 self._close_round(updated=False, in_pass=True)
         elif not is_kept:
@@ -697,24 +696,24 @@ class Handle:
             self._sketch_of_open_step = sums
 
     def _check_none_new(self) -> None:
-        """Raises ConfigError where parameters that train were made after :func:`attach`."""
-        if new := [
+        """Raises ConfigError if trainable parameters were created after :func:`attach`."""
+        if names := [
             name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._known
         ]:
             raise ConfigError(
-                f"the model has parameters that were made after attach(), unlike on each rank: {named(new)}; "
+                f"the model has parameters that were made after attach(), unlike on each rank: {named(names)}; "
                 "finish() and attach() again"
             )
 
     def _describe_missing_step(self, what: str) -> str:
-        other = f"; {self._other_optimizer} did" if self._other_optimizer else ""
+        hint = f"; {self._other_optimizer} did" if self._other_optimizer else ""
         return (
-            f"{kind_of(self._optimizer)}, which attach() was given, {what}{other}, and {type(self._schedule).__name__} "
+            f"{kind_of(self._optimizer)}, which attach() was given, {what}{hint}, and {type(self._schedule).__name__} "
             "counts its steps: attach the optimizer whose step() runs; updates by hand need a synchronous recipe"
         )
 
     def _begin_round(self, *, has_data: bool = True) -> None:
-        """Plans what leaves in a backward pass or after it."""
+        """Plans the exchanges of a backward pass."""
         number = self._engine.round_number
         if not number & (number - 1):
             self._check_none_new()
@@ -724,7 +723,7 @@ class Handle:
         self._engine.begin(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))
 
     def _compare(self, *, has_data: bool) -> None:
-        """Compares replicas, which step on the same means, more and more seldom; says once where they differ."""
+        """Compares replicas that step on equal means, at growing intervals; warns once if they differ."""
         count = self._engine.round_number
         if not count or (count & (count - 1) and count % _COMPARED_EVERY):
             return
@@ -747,7 +746,7 @@ class Handle:
         )
 
     def _task_ends(self, task: int) -> None:
-        """The pass ends with the outermost run of autograd; those inside are of reentrant checkpoints."""
+        """Ends the pass with the outermost autograd task; inner tasks are of reentrant checkpoints."""
         self._tasks[task] = None
         outer = current_node()
         if outer is None:
@@ -755,12 +754,12 @@ class Handle:
             self._backward_ends()
             return
 
-        def outer_goes_on(*_: object) -> None:
+        def follow_outer_task(*_: object) -> None:
             hook.remove()
             with self._buckets.lock:
                 self._follow_task()
 
-        hook = outer.register_hook(outer_goes_on)
+        hook = outer.register_hook(follow_outer_task)
 
     def _backward_ends(self) -> None:
         self._buckets.finish()
@@ -778,10 +777,10 @@ class Handle:
         if self._steps_by_itself or not (self._is_step_open or self._has_gradients()):
             return
         self._has_stepped = None if self._has_stepped is None else True
-        if not self._exchanged:  # else the backward pass has checked
+        if not self._exchanged:  # otherwise the backward pass has checked them
             self._check_all_known()
             if not self._schedule.moves_gradients and not self._engine.has_gradient_transfers(self.step):
-                self._begin_round()  # its gradients are those of no_sync() or torch.func
+                self._begin_round()  # its gradients come from no_sync() or torch.func
             elif self.size > 1 and self._has_gradients():
                 self._is_apart = True
                 self._warn_once(
@@ -794,10 +793,10 @@ class Handle:
         self._end_step(updated=True, in_pass=False)
 
     def _other_stepped(self, other: torch.optim.Optimizer) -> None:
-        """Takes note of the step of any other optimizer in this process.
+        """Records a step of any other optimizer in this process.
 
         Raises:
-          Unsupported: it steps inside backward, or moves parameters after what moved them has been exchanged.
+          Unsupported: It steps inside backward, or changes parameters after their change was exchanged.
         """
         if other is self._optimizer or not any(id(p) in self._known for p in held_by(other)):
             return
@@ -806,8 +805,8 @@ class Handle:
         self._other_optimizer = kind_of(other)
         if not self._has_stepped or self._schedule.moves_gradients:
             return
-        others = self._known - {id(p) for p in held_by(self._optimizer)}
-        if any(p.grad is not None and id(p) in others for p in held_by(other)):
+        unoptimized_ids = self._known - {id(p) for p in held_by(self._optimizer)}
+        if any(p.grad is not None and id(p) in unoptimized_ids for p in held_by(other)):
             raise Unsupported(
                 f"{kind_of(other)} steps after {kind_of(self._optimizer)}, which attach() was given, on other "
                 f"parameters of the model: {type(self._schedule).__name__} exchanges what steps have changed when the "
@@ -823,7 +822,7 @@ class Handle:
         return any(p.grad is not None for p in held_by(self._optimizer))
 
     def _check_all_known(self) -> None:
-        """Whether all that trains is exchanged, though layers and groups of the optimizer may have been added."""
+        """Raises ConfigError if a parameter was unfrozen or added to the optimizer after :func:`attach`."""
         if self._left_out and (unfrozen := [name for name, p in self._left_out if p.requires_grad]):
             raise ConfigError(
                 f"parameters were frozen when attach() was called, and would train apart now: {named(unfrozen)}; "
@@ -839,7 +838,7 @@ class Handle:
             )
 
     def _end_skipped_step(self) -> None:
-        """Ends a step that the loop has left out, as a GradScaler does; one whose gradients are numbers goes on."""
+        """Ends a step that the loop skipped, as a GradScaler does; a step with finite gradients stays open."""
         if self._engine.is_round_open and (
             not self._buckets.is_finite() or self._buckets.has_zeroed_gradients()
         ):
@@ -849,8 +848,8 @@ class Handle:
         """Ends a step of the optimizer.
 
         Args:
-          updated: whether it had gradients to step on.
-          in_pass: whether the next backward pass runs already, so that parameters have to stay as they are.
+          has_updated: True if the optimizer had gradients to step on.
+          is_in_pass: True if the next backward pass runs already, so that parameters must not change.
         """
         if self._engine.is_round_open:
             self._close_round(updated=updated, in_pass=in_pass)
@@ -860,7 +859,7 @@ class Handle:
         self._tell()
 
     def _reset_step(self) -> None:
-        """Forgets the backward passes since the optimizer's last step."""
+        """Resets the state kept about backward passes since the optimizer's last step."""
         self._is_step_open = self._exchanged = False
         self._passes, self._sketch_of_open_step = 0, None
 
@@ -869,39 +868,39 @@ class Handle:
 
     @property
     def _can_be_apart(self) -> bool:
-        """Whether replicas may differ though all exchanges are merged: those that step for themselves, for one."""
+        """Returns True if replicas may differ after all exchanges are merged, such as with local steps."""
         return self._is_apart or not self._schedule.moves_gradients
 
     def _tell(self) -> None:
-        """Emits an event of the step that has ended, from the end of the one before to its own."""
+        """Emits the event of a completed step, which lasts from the end of the previous one."""
         if self._telemetry is None:
             return
-        begin, waited = self._told_s, self._told_waited_s
+        begin_s, begin_waited_s = self._told_s, self._told_waited_s
         self._told_s, self._told_waited_s = self._runtime.now(), self.waited_s
         self._telemetry.emit(
             "step",
             t=self._told_s,
             step=self.step - 1,
-            duration_s=self._told_s - begin,
-            exposed_s=self._told_waited_s - waited,
+            duration_s=self._told_s - begin_s,
+            exposed_s=self._told_waited_s - begin_waited_s,
             bytes_sent=self.sent_nbytes,
             in_flight=len({flight.step for flight in self._engine.flights}),
             **({} if self._gain is None else {"rule": self._gain.rule, **self._gain.told()}),
         )
 
     def _answers(self) -> bool:
-        """A step without data; whether any replica had some."""
+        """Takes part in a step without data; returns True if any replica had data."""
         self._begin_round(has_data=False)
         self._buckets.without_data(self._engine.bucket_ready)
         has_gradient = self._runtime.drive(self._engine.settle())
         outcome = self._runtime.drive(self._engine.finish(updated=has_gradient))
         self.step += 1
         self._runtime.events += 1
-        going_on = outcome.num_exhausted < self.size
-        if going_on and has_gradient:
+        has_data = outcome.num_exhausted < self.size
+        if has_data and has_gradient:
             self._step_by_itself()
         self._buckets.clear()
-        return going_on
+        return has_data
 
     def _step_by_itself(self) -> None:
         self._steps_by_itself = True
@@ -911,7 +910,7 @@ class Handle:
             self._steps_by_itself = False
 
     def _adopt(self, steps: int) -> int:
-        """Takes over what a replica with the most steps has come to; returns how many these are."""
+        """Copies parameters and optimizer state from a replica with the most steps; returns their number."""
         counts = torch.zeros(self.size, dtype=torch.float64)
         counts[self.rank] = steps
         number, purpose = self._engine.round_number, Purpose.JOIN
@@ -934,13 +933,13 @@ class Handle:
 
     def _flush(self) -> None:
         async def update(step: int) -> None:
-            del step  # the loop's own schedule has come to its end
+            del step  # the loop's own learning-rate schedule has ended
             self._step_by_itself()
 
         if self._is_step_open:
             self._end_step(updated=False, in_pass=False)
         if self._other_optimizer:
-            # What it has done since the last step.
+            # Sends the change it made since the last step.
             self._runtime.drive(self._engine.finish(updated=True, applies=False))
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
@@ -978,7 +977,7 @@ class Handle:
 
 
 class _End:
-    """Told by autograd that a run is through. Autograd alone keeps it, so it is gone with a run that broke off."""
+    """Callback at the end of an autograd task; only autograd refers to it, so it is freed if the task fails."""
 
     def __init__(self, ended: Callable[[int], None], task: int) -> None:
         self._ended, self._task = ended, task
@@ -989,16 +988,16 @@ class _End:
 
 def _say_if_it_goes_on(optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Warns at the next step of an optimizer whose handle has finished, unless it is attached again by then."""
-    said = False
+    has_warned = False
 
-    def stepped(*_: object) -> None:
-        nonlocal said
-        if not said and not any(handle.knows(held_by(optimizer)) for handle in _attached):
-            said = True
+    def warn_once(*_: object) -> None:
+        nonlocal has_warned
+        if not has_warned and not any(handle.knows(held_by(optimizer)) for handle in _attached):
+            has_warned = True
             warnings.warn(
                 f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to go on "
                 "together",
                 stacklevel=2,
             )
 
-    optimizer.register_step_post_hook(stepped)
+    optimizer.register_step_post_hook(warn_once)

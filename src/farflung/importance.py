@@ -1,4 +1,4 @@
-"""Importance sampling in a training loop of one's own, for any ``DataLoader`` of torch's."""
+"""Importance sampling in any training loop with a torch ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _NAME = "ImportanceSampler"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """The samples that an :class:`ImportanceSampler` has drawn for one batch.
+    """Samples that an :class:`ImportanceSampler` drew for one batch.
 
     Args:
-      ids: of the samples in the data set; int64.
-      weights: of each one's loss in the mean, float32.
+      ids: Indices of the samples in the data set; int64.
+      weights: Weights of the samples' losses in the mean; float32.
     """
 
     ids: SampleIds
     weights: Tensor
 
     def weigh(self, losses: Tensor) -> Tensor:
-        """The weighted mean of the batch's losses, to call ``backward()`` of.
+        """Returns the weighted mean of the batch's losses, on which to call ``backward()``.
 
         Args:
-          losses: of each sample, in the batch's order.
+          losses: Loss of each sample, in the order of the batch.
 
         Raises:
-          ConfigError: not one loss for each sample.
+          ConfigError: The tensor does not have one loss for each sample.
         """
         shape = getattr(losses, "shape", None)
         if shape != (len(self.ids),):
-            found = type(losses).__name__ if shape is None else tuple(shape)
+            actual = type(losses).__name__ if shape is None else tuple(shape)
             raise ConfigError(
-                f"{_NAME}: losses {found} for {len(self.ids)} samples: give one for each; torch's losses do with "
+                f"{_NAME}: losses {actual} for {len(self.ids)} samples: give one for each; torch's losses do with "
                 "reduction='none'"
             )
         return (self.weights.to(losses) * losses).mean()
@@ -60,7 +60,7 @@ class Drawn:
 
 @dataclass(slots=True, eq=False)
 class _Candidates:
-    """The samples that a batch is drawn from: their places in the share, weights, and scores once they are made.
+    """Candidates of a batch: indices in the rank's share, weights, and scores once computed.
 
     Under rule ``uniform`` they are the batch itself.
     """
@@ -72,34 +72,34 @@ class _Candidates:
     scores: Tensor | None = None
 
     def to_state(self) -> State:
-        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in state.items() if value is not None}
 
 
 class _Pass:
-    """Chooses candidates as a loader asks for them, and keeps those whose batch has not come to the loop yet.
+    """Pass over the candidates of a sampler, which the loader iterates ahead of the training loop.
 
     Args:
-      sampler: that chooses.
+      sampler: Sampler that chooses candidates.
     """
 
     def __init__(self, sampler: ImportanceSampler) -> None:
         self._sampler, self._begun = sampler, False
         self.given = 0
-        """Batches that have come to the loop."""
+        """Number of batches delivered to the loop."""
         self.asked: deque[_Candidates] = deque()
-        """Those that the loader has asked for."""
+        """Candidates that the loader has requested and the loop has not received."""
         self.left: deque[_Candidates] = deque()
-        """Those that a checkpoint holds and that this loader has not asked for."""
+        """Candidates from a checkpoint that this loader has not requested yet."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
 
     def __next__(self) -> list[int]:
-        if not self._begun:  # a loader may make two passes, to use the second alone
+        if not self._begun:  # a loader may create two passes and use only the second
             self._begun = True
-            if (resumed := self._sampler._resumed) is not None:
-                self.given, self.left, self._sampler._resumed = resumed.given, resumed.left, None
+            if (resumed_pass := self._sampler._resumed) is not None:
+                self.given, self.left, self._sampler._resumed = resumed_pass.given, resumed_pass.left, None
         if self.left:
             candidates = self.left.popleft()
         elif self.given + len(self.asked) < len(self._sampler):
@@ -112,7 +112,7 @@ class _Pass:
 
 
 class Batches(Iterator[tuple[Drawn, Any]]):
-    """One pass over a loader of candidates; see :meth:`ImportanceSampler.batches`."""
+    """Iterator over the batches of one pass; see :meth:`ImportanceSampler.iter_batches`."""
 
     def __init__(
         self,
@@ -126,16 +126,16 @@ class Batches(Iterator[tuple[Drawn, Any]]):
         self._pass, self._next = sampler._made, list[Any]()
 
     def ahead(self) -> None:
-        """Loads the next candidates and scores them by the model as it is; nothing where that is done or none come.
+        """Loads and scores the next candidates unless that is done or the pass ends.
 
-        Called between ``backward()`` and the optimizer's step, this fills the wait for gradients of
-        :func:`farflung.attach`. Otherwise the next batch is scored when it is asked for.
+        Call this between ``backward()`` and the optimizer's step to overlap scoring with the exchange of gradients
+        under :func:`farflung.attach`. Otherwise candidates are scored when the next batch is requested.
         """
-        if not self._next and (loaded := next(self._loaded, self)) is not self:
-            self._next.append(loaded)
+        if not self._next and (batch := next(self._loaded, self)) is not self:
+            self._next.append(batch)
             candidates = self._pass.asked[0]
             if candidates.scores is None:
-                self._sampler._score(candidates, self._model, lambda model: self._losses(model, loaded))
+                self._sampler._score(candidates, self._model, lambda model: self._losses(model, batch))
 
     @override
     def __next__(self) -> tuple[Drawn, Any]:
@@ -147,50 +147,48 @@ class Batches(Iterator[tuple[Drawn, Any]]):
 
 
 class ImportanceSampler(Sampler[list[int]]):
-    r"""A batch sampler that loads candidates, scores them and draws each batch from them, with weights.
+    r"""Batch sampler that scores candidates and draws each weighted batch from them.
 
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(200, 3), torch.randn(200, 1))
     >>> model = torch.nn.Linear(3, 1)
-    >>> def losses(model, batch):  # one for each sample
+    >>> def losses(model, batch):  # one loss for each sample
     ...     inputs, targets = batch
     ...     return (model(inputs) - targets).square().squeeze(1)
     >>> sampler = ImportanceSampler(data, batch_size=10)
     >>> loader = DataLoader(data, batch_sampler=sampler)
-    >>> for drawn, batch in sampler.batches(loader, model, losses):
-    ...     drawn.weigh(losses(model, batch)).backward()
+    >>> for drawn, batch in sampler.iter_batches(loader, model, losses):
+    ...     drawn.reduce_losses(losses(model, batch)).backward()
 
-    The rules are those of ``grouped_importance``, see :class:`farflung.sampling.Rule`: the loader's batches are
-    the candidates, and a batch is drawn from their rows without replacement. Rule ``auto`` is ``pool`` or ``two``.
-    Where :func:`farflung.attach` has been given this sampler, it is uniform besides while no more is worth it, see
-    :class:`farflung.sampling.Gain`, and the loader loads no more than batches. The mean over the batches of R ranks,
-    whose shares of n samples make N, expects to be the mean over all samples: weights are multiplied by :math:`n R /
-    N`, which is 1 but for shares of unlike sizes. Under rule ``pool`` that holds over a pass, whose candidates take
-    turns, and under ``two`` for each batch.
+    The rules are those of ``grouped_importance``, see :class:`farflung.sampling.DrawRule`. The loader's batches are the
+    candidates, and a batch is drawn from their rows without replacement. Rule ``auto`` is ``pool`` or ``two``. If this
+    sampler was passed to :func:`farflung.attach`, ``auto`` is uniform while importance sampling has no gain, see
+    :class:`farflung.sampling.Gain`, and the loader then loads only batches. The mean over the batches of R ranks, whose
+    shares of n samples make N, is an unbiased estimate of the mean over all samples. Weights are multiplied by
+    :math:`n R / N`, which is 1 for shares of equal sizes. Under rule ``pool`` this holds over a pass, whose candidates
+    take turns, and under ``two`` for each batch.
 
-    Scores are made in evaluation mode, without a trace in the model. Each module is in its mode again afterwards.
+    Scores are computed in evaluation mode, without side effects on the model. Each module's mode is restored.
 
-    Under torch.distributed the ranks hold disjoint shares, as :class:`torch.utils.data.DistributedSampler` does: every
-    R-th sample of a shuffled order. So they do where torchrun has started them. Elsewhere ``rank`` and ``size`` say
-    which share is this one.
+    Under torch.distributed or torchrun the ranks have disjoint shares: every R-th sample of a shuffled order, as with
+    :class:`torch.utils.data.DistributedSampler`. Otherwise ``rank`` and ``size`` select the share.
 
-    A loader with workers asks for candidates before the loop has come to them, so under ``two`` they are drawn by older
-    scores. A pass has as many batches as one without importance that leaves out the last if it is not full; it is no
-    pass over all samples.
+    A loader with workers requests candidates ahead of the loop, so under ``two`` they are drawn by older scores. A pass
+    has the number of batches of a uniform pass that drops an incomplete last batch; it does not visit all samples.
 
     Args:
-      dataset: what the loader takes samples of, by index.
-      batch_size: samples of each rank and step.
+      dataset: Map-style data set of the loader.
+      batch_size: Number of samples of each rank and step.
       rule: ``"auto"``, ``"pool"`` or ``"two"``.
-      candidates: samples that are loaded and scored for each one of a batch.
-      scored_by: see :data:`farflung.types.ScoredBy`.
-      smoothing: c, above 0; the larger, the closer to uniform.
-      seed: of shares and draws; equal on all ranks.
-      rank: this rank; that of torch.distributed or of what started the process when not given, or 0.
-      size: how many ranks there are, R.
+      candidates: Number of samples that are loaded and scored for each sample of a batch.
+      scored_by: Score of a sample, see :data:`farflung.types.ScoreKind`.
+      smoothing: Constant c above 0; the larger, the closer to uniform.
+      seed: Seed of shares and draws, equal on all ranks.
+      rank: Rank of this process; by default that of torch.distributed or of the launcher, or 0.
+      size: Number of ranks, R.
 
     Raises:
-      ConfigError: an option out of its range, fewer samples than a batch on some rank, or a data set without length.
+      ConfigError: An option is out of range, a rank has fewer samples than a batch, or the data set has no length.
 
     References: Katharopoulos & Fleuret 2018, arXiv:1803.00942, for candidates and their scores; Zeng et al. 2021
       (Mercury), doi 10.1145/3485730.3485930.
@@ -226,7 +224,7 @@ class ImportanceSampler(Sampler[list[int]]):
         choice_option(_NAME, "rule", rule, TWO_STAGE)
         self._rule = Rule(_NAME, smoothing, derive(seed, "rule", rank))
         self.gain = Gain(rule)
-        """What drawing by scores is worth; of a run, where :func:`farflung.attach` has this sampler."""
+        """Predicted gain of importance sampling; over all ranks if :func:`farflung.attach` has this sampler."""
         self._uniform = Uniform(derive(seed, "uniform", rank))
         try:
             samples = len(dataset)
@@ -240,13 +238,13 @@ class ImportanceSampler(Sampler[list[int]]):
                 f"ranks has of {samples}"
             )
         self.rank, self.size = rank, size
-        """Which share this is, of how many."""
+        """Index of this rank's share, and number of shares."""
         self.batch_size = batch_size
-        """Samples in a batch."""
+        """Number of samples in a batch."""
         self.share: SampleIds = torch.randperm(samples, generator=generator(seed, "share"))[
             rank::size
         ].sort()[0]
-        """The samples that are this rank's, ascending."""
+        """Indices of this rank's samples, ascending."""
         self._made_for = {
             "samples": samples,
             "batch_size": batch_size,
@@ -265,12 +263,12 @@ class ImportanceSampler(Sampler[list[int]]):
         self._resumed: _Pass | None = None
 
     def __len__(self) -> int:
-        """Batches in a pass, as many on every rank."""
+        """Returns the number of batches in a pass, equal on all ranks."""
         return self._count
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        """For a loader: the ids of each batch."""
+        """Starts a pass and yields the indices of each batch, for a loader."""
         self._made = _Pass(self)
         return self._made
 
@@ -280,19 +278,19 @@ class ImportanceSampler(Sampler[list[int]]):
         model: nn.Module,
         losses: Callable[[nn.Module, Any], Tensor],
     ) -> Batches:
-        """One pass over ``loader``: each batch, cut from its candidates, beside what was drawn for it.
+        """Iterates over one pass of ``loader``: pairs of a :class:`DrawnBatch` and the batch's samples.
 
         Args:
-          loader: made with this sampler as its ``batch_sampler``. What it gives is a tensor with a row for each sample,
-            or tuples, lists and dicts of such tensors.
-          model: scores candidates; that which is trained, without a wrapper that exchanges gradients.
-          losses: one for each sample, of a model and a batch as the loader gives it.
+          loader: Loader with this sampler as its ``batch_sampler``. It yields tensors with a row for each sample, or
+            tuples, lists and dicts of such tensors.
+          model: Trained model, which scores candidates, without a wrapper that exchanges gradients.
+          losses: Function of a model and a batch of the loader that returns one loss for each sample.
 
         Raises:
-          ConfigError: a loader that takes its batches from elsewhere, or gives them in another order.
+          ConfigError: The loader has another batch sampler, or does not preserve the order of batches.
         """
-        drawn_by: object = getattr(loader, "batch_sampler", None)
-        if drawn_by is not self:
+        batch_sampler: object = getattr(loader, "batch_sampler", None)
+        if batch_sampler is not self:
             raise ConfigError(
                 f"{_NAME}: this loader's batches are not drawn here: make it with batch_sampler="
             )
@@ -303,12 +301,12 @@ class ImportanceSampler(Sampler[list[int]]):
         return Batches(self, loader, model, losses)
 
     def state_dict(self) -> State:
-        """Of this rank: scores, the rule's state, and the candidates of batches that have not come to the loop.
+        """Returns this rank's scores, the rule's state, and candidates of batches not yet delivered to the loop.
 
-        Taken between two batches of a pass, it is continued with the next one, to the bit if the loader has as many
-        workers.
+        A state saved between two batches of a pass resumes with the next batch, bit for bit if the loader has the same
+        number of workers.
         """
-        now = self._resumed or self._made
+        current = self._resumed or self._made
         return {
             **self._made_for,
             "scores": self._scores.clone(),
@@ -317,15 +315,15 @@ class ImportanceSampler(Sampler[list[int]]):
             "uniform": self._uniform.state_dict(),
             "chosen": self._chosen,
             "drawn": self._drawn,
-            "given": now.given % len(self),
-            "ahead": {f"{place:06}": one.to_state() for place, one in enumerate([*now.asked, *now.left])},
+            "given": current.given % len(self),
+            "ahead": {f"{i:06}": pool.to_state() for i, pool in enumerate([*current.asked, *current.left])},
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from a state in the next pass, which is what is left of the one that it was taken in.
+        """Restores a state; the next pass is the remainder of the pass in which it was saved.
 
         Raises:
-          CheckpointError: of another rank or number of them, data set, batch size, candidates or seed.
+          CheckpointError: The state is of another rank, world size, data set, batch size, candidates or seed.
         """
         for name, value in self._made_for.items():
             if state.get(name) != value:
@@ -339,7 +337,7 @@ class ImportanceSampler(Sampler[list[int]]):
         self._chosen, self._drawn = state["chosen"], state["drawn"]
         self._resumed = _Pass(self)
         self._resumed.given = int(state["given"])
-        self._resumed.left.extend(_Candidates(**one) for _, one in sorted(state["ahead"].items()))
+        self._resumed.left.extend(_Candidates(**pool) for _, pool in sorted(state["ahead"].items()))
 
     def _choose(self) -> _Candidates:
         number, rule = self._chosen, self.gain.rule
@@ -366,7 +364,7 @@ class ImportanceSampler(Sampler[list[int]]):
         self.gain.judge(self._rule.moments(scores, candidates.weights), self.batch_size / self._size)
 
     def _draw(self, candidates: _Candidates, batch: Any) -> tuple[Drawn, Any]:
-        """Draws a batch from candidates."""
+        """Draws a batch from its candidates."""
         self._drawn += 1
         self.gain.steps[candidates.rule] += 1
         if candidates.rule == "uniform":
@@ -380,10 +378,10 @@ class ImportanceSampler(Sampler[list[int]]):
 
 
 def _cut(batch: Any, rows: Tensor, count: int) -> Any:
-    """Some rows of a batch of ``count`` samples.
+    """Selects rows of a batch of ``count`` samples.
 
     Raises:
-      ConfigError: something in the batch is no tensor with a row for each sample.
+      ConfigError: The batch has a leaf that is not a tensor with a row for each sample.
     """
     if isinstance(batch, Tensor) and batch.shape[:1] == (count,):
         return batch[rows.to(batch.device)]
@@ -392,8 +390,8 @@ def _cut(batch: Any, rows: Tensor, count: int) -> Any:
     if isinstance(batch, tuple | list):
         parts = [_cut(part, rows, count) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    found = f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+    leaf = f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
     raise ConfigError(
-        f"{_NAME}: the loader gives {found} for {count} samples: give tensors with a row for each, in tuples, lists or "
+        f"{_NAME}: the loader gives {leaf} for {count} samples: give tensors with a row for each, in tuples, lists or "
         "dicts"
     )

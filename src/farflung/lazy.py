@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used, so that what needs no torch does not import it."""
+"""Packages that import their names on first use, so that torch is imported only if needed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["lazy"]
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Makes ``__getattr__`` and ``__dir__`` of a package.
+    """Builds ``__getattr__`` and ``__dir__`` of a package with lazy imports.
 
-    Type checkers read the imports under the package's ``if TYPE_CHECKING:``, which say the same as ``homes``. No name
-    may be that of a module of the package: importing that module would put it in the name's place.
+    Type checkers read the equal imports under the package's ``if TYPE_CHECKING:``. A name must not be that of a module
+    of the package, since importing that module would overwrite it.
 
     Args:
-      package: its ``__name__``.
-      homes: modules of the package, each with the names that are imported from it, between spaces.
+      package: ``__name__`` of the package.
+      exports: Names that the package exports, separated by spaces, by the module that defines them.
     """
     module = sys.modules[package]
-    home_of = {name: home for home, names in homes.items() for name in names.split()}
+    sources = {name: source for source, names in homes.items() for name in names.split()}
 
     def get(name: str) -> object:
-        if name not in home_of:
+        if name not in sources:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{home_of[name]}"), name)
+        value = getattr(import_module(f"{package}.{sources[name]}"), name)
         setattr(module, name, value)
         return value
 
-    return get, lambda: sorted({*vars(module), *home_of})
+    return get, lambda: sorted({*vars(module), *sources})

@@ -1,4 +1,4 @@
-"""The figures of a run, handed to loggers: TensorBoard, Weights & Biases, Trackio and MLflow."""
+"""Export of a run's metrics to TensorBoard, Weights & Biases, Trackio and MLflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farflung.types import Json
 __all__ = ["LOGGERS", "RunLog", "figures"]
 
 _Log: TypeAlias = "Callable[[Mapping[str, float], int, float], None]"
-"""Takes values by name, the step that they belong to, and when that was, in seconds since the epoch."""
+"""Logging function of metrics by name, their step, and their time in seconds since the epoch."""
 
 _NAMES = {
     "step": {
@@ -39,35 +39,35 @@ _NAMES = {
     },
     "evaluation": {"accuracy": "test/score", "loss": "test/loss", "duration_s": "seconds/evaluation"},
 }
-"""The name under which a field of an event is logged, by kind of event."""
+"""Metric names of event fields, by kind of event."""
 _PROJECT = "farflung"
-"""The project or experiment that runs belong to where the environment names none."""
+"""Default project or experiment of runs."""
 
 
 def figures(event: Event) -> tuple[dict[str, float], int]:
-    """What all loggers receive of an event: values by name, and the step that they belong to.
+    """Extracts the metrics of an event, by name, and their step.
 
-    >>> figures({"event": "evaluation", "rank": 0, "t": 1.5, "step": 3, "accuracy": 0.5, "loss": None})
+    >>> extract_metrics({"event": "evaluation", "rank": 0, "t": 1.5, "step": 3, "accuracy": 0.5, "loss": None})
     ({'test/score': 0.5}, 3)
-    >>> figures({"event": "end", "rank": 0, "t": 2.0, "steps": 4, "time_s": {"compute": 1.0}, "stopped": False})
+    >>> extract_metrics({"event": "end", "rank": 0, "t": 2.0, "steps": 4, "time_s": {"compute": 1.0}, "stopped": False})
     ({'summary/steps': 4, 'summary/time_s/compute': 1.0}, 4)
     """
     kind, step = event["event"], event.get("step")
     if kind == "view" and isinstance(members := event["members"], list):
-        found: dict[str, Json] = {"network/members": len(members)}
+        metrics: dict[str, Json] = {"network/members": len(members)}
     elif kind == "end":
-        step, found = event["steps"], {}
+        step, metrics = event["steps"], {}
         for name, value in event.items():
             if name not in ("rank", "t"):
                 parts = (
-                    {f"/{part}": one for part, one in value.items()}
+                    {f"/{key}": entry for key, entry in value.items()}
                     if isinstance(value, dict)
                     else {"": value}
                 )
-                found |= {f"summary/{name}{part}": one for part, one in parts.items()}
+                metrics |= {f"summary/{name}{suffix}": entry for suffix, entry in parts.items()}
     else:
-        found = {known: event[name] for name, known in _NAMES.get(str(kind), {}).items() if name in event}
-    values = {k: v for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        metrics = {label: event[name] for name, label in _NAMES.get(str(kind), {}).items() if name in event}
+    values = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return (values, step) if isinstance(step, int) else ({}, 0)
 
 
@@ -92,7 +92,7 @@ def _wandb(folder: Path, title: str, config: Mapping[str, Json], step: int) -> I
     import wandb
 
     del step
-    # Without a key a terminal would be asked for one while the run goes on.
+    # Without a key, wandb would prompt for one during the run.
     offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
     folder.mkdir(parents=True, exist_ok=True)
     with wandb.init(
@@ -111,8 +111,8 @@ def _trackio(folder: Path, title: str, config: Mapping[str, Json], step: int) ->
 
     del folder, step
     name = f"{title}, {time.strftime('%Y%m%d-%H%M%S')}"
-    with redirect_stdout(sys.stderr):  # what it prints is no result of a command
-        # In a context of its own, so that no run of the caller's ends, and this one once.
+    with redirect_stdout(sys.stderr):  # stdout is for results of commands
+        # A separate context keeps the caller's runs open and finishes this run only once.
         run = Context().run(trackio.init, project=_PROJECT, name=name, config=dict(config))
     try:
         yield lambda values, step, _: run.log(dict(values), step=step)
@@ -127,7 +127,7 @@ def _mlflow(folder: Path, title: str, config: Mapping[str, Json], step: int) -> 
     from mlflow.entities import Metric, Param
 
     del folder, step
-    # The client's run is not that of a thread, as mlflow.start_run's is: events may end on another than they began on.
+    # Unlike mlflow.start_run's, the client's run is not bound to a thread, and events come from several threads.
     experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
     client = mlflow.MlflowClient()
     run_id = client.create_run(experiment.experiment_id, run_name=title).info.run_id
@@ -148,25 +148,24 @@ LOGGERS: dict[str, Callable[[Path, str, Mapping[str, Json], int], AbstractContex
     "trackio": _trackio,
     "mlflow": _mlflow,
 }
-"""What begins to log a run, given its folder, title and configuration, and the step that it begins at."""
+"""Context managers that log a run, given its folder, title, configuration and first step, by name."""
 
 
 class RunLog:
-    """A sink that hands the figures of rank 0 to loggers: of each step, of evaluations, and of the summary.
+    """Sink that passes rank 0's metrics of steps, evaluations and the summary to loggers.
 
-    Times are those of the run's clock, so in a simulated run they are simulated. A run that goes on takes the place of
-    the steps that it does again in TensorBoard, and is a new run in the others. A logger that fails is left out from
-    there on, with a warning.
+    Times are those of the run's clock, which is virtual in a simulated run. In TensorBoard a resumed run replaces the
+    steps that it repeats; in other loggers it is a new run. A logger that fails is dropped with a warning.
 
     Args:
-      names: of loggers, with commas between them: tensorboard, wandb, trackio, mlflow.
-      folder: of the run; curves for TensorBoard go to ``tensorboard`` in it, and wandb's files to ``wandb``.
-      title: of the run.
-      config: of the run.
+      names: Names of loggers, separated by commas: tensorboard, wandb, trackio, mlflow.
+      folder: Folder of the run; TensorBoard's files go to its subfolder ``tensorboard``, wandb's to ``wandb``.
+      title: Title of the run.
+      config: Configuration of the run.
 
     Raises:
-      UnknownName: there is no such logger.
-      MissingExtra: its package is not installed.
+      UnknownName: No logger has this name.
+      MissingExtra: The package of a logger is not installed.
     """
 
     def __init__(
@@ -182,36 +181,36 @@ class RunLog:
         self._zero_s = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Logs one event; those of other ranks are passed over, and what comes before a run has begun."""
+        """Logs an event of rank 0; ignores other ranks, and events before the run begins."""
         if event["rank"] != 0:
             return
         t = event.get("t")
-        at = float(t) if isinstance(t, int | float) else 0.0
+        time_s = float(t) if isinstance(t, int | float) else 0.0
         values, step = figures(event)
         if event["event"] == "begin":
             self.__exit__(None, None, None)
-            self._zero_s = time.time() - at
+            self._zero_s = time.time() - time_s
             for name in [*self._names]:
                 with self._kept_going(name):
                     stack = ExitStack()
-                    begun = LOGGERS[name](self._folder, self._title, self._config, step)
-                    self._open[name] = stack, stack.enter_context(begun)
+                    logger = LOGGERS[name](self._folder, self._title, self._config, step)
+                    self._open[name] = stack, stack.enter_context(logger)
             if isinstance(workers := self._config.get("workers"), int):
                 values = {"network/members": workers}
         for name, (_, log) in [*self._open.items()] if values else ():
             with self._kept_going(name):
-                log(values, step, self._zero_s + at)
+                log(values, step, self._zero_s + time_s)
 
     @contextmanager
     def _kept_going(self, name: str) -> Iterator[None]:
-        """Leaves a logger out that fails inside."""
+        """Drops a logger, with a warning, if an error occurs within the context."""
         try:
             yield
         except Exception as error:
             self._names.remove(name)
             self._open.pop(name, None)
-            said = " ".join(str(error).split()) or type(error).__name__
-            logging.getLogger("farflung").warning("--log-to %s: no longer logged: %s", name, said)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            logging.getLogger("farflung").warning("--log-to %s: no longer logged: %s", name, reason)
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +218,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends what is logged, as failed after an error."""
+        """Closes all loggers, which mark the run as failed after an error."""
         for name, (stack, _) in [*self._open.items()]:
             del self._open[name]
             with self._kept_going(name):

@@ -1,4 +1,4 @@
-"""State that torch's optimizers have for parameters: momentum and moments."""
+"""Parameter states of torch's optimizers: momentum and moments."""
 
 from __future__ import annotations
 
@@ -23,30 +23,27 @@ __all__ = [
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the name of an optimizer's class, by which checkpoints call it."""
+    """Returns the name of an optimizer's class, which checkpoints store."""
     return type(optimizer).__name__
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the learning rate of the first group; None if the optimizer sets its rates by itself, as Adafactor."""
+    """Returns the learning rate of the first group; None if the optimizer has none, such as Adafactor."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float:
-    """Returns the share of a step's movement that goes on in the next one, the largest of all groups.
-
-    That is the setting ``momentum``, or the first of ``betas``; 0 without either.
-    """
+    """Returns the largest momentum of all groups: ``momentum``, or the first of ``betas``, or 0 without either."""
     groups = optimizer.param_groups
     return max(float(group.get("momentum", (group.get("betas") or (0.0,))[0])) for group in groups)
 
 
 def check_averaged(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that :func:`moments` knows the state of an optimizer.
+    """Checks that :func:`collect_moments` supports an optimizer.
 
     Raises:
-      ConfigError: it does not.
+      ConfigError: The optimizer's state is unknown.
     """
     if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
         raise ConfigError(
@@ -56,9 +53,9 @@ def check_averaged(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Returns the moments that SGD, Adam or AdamW keeps of some parameters, in their shapes, to be overwritten.
+    """Returns the moments of SGD, Adam or AdamW for parameters, in their shapes, for writing in place.
 
-    A parameter that has had no gradient yet has zeros, which are not stored in the optimizer.
+    For a parameter without any gradient so far, these are zeros outside the optimizer's state.
     """
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     tensors: list[Tensor] = []
@@ -71,10 +68,9 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
 
 
 def eval_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Returns the state from which schedule-free optimizers make other parameters in their ``eval()``.
+    """Returns the state that schedule-free optimizers use in ``eval()``, in the parameters' shapes.
 
-    Returns:
-      Tensors in the shapes of parameters, to be overwritten; none of an optimizer without such modes.
+    The tensors are for writing in place; the list is empty for an optimizer without ``eval()``.
     """
     if not callable(getattr(optimizer, "eval", None)):
         return []
@@ -87,20 +83,20 @@ def eval_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramet
 
 
 def _moments_in(group: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names of moments by a group's settings, which are equal on all ranks."""
+    """Returns the names of a group's moments from its settings, which are equal on all ranks."""
     if "betas" in group:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
     return ("momentum_buffer",) if group.get("momentum") else ()
 
 
 def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Removes an optimizer's state of some parameters: it begins anew with them."""
+    """Removes the optimizer's state of parameters, so that it starts afresh."""
     for p in parameters:
         optimizer.state.pop(p, None)
 
 
 def is_predictable(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True for plain SGD, with momentum and weight decay, whose steps can be predicted from gradients."""
+    """Returns True for SGD without Nesterov or dampening, whose steps can be predicted from gradients."""
     return isinstance(optimizer, torch.optim.SGD) and not any(
         group["nesterov"] or group["dampening"] for group in optimizer.param_groups
     )

@@ -1,4 +1,4 @@
-"""Numbers that look random and depend on a seed and counters alone: no state, the same one by one and in rows."""
+"""Stateless random numbers from a seed and counters, equal for scalars and arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def uniform(seed: int, *counters: int) -> float:
-    """In ``[0, 1)``; reference: Steele, Lea & Flood 2014 (SplitMix64), one round for each counter."""
+    """Returns a number in ``[0, 1)`` by SplitMix64 (Steele, Lea & Flood 2014), one round for each counter."""
     state = _mixed(seed & _MASK)
     for counter in counters:
         state = _mixed((state ^ counter) & _MASK)
@@ -23,7 +23,7 @@ def uniform(seed: int, *counters: int) -> float:
 
 
 def uniform_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """:func:`uniform` for arrays of counters, which broadcast; bit for bit the same numbers."""
+    """Returns :func:`draw_uniform` for broadcast arrays of counters, bit for bit equal."""
     import numpy as np
 
     state = _mixed_row(np.array([seed & _MASK], dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Optimizers of farflung, which are torch optimizers, and the settings of each optimizer that a run knows by name."""
+"""Torch optimizers of farflung, and the settings of all optimizers that a run selects by name."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SGDSettings:
-    """The settings of torch's stochastic gradient descent.
+    """Settings of torch's SGD.
 
     Args:
-      nesterov: whether momentum is Nesterov's.
+      nesterov: True for Nesterov momentum.
 
     Raises:
-      ConfigError: an option out of its range; or, when it is made, Nesterov's momentum without any.
+      ConfigError: An option is out of range, or, at creation, Nesterov momentum has no momentum.
     """
 
     nesterov: bool = False
@@ -63,14 +63,14 @@ class SGDSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
-    """The settings of torch's Adam, whose weight decay is part of the gradient; the setting ``momentum`` is left out.
+    """Settings of torch's Adam, with weight decay in the gradient; the setting ``momentum`` is ignored.
 
     Args:
-      betas: the shares of the running means, of the gradient and of its square, that are kept at each step.
-      eps: added to the root of the second.
+      betas: Decay factors of the running means of the gradient and of its square.
+      eps: Term added to the root of the second mean.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: Kingma & Ba 2015, Alg. 1.
     """
@@ -105,11 +105,11 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings(AdamSettings):
-    """The settings of torch's AdamW, whose weight decay is no part of the gradient and of its running means.
+    """Settings of torch's AdamW, with weight decay decoupled from the gradient; ``momentum`` is ignored.
 
     Args:
-      betas: the shares of the running means, of the gradient and of its square, that are kept at each step.
-      eps: added to the root of the second.
+      betas: Decay factors of the running means of the gradient and of its square.
+      eps: Term added to the root of the second mean.
 
     References: Loshchilov & Hutter 2019, Alg. 2.
     """
@@ -118,12 +118,12 @@ class AdamWSettings(AdamSettings):
 
 
 class _EachParameter(torch.optim.Optimizer):
-    """Moves each parameter that has a gradient by itself."""
+    """Base of optimizers that update each parameter with a gradient separately."""
 
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Makes a step; a closure computes the loss afresh before it."""
+        """Updates all parameters with gradients, after calling the closure if one is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,29 +136,29 @@ class _EachParameter(torch.optim.Optimizer):
 
     @abstractmethod
     def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Changes a parameter in place, by the settings of its group."""
+        """Updates a parameter in place by the settings of its group."""
 
 
 class Lars(_EachParameter):
-    r"""Stochastic gradient descent whose rate is, for each weight, in proportion to its norm over that of its gradient.
+    r"""SGD with layer-wise rates in proportion to the norm of a weight over that of its gradient.
 
     .. math::
         v \leftarrow \mu v + \eta \frac{c \|w\|}{\|g\| + \beta \|w\|} (g + \beta w), \qquad w \leftarrow w - v
 
-    So a large batch with a large learning rate does not move small weights too far. Biases and the scales of norms,
-    which have one dimension, and what is zero, move by plain gradient descent without decay or factor.
+    The factor limits steps of small weights with large batches and learning rates. Tensors with at most one dimension,
+    such as biases and norm scales, and zero weights or gradients use plain SGD without decay or factor.
 
     Args:
-      params: to be optimized, or groups of them.
-      lr: :math:`\eta`.
-      momentum: :math:`\mu`.
-      weight_decay: :math:`\beta`.
-      trust: c, above 0. With the usual 0.001 learning rates are some hundred times those of plain SGD.
+      params: Parameters or parameter groups.
+      lr: Learning rate :math:`\eta`.
+      momentum: Momentum :math:`\mu`.
+      weight_decay: Weight decay :math:`\beta`.
+      trust: Trust coefficient c, above 0. With the usual 0.001, learning rates are about a hundred times those of SGD.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
-    References: You, Gitman & Ginsburg 2017, Algorithm 1. That tensors of one dimension are left out is common use.
+    References: You, Gitman & Ginsburg 2017, Algorithm 1. Excluding tensors of one dimension is common practice.
     """
 
     def __init__(
@@ -198,13 +198,13 @@ class Lars(_EachParameter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarsSettings:
-    """The settings of :class:`Lars` that only it has.
+    """Settings that only :class:`Lars` has.
 
     Args:
-      trust: see there.
+      trust: Trust coefficient of :class:`Lars`.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
     """
 
     trust: float = 0.001
@@ -226,21 +226,20 @@ class LarsSettings:
 
 
 class SignSGD(_EachParameter):
-    r"""Gradient descent by signs, :math:`w \leftarrow (1 - \eta \lambda)\, w - \eta \operatorname{sign}(g)`.
+    r"""Sign gradient descent, :math:`w \leftarrow (1 - \eta \lambda)\, w - \eta \operatorname{sign}(g)`.
 
-    Its learning rates are of the size of Adam's. It has no momentum: what goes with it has its own, such as the codec
-    ``demo``.
+    Learning rates are similar to Adam's. It has no momentum, since codecs such as ``demo`` have their own.
 
     >>> optimizer = SignSGD(model.parameters(), lr=1e-3)  # doctest: +SKIP
     >>> handle = farflung.attach(model, optimizer, "demo")  # doctest: +SKIP
 
     Args:
-      params: to be optimized, or groups of them.
-      lr: :math:`\eta`.
-      weight_decay: :math:`\lambda`, decoupled from the gradient.
+      params: Parameters or parameter groups.
+      lr: Learning rate :math:`\eta`.
+      weight_decay: Weight decay :math:`\lambda`, decoupled from the gradient.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: Bernstein et al. 2018; decoupled weight decay as in Peng et al. 2024 (DeMo).
     """
@@ -258,7 +257,7 @@ class SignSGD(_EachParameter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignSGDSettings:
-    """Makes :class:`SignSGD`, which leaves the setting ``momentum`` out and has no other of its own."""
+    """Settings of :class:`SignSGD`, which ignores ``momentum`` and has no other options."""
 
     def make(
         self,

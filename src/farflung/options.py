@@ -1,4 +1,4 @@
-"""Checks of what the members of a family are made with."""
+"""Checks of the options of registered parts."""
 
 from __future__ import annotations
 
@@ -22,70 +22,70 @@ __all__ = [
 
 
 def choice_option(name: str, option: str, value: object, known: Sequence[str]) -> None:
-    """One of some words.
+    """Checks that an option is one of the allowed values.
 
     Raises:
-      ConfigError: none of them.
+      ConfigError: The value is not allowed.
     """
     if value not in known:
         raise ConfigError(f"{name}: {option} {value!r} must be {' or '.join(map(repr, known))}")
 
 
 def flag_option(name: str, option: str, value: object) -> None:
-    """True or False.
+    """Checks that an option is True or False.
 
     Raises:
-      ConfigError: neither.
+      ConfigError: The value is not a bool.
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}: {option} {value!r} must be True or False")
 
 
 def share_option(name: str, option: str, share: object) -> None:
-    """A factor such as a momentum.
+    """Checks that an option, such as a momentum, is in [0, 1).
 
     Raises:
-      ConfigError: outside [0, 1).
+      ConfigError: The value is out of range or not a number.
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"{name}: {option} {share!r} must be at least 0 and below 1")
 
 
 def part_option(name: str, option: str, part: object) -> None:
-    """A part of something, all of it at most.
+    """Checks that an option, such as a density, is in (0, 1].
 
     Raises:
-      ConfigError: outside (0, 1].
+      ConfigError: The value is out of range or not a number.
     """
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
         raise ConfigError(f"{name}: {option} {part!r} must be above 0 and at most 1")
 
 
 def number_option(name: str, option: str, value: object, low: float) -> None:
-    """A finite number that is not too small.
+    """Checks that an option is a finite number of at least ``low``.
 
     Raises:
-      ConfigError: below ``low``, infinite, or not a number.
+      ConfigError: The value is below ``low``, infinite or not a number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
         raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
 
 
 def text_option(name: str, option: str, value: object) -> None:
-    """Text that is not empty.
+    """Checks that an option is a nonempty string.
 
     Raises:
-      ConfigError: it is, or no text.
+      ConfigError: The value is empty or not a string.
     """
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name}: {option} {value!r} must be text")
 
 
 def whole_option(name: str, option: str, value: int, low: int, high: int | None = None) -> None:
-    """A whole number.
+    """Checks that an option is an integer from ``low`` to ``high``, which may be open.
 
     Raises:
-      ConfigError: out of range, or not whole.
+      ConfigError: The value is out of range or not an integer.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}: {option} {value!r} must be a whole number")
@@ -95,28 +95,28 @@ def whole_option(name: str, option: str, value: int, low: int, high: int | None 
 
 
 def require(is_valid: bool, name: str, value: object, what: str) -> None:
-    """A value of a field.
+    """Raises an error unless a field's value is valid.
 
     Raises:
-      ConfigError: it is not valid; says what it must be.
+      ConfigError: The value is invalid; the message states the requirement.
     """
     if not is_valid:
         raise ConfigError(f"{name} = {value}: must be {what}")
 
 
 def check_seconds(name: str, seconds: float) -> None:
-    """A duration.
+    """Checks that a duration is finite and at least 0.
 
     Raises:
-      ConfigError: below 0, or infinite.
+      ConfigError: The duration is negative or infinite.
     """
     require(0 <= seconds < math.inf, name, seconds, "a number of seconds, 0 or more")
 
 
 def check_factor(name: str, factor: float) -> None:
-    """A factor by which computations take longer.
+    """Checks that a slowdown factor is finite and above 0.
 
     Raises:
-      ConfigError: not above 0, or infinite.
+      ConfigError: The factor is 0, negative or infinite.
     """
     require(0 < factor < math.inf, name, factor, "above 0; 2 takes twice as long")

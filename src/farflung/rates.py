@@ -1,4 +1,4 @@
-"""Learning rates: schedules over the steps or samples of a run, and scaling by the size of a batch."""
+"""Learning-rate schedules over the steps or samples of a run, and scaling by batch size."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    r"""A straight rise to the learning rate, and a course of its own beside it.
+    r"""Base of schedules with linear warm-up and a decay.
 
     .. math:: f(n) = \min\left(1, \frac{n + 1}{W}\right) c(n)
 
-    with n the steps or samples done before.
+    with n the number of previous steps or samples.
 
     Args:
-      warmup: W, steps or samples until the whole rate is reached; 0: none.
-      by: what n and W, and all other numbers, count: ``steps``, or ``samples`` that all replicas have drawn.
+      warmup: Number of steps or samples of the warm-up, W; 0 for none.
+      by: Unit of n, W and all other numbers: ``steps``, or ``samples`` drawn by all replicas.
 
     Raises:
-      ConfigError: an option out of its range.
+      ConfigError: An option is out of range.
 
     References: Goyal et al. 2017, section 2.2.
     """
@@ -65,16 +65,16 @@ class WarmUp:
 
     @abstractmethod
     def _course(self, done: int, total: int) -> float:
-        """c(n)."""
+        """Returns the decay factor c(n)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant(WarmUp):
-    """The same rate at every step once it is warm.
+    """Constant rate after warm-up.
 
     Args:
-      warmup: steps or samples of a straight rise; see :class:`WarmUp`.
-      by: what is counted.
+      warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
+      by: Unit, ``steps`` or ``samples``.
     """
 
     @override
@@ -85,7 +85,7 @@ class Constant(WarmUp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Falling(WarmUp):
-    """A fall that begins once the rate is warm, and ends at the end of the run or before."""
+    """Base of schedules that decay from the end of the warm-up to the end of the run or earlier."""
 
     final: float = 0.0
     until: int | None = None
@@ -100,24 +100,24 @@ class _Falling(WarmUp):
             whole_option(self._name, "until", self.until, self.warmup + 1)
 
     def _fallen(self, done: int, total: int) -> float:
-        """The share of the fall that is done, in [0, 1]."""
+        """Returns the completed share of the decay, in [0, 1]."""
         end = total if self.until is None else self.until
         return min(1.0, max(0, done - self.warmup) / max(1, end - self.warmup))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear(_Falling):
-    r"""Falls as far at every step, or with every sample.
+    r"""Linear decay.
 
     .. math:: c(n) = 1 - (1 - f)\,\frac{n - W}{N - W}
 
     with f the final share, W the warm-up and N its end.
 
     Args:
-      warmup: steps or samples of a straight rise; see :class:`WarmUp`.
-      by: what is counted.
-      final: the share of the rate that is left at the end, in [0, 1].
-      until: steps or samples after which ``final`` is reached; the whole run when not given.
+      warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
+      by: Unit, ``steps`` or ``samples``.
+      final: Share of the rate at the end, in [0, 1].
+      until: Number of steps or samples at which ``final`` is reached; by default the end of the run.
     """
 
     @override
@@ -127,17 +127,17 @@ class Linear(_Falling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(_Falling):
-    r"""Falls slowly at first and at the end.
+    r"""Cosine decay.
 
     .. math:: c(n) = f + \frac{1 - f}{2} \left(1 + \cos \pi \frac{n - W}{N - W}\right)
 
     with f the final share, W the warm-up and N its end.
 
     Args:
-      warmup: steps or samples of a straight rise; see :class:`WarmUp`.
-      by: what is counted.
-      final: the share of the rate that is left at the end, in [0, 1].
-      until: steps or samples after which ``final`` is reached; the whole run when not given.
+      warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
+      by: Unit, ``steps`` or ``samples``.
+      final: Share of the rate at the end, in [0, 1].
+      until: Number of steps or samples at which ``final`` is reached; by default the end of the run.
 
     References: Loshchilov & Hutter 2017 (SGDR), eq. 5, without restarts.
     """
@@ -149,20 +149,19 @@ class Cosine(_Falling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(WarmUp):
-    r"""Is multiplied by gamma at given points.
+    r"""Step decay, which multiplies the rate by gamma at given points.
 
     .. math:: c(n) = \gamma^{\lfloor n / E \rfloor} \quad\text{or}\quad \gamma^{|\{m \in M : m \le n\}|}
 
     Args:
-      warmup: steps or samples of a straight rise; see :class:`WarmUp`. The points count from the
-        beginning of the run all the same.
-      by: what is counted.
-      gamma: :math:`\gamma`, above 0.
-      every: E, steps or samples between two points.
-      milestones: M, the points themselves, in rising order; in the place of ``every``.
+      warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`. Points count from the start of the run.
+      by: Unit, ``steps`` or ``samples``.
+      gamma: Factor :math:`\gamma`, above 0.
+      every: Number of steps or samples between two points, E.
+      milestones: Points M in increasing order, instead of ``every``.
 
     Raises:
-      ConfigError: an option out of its range, or not just one of ``every`` and ``milestones``.
+      ConfigError: An option is out of range, or both or none of ``every`` and ``milestones`` are given.
     """
 
     gamma: float = 0.1
@@ -194,7 +193,7 @@ class Step(WarmUp):
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
-    """The learning rate is the same for batches of any size."""
+    """Constant learning rate for batches of any size."""
 
     def factor(self, share: float) -> float:
         del share
@@ -203,10 +202,10 @@ class NoScaling:
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    r"""The learning rate grows with the batch: :math:`\eta \sum_i b_i / (n b)`.
+    r"""Learning rate in proportion to the batch size: :math:`\eta \sum_i b_i / (n b)`.
 
-    References: Goyal et al. 2017, section 2.1; for each step anew Tyagi & Swany 2022 (ScaDLES), section IV-A, where
-    :math:`b_i` is a rate and :math:`n b` the base batch.
+    References: Goyal et al. 2017, section 2.1; applied at each step in Tyagi & Swany 2022 (ScaDLES), section IV-A, with
+    rates :math:`b_i` and the base batch :math:`n b`.
     """
 
     def factor(self, share: float) -> float:
@@ -215,9 +214,9 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class RootScaling:
-    r"""The learning rate grows with the root of the batch: :math:`\eta \sqrt{\sum_i b_i / (n b)}`.
+    r"""Learning rate in proportion to the root of the batch size: :math:`\eta \sqrt{\sum_i b_i / (n b)}`.
 
-    A mean of more samples has less noise by that root, so a step has as much of it as one of the usual batch.
+    The noise of a mean falls by that root, so the noise of a step does not depend on the batch size.
 
     References: Krizhevsky 2014, section 5; Hoffer et al. 2017, section 4.
     """
@@ -232,10 +231,10 @@ RATES: dict[str, Callable[..., RateSchedule]] = {
     "linear": Linear,
     "step": Step,
 }
-"""Schedules by name."""
+"""Learning-rate schedules by name."""
 SCALINGS: dict[str, Callable[..., RateScaling]] = {
     "none": NoScaling,
     "linear": LinearScaling,
     "root": RootScaling,
 }
-"""Scalings by name."""
+"""Learning-rate scalings by name."""

@@ -1,4 +1,4 @@
-"""Random numbers without global state: derived seeds, and the random state that belongs to one replica."""
+"""Derived seeds, shuffled passes, and a separate random state for each replica."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["Passes", "RandomState", "derive", "generator"]
 
 
 def derive(seed: int, *labels: int | str) -> int:
-    """A 63-bit seed that depends on ``seed`` and the labels, and looks unrelated for unlike labels."""
+    """Derives a 63-bit seed from a seed and labels; different labels give independent seeds."""
     text = "\0".join(map(str, (seed, *labels)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, *labels: int | str) -> torch.Generator:
-    """A CPU generator seeded by :func:`derive`."""
+    """Creates a CPU generator seeded by :func:`derive_seed`."""
     return torch.Generator().manual_seed(derive(seed, *labels))
 
 
 class Passes:
-    """Endless passes over samples, each in an order of its own; the last two are kept.
+    """Sample orders of endless shuffled passes, with the last two cached.
 
     Args:
-      seed: equal orders come from equal seeds.
+      seed: Seed of the orders.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,9 +42,9 @@ class Passes:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def order(self, index: int, n: int) -> torch.Tensor:
-        """The order of ``n`` samples in pass ``index``, counted from 0; int64."""
+        """Returns the order of ``n`` samples in pass ``index``, counted from 0; int64."""
         if (index, n) not in self._kept:
-            self._kept = {key: kept for key, kept in self._kept.items() if key == (index - 1, n)}
+            self._kept = {key: order for key, order in self._kept.items() if key == (index - 1, n)}
             self._kept[index, n] = torch.randperm(n, generator=generator(self._seed, "pass", index))
         return self._kept[index, n]
 
@@ -54,11 +54,11 @@ _HOST = torch.device("cpu")
 
 @dataclass(slots=True)
 class _Snapshot:
-    """The states of torch's global generators, and of numpy's and Python's where a replica may draw from them."""
+    """States of torch's global generators, and of numpy's and Python's if a replica draws from them."""
 
     cpu: Tensor
     cuda: dict[int, Tensor]
-    """By the number of the device, of those in use."""
+    """States by device index, of the devices in use."""
     numpy: dict[str, Any] | None
     python: tuple[Any, ...] | None
 
@@ -97,23 +97,23 @@ class _Snapshot:
 
 
 def _check_numpy() -> None:
-    """Raises :class:`ConfigError` where numpy's global generator has been replaced by another kind."""
+    """Raises :class:`ConfigError` if numpy's global generator was replaced by another kind."""
     kind = type(np.random.get_bit_generator()).__name__  # type: ignore[attr-defined]
     if kind != "MT19937":
         raise ConfigError(f"numpy's global generator is {kind}: leave MT19937 there, which it begins with")
 
 
 class RandomState:
-    """The global random state that one replica's forward, backward and compute run under.
+    """Global random state of one replica's computation.
 
-    Switching is lazy: :meth:`install` does nothing while the same replica's state is installed, so a process
-    with one replica pays nothing and a thousand simulated ones pay once per turn.
+    Switching is lazy: :meth:`install` does nothing if the replica's state is installed already. A process with one
+    replica therefore has no cost, and simulated replicas have one switch per turn.
 
     Args:
-      seed: of all generators.
-      device: whose generator is part of the state, beside those of the host.
-      torch_alone: whether nothing draws from numpy's and Python's generators, which are then left as they are: a switch
-        takes 2 microseconds in place of 70.
+      seed: Seed of all generators.
+      device: Device whose generator is included, in addition to the host's.
+      is_torch_only: True if nothing draws from numpy's and Python's generators. They are then not saved, and a switch
+        takes 2 instead of 70 microseconds.
     """
 
     _installed: ClassVar[RandomState | None] = None
@@ -124,11 +124,11 @@ class RandomState:
 
     @staticmethod
     def of(workload: Workload, seed: int, device: torch.device) -> RandomState:
-        """Makes the state of a replica that trains ``workload``, which may draw from torch alone."""
+        """Creates the random state of a replica that trains ``workload``."""
         return RandomState(seed, device, torch_alone=getattr(workload, "draws_from_torch_alone", False))
 
     def install(self) -> None:
-        """Makes this the global random state; the one installed before keeps what it has become."""
+        """Installs this as the global random state, after saving the one installed before."""
         current = RandomState._installed
         if current is self:
             return
@@ -140,38 +140,38 @@ class RandomState:
     @staticmethod
     @contextmanager
     def scope() -> Iterator[None]:
-        """Around a run: afterwards the global random state is as it was before."""
+        """Restores the global random state at the end of the context."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        outside, before = _Snapshot.taken(devices), RandomState._installed
+        globals_before, installed_before = _Snapshot.taken(devices), RandomState._installed
         RandomState._installed = None
         try:
             yield
         finally:
             if RandomState._installed is not None:
                 RandomState._installed._keep()
-            RandomState._installed = before
-            outside.put_back()
+            RandomState._installed = installed_before
+            globals_before.put_back()
 
     def _keep(self) -> None:
         self._snapshot = _Snapshot.taken(self._snapshot.cuda, self._torch_alone)
 
     def state_dict(self) -> State:
-        """Tensors and JSON values that :meth:`load_state_dict` continues from."""
+        """Returns the state of the generators as tensors and JSON values."""
         if RandomState._installed is self:
             self._keep()
-        kept = self._snapshot
-        state: State = {"torch": kept.cpu.clone()}
-        for device in kept.cuda.values():  # one, or none
+        snapshot = self._snapshot
+        state: State = {"torch": snapshot.cpu.clone()}
+        for device in snapshot.cuda.values():  # at most one
             state["cuda"] = device.clone()
-        if kept.numpy is not None:
+        if snapshot.numpy is not None:
             state["numpy"] = {
-                "key": torch.from_numpy(kept.numpy["state"]["key"].astype(np.int64)),
-                "pos": int(kept.numpy["state"]["pos"]),
-                "has_gauss": int(kept.numpy["has_gauss"]),
-                "gauss": float(kept.numpy["gauss"]),
+                "key": torch.from_numpy(snapshot.numpy["state"]["key"].astype(np.int64)),
+                "pos": int(snapshot.numpy["state"]["pos"]),
+                "has_gauss": int(snapshot.numpy["has_gauss"]),
+                "gauss": float(snapshot.numpy["gauss"]),
             }
-        if kept.python is not None:
-            version, words, gauss = kept.python
+        if snapshot.python is not None:
+            version, words, gauss = snapshot.python
             state["python"] = {
                 "version": version,
                 "words": torch.tensor(words, dtype=torch.int64),
@@ -180,18 +180,18 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Continues from :meth:`state_dict`; a generator that had no part in it goes on from where it is."""
-        kept = self._snapshot
-        kept.cpu = state["torch"].clone()
-        kept.cuda = {index: state.get("cuda", now).clone() for index, now in kept.cuda.items()}
-        if kept.numpy is not None and (numpy := state.get("numpy")) is not None:
-            kept.numpy = {
+        """Restores a state from :meth:`state_dict`; generators that are not in it keep theirs."""
+        snapshot = self._snapshot
+        snapshot.cpu = state["torch"].clone()
+        snapshot.cuda = {i: state.get("cuda", current).clone() for i, current in snapshot.cuda.items()}
+        if snapshot.numpy is not None and (numpy := state.get("numpy")) is not None:
+            snapshot.numpy = {
                 "bit_generator": "MT19937",
                 "state": {"key": numpy["key"].numpy().astype(np.uint32), "pos": numpy["pos"]},
                 "has_gauss": numpy["has_gauss"],
                 "gauss": numpy["gauss"],
             }
-        if kept.python is not None and (python := state.get("python")) is not None:
-            kept.python = (python["version"], tuple(python["words"].tolist()), python["gauss"])
+        if snapshot.python is not None and (python := state.get("python")) is not None:
+            snapshot.python = (python["version"], tuple(python["words"].tolist()), python["gauss"])
         if RandomState._installed is self:
-            kept.put_back()
+            snapshot.put_back()

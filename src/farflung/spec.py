@@ -1,8 +1,8 @@
-"""Parts as text: ``name`` or ``name(option=value, ...)``, as in ``topk(density=0.01)``; and objects as such text.
+"""Text form of parts: ``name`` or ``name(option=value, ...)``, such as ``topk(density=0.01)``.
 
-A name is one of a registry, or ``module:name``, which is imported, from the current folder too:
-``my_package.my_module:MyCodec(density=0.01)``. Parts may be options of others. The outermost name of a registry may be
-written with hyphens: ``by-order`` is ``by_order``.
+A name is in a registry, or it is ``module:name``, which is imported, also from the current folder:
+``my_package.my_module:MyCodec(density=0.01)``. Options may be parts themselves. The outermost name may have hyphens
+instead of underscores: ``by-order`` is ``by_order``.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = [
 T = TypeVar("T")
 
 _MARK = ".__imported__."
-"""Stands for the colon while Python's own grammar reads a text."""
+"""Replacement of the colon while Python's grammar parses a text."""
 _SHOWN = 200
-"""Characters of a text that cannot be read."""
+"""Largest number of characters of an invalid text in a message."""
 _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
 
 
 class Registry(UserDict[str, Callable[..., T]], Generic[T]):
-    """What makes the members of a family, by name.
+    """Factories of a family's parts by name, imported on first use.
 
     Args:
-      package: it is imported from, once it is used.
-      members: its name in the package, or itself.
+      package: Package that the factories are imported from.
+      members: Factory, or its name in the package, for each part.
 
     >>> Registry("fractions", {"share": "Fraction"})["share"](1, 2)
     Fraction(1, 2)
@@ -70,19 +70,19 @@ class Registry(UserDict[str, Callable[..., T]], Generic[T]):
 
     @override
     def __or__(self, other: Registry[Any]) -> Registry[Any]:  # type: ignore[override]
-        both: Registry[Any] = Registry("", {})
-        both.data = self.data | other.data
-        return both
+        union: Registry[Any] = Registry("", {})
+        union.data = self.data | other.data
+        return union
 
     def name_of(self, made: Callable[..., object]) -> str | None:
-        """The name of a member; ``None``: it is none. No other member is imported for it."""
-        called = getattr(made, "__qualname__", "")
+        """Returns the name of a factory, or None if it is not a member; imports no other member."""
+        qualname = getattr(made, "__qualname__", "")
         return next(
             (
                 name
                 for name, member in self.data.items()
                 if member is made
-                or (isinstance(member, tuple) and member[1] == called and self[name] is made)
+                or (isinstance(member, tuple) and member[1] == qualname and self[name] is made)
             ),
             None,
         )
@@ -91,61 +91,61 @@ class Registry(UserDict[str, Callable[..., T]], Generic[T]):
 def build(
     kind: str, text: str, registry: Mapping[str, Callable[..., T]], given: Mapping[str, object] | None = None
 ) -> T:
-    """The member that ``text`` names, with its options; members may be options of others.
+    """Builds the part that a text describes; its options may be parts too.
 
     Args:
-      kind: the family, for messages.
-      text: for example ``"synchronous"`` or ``"error_feedback(topk(density=0.01))"``.
-      registry: the family's members.
-      given: options of the outermost member that have settings of their own, and no place in the text; one that is
-        imported gets those that it takes.
+      kind: Name of the family for messages.
+      text: Text form, for example ``"synchronous"`` or ``"error_feedback(topk(density=0.01))"``.
+      registry: Factories of the family.
+      settings: Options of the outermost part that are separate settings and not allowed in the text. An imported part
+        gets those that it accepts.
 
     Raises:
-      UnknownName: no such member.
-      ConfigError: not of this form, an option that the member does not take, or nothing to be imported there.
+      UnknownName: The registry does not have the name.
+      ConfigError: The text is malformed, has an option that the part does not accept, or cannot be imported.
     """
     return _make(kind, text, parse(kind, text), registry, given or {})
 
 
 def name_of(kind: str, text: str) -> str:
-    """The name of the outermost member in ``text``.
+    """Returns the name of the outermost part in a text.
 
     Raises:
-      ConfigError: not of the form that :func:`build` reads.
+      ConfigError: The text is malformed.
     """
     return _named(kind, text, parse(kind, text))
 
 
 def parse(kind: str, text: str) -> ast.expr:
-    """The expression that ``text`` is, for :func:`unparse` and for other readers.
+    """Parses a text to an expression.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: The text is malformed.
     """
     plain = re.sub(r"^\s*[\w-]+", lambda name: name[0].strip().replace("-", "_"), text)
-    marked = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
+    marked_text = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
     try:
-        return ast.parse(marked.strip(), mode="eval").body
+        return ast.parse(marked_text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         raise ConfigError(f"{kind} {shown!r}: write it as name or name(option=value)") from None
 
 
 def unparse(node: ast.expr) -> str:
-    """The text of an expression, or of a part of one, from :func:`parse`."""
+    """Returns the text of an expression of :func:`parse`, or of a subexpression."""
     return ast.unparse(node).replace(_MARK, ":")
 
 
 def imported(kind: str, name: str) -> object:
-    """What ``module:name`` names; modules of the current folder are found as well.
+    """Imports the object ``module:name``, also from modules in the current folder.
 
     Raises:
-      ConfigError: there is no such module, or nothing of that name in it.
+      ConfigError: The module or the object does not exist.
     """
     module, _, path = name.partition(":")
-    here = str(Path.cwd())
-    if not {"", here} & {*sys.path}:
-        sys.path.append(here)  # as python -m has it
+    folder = str(Path.cwd())
+    if not {"", folder} & {*sys.path}:
+        sys.path.append(folder)  # as python -m does
     try:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:
@@ -153,17 +153,17 @@ def imported(kind: str, name: str) -> object:
 
 
 def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None = None) -> str:
-    """The text that :func:`build` would make ``part`` from, or, in ``<>``, words for a part that has none.
+    """Returns the text from which :func:`build` builds a part, or a description in ``<>`` if it has none.
 
-    A class, a function, a ``functools.partial`` of one and a dataclass have a text where their names can be imported
-    and their options are literals or such parts themselves. The text of anything else is good for comparing it alone.
+    Classes, functions, their ``functools.partial`` and dataclasses have a text if their names can be imported and their
+    options are literals or such parts. Descriptions in ``<>`` are only useful for comparison.
 
     Args:
-      part: a member, or the text of one, which is given back.
-      registry: the family's members, called by their names there.
+      part: Part, or its text, which is returned unchanged.
+      registry: Factories of the family, whose names the text uses.
 
     >>> from fractions import Fraction
-    >>> text_of("topk(density=0.1)"), text_of(Fraction), text_of(Fraction(1, 2))
+    >>> format_spec("topk(density=0.1)"), format_spec(Fraction), format_spec(Fraction(1, 2))
     ('topk(density=0.1)', 'fractions:Fraction', '<Fraction(1, 2)>')
     """
     if isinstance(part, str):
@@ -175,37 +175,37 @@ def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None =
 
 
 def is_carried(text: str) -> bool:
-    """Whether another process can make the part that :func:`text_of` gave this text."""
+    """Returns True if another process can build the part from its text by :func:`format_spec`."""
     return not text.startswith("<")
 
 
 class _NoText(Exception):
-    """There is no text for it."""
+    """Signal that a part has no text."""
 
 
 def _text(value: object, names: Registry[object]) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple | list):
-        inside = ", ".join(_text(one, names) for one in value)
-        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+        entries = ", ".join(_text(entry, names) for entry in value)
+        return f"[{entries}]" if isinstance(value, list) else f"({entries}{',' if len(value) == 1 else ''})"
     if isinstance(value, type) or inspect.isfunction(value):
         return _name(value, names)
     if isinstance(value, functools.partial):
-        options = [_text(one, names) for one in value.args]
-        options += [f"{name}={_text(one, names)}" for name, one in value.keywords.items()]
+        options = [_text(argument, names) for argument in value.args]
+        options += [f"{name}={_text(argument, names)}" for name, argument in value.keywords.items()]
         return f"{_name(value.func, names)}({', '.join(options)})"
     if not dataclasses.is_dataclass(value):
         raise _NoText
     options = [
-        f"{field.name}={_text(given, names)}"
+        f"{field.name}={_text(option, names)}"
         for field in dataclasses.fields(value)
         if field.init
-        and (given := getattr(value, field.name))
+        and (option := getattr(value, field.name))
         != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
     ]
-    made = _name(type(value), names)
-    return f"{made}({', '.join(options)})" if options else made
+    type_name = _name(type(value), names)
+    return f"{type_name}({', '.join(options)})" if options else type_name
 
 
 def _name(made: Callable[..., object], names: Registry[object]) -> str:
@@ -218,9 +218,9 @@ def _name(made: Callable[..., object], names: Registry[object]) -> str:
 
 
 def _named(kind: str, text: str, node: ast.expr) -> str:
-    named = node.func if isinstance(node, ast.Call) else node
-    name = unparse(named)
-    if not (isinstance(named, ast.Name) or (isinstance(named, ast.Attribute) and ":" in name)):
+    target = node.func if isinstance(node, ast.Call) else node
+    name = unparse(target)
+    if not (isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and ":" in name)):
         raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)")
     return name
 
@@ -243,10 +243,10 @@ def _make(
             raise ConfigError(f"{kind} {text!r}: {keyword.arg} is a setting of its own, not an option here")
         options[keyword.arg] = _value(kind, text, keyword.value, registry)
     if ":" in name:
-        found = imported(kind, name)
-        if call is None and not (isinstance(found, type) or inspect.isroutine(found)):
-            return found  # type: ignore[return-value]
-        member: Callable[..., T] = found  # type: ignore[assignment]
+        target = imported(kind, name)
+        if call is None and not (isinstance(target, type) or inspect.isroutine(target)):
+            return target  # type: ignore[return-value]
+        member: Callable[..., T] = target  # type: ignore[assignment]
         given = taken(member, given)
     elif name in registry:
         member = registry[name]
@@ -261,32 +261,32 @@ def _make(
 
 
 def options_of(member: Callable[..., object]) -> str:
-    """The options that a member takes, with their defaults where these are literals; empty where it does not say.
+    """Formats the options of a part with literal defaults; empty if it has no signature.
 
-    >>> options_of(lambda codec, density=0.01: None)
+    >>> format_options(lambda codec, density=0.01: None)
     'codec, density=0.01'
     """
     try:
-        known = inspect.signature(member).parameters.values()
+        parameters = inspect.signature(member).parameters.values()
     except (TypeError, ValueError):
         return ""
     literal = (bool, int, float, str)
     return ", ".join(
-        f"{one.name}={one.default!r}" if isinstance(one.default, literal) else f"{one}".partition(":")[0]
-        for one in known
+        f"{p.name}={p.default!r}" if isinstance(p.default, literal) else f"{p}".partition(":")[0]
+        for p in parameters
     )
 
 
 def _instead(name: str, member: Callable[..., object], given: Iterable[str]) -> str:
-    """Describes the values that a member accepts, for an error message."""
-    takes = options_of(member)
-    known = [option.partition("=")[0] for option in takes.split(", ")]
-    close = [near for one in given if one not in known for near in get_close_matches(one, known, n=1)]
-    return f"{f'did you mean {close[0]}? ' if close else ''}{name} takes {takes or 'no options'}"
+    """Describes the options that a part accepts, for an error message."""
+    accepted_options = options_of(member)
+    names = [option.partition("=")[0] for option in accepted_options.split(", ")]
+    close = [match for name in given if name not in names for match in get_close_matches(name, names, n=1)]
+    return f"{f'did you mean {close[0]}? ' if close else ''}{name} takes {accepted_options or 'no options'}"
 
 
 def taken(member: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
-    """Those of the options ``given`` that a member takes."""
+    """Selects the options that a part accepts."""
     return {name: value for name, value in given.items() if name in inspect.signature(member).parameters}
 
 

@@ -1,6 +1,6 @@
 """Trees of tensors and JSON values as safetensors files, written atomically with a checksum, and as bytes.
 
-A file's header names its format and holds the SHA-256 of the file as it is with zeros in the place of the digest.
+The header of a file contains its format and the SHA-256 of the file with zeros in place of the digest.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ __all__ = ["load_tree", "pack_tree", "save_tree", "unpack_tree"]
 
 _META = "farflung"
 _FORMAT = 3
-"""Format of the files; raised with every change of checkpoints after which older ones cannot be read."""
+"""Version of the file format, incremented by every incompatible change of checkpoints."""
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
-"""The first such place in a header, which holds JSON as a text inside JSON."""
+"""Pattern of the digest in a header, which contains JSON as a string inside JSON."""
 _BLOCK = 1 << 20
 
 
 def save_tree(path: Path, tree: State) -> None:
-    """Writes nested dicts whose leaves are tensors or JSON values; the file appears whole or not at all.
+    """Writes nested dicts of tensors and JSON values to a file atomically.
 
     Raises:
-      StorageError: it cannot be written.
+      StorageError: The file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    about = {_META: json.dumps({"format": _FORMAT, "sha256": _NO_DIGEST, "values": values})}
+    metadata = {_META: json.dumps({"format": _FORMAT, "sha256": _NO_DIGEST, "values": values})}
     flat = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def write(partial: Path) -> None:
         try:
-            save_file(flat, partial, about)
-        except SafetensorError as error:  # it has the system's own words in it
+            save_file(flat, partial, metadata)
+        except SafetensorError as error:  # its text contains the system's error
             raise OSError(str(error)) from None
         with partial.open("r+b") as file:
-            _, place, digest = _digest(file)
-            file.seek(place)
+            _, offset, digest = _digest(file)
+            file.seek(offset)
             file.write(digest)
             file.flush()
             os.fsync(file.fileno())
@@ -64,56 +64,56 @@ def save_tree(path: Path, tree: State) -> None:
 
 
 def load_tree(path: Path) -> State:
-    """Reads what :func:`save_tree` wrote.
+    """Loads a tree from a file of :func:`save_tree`.
 
     Raises:
-      CheckpointError: absent, damaged, or written by something else or by another version.
+      CheckpointError: The file is missing or damaged, or of another program or format.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
     with reading(path, "cut short or damaged; remove it to use an older one", CheckpointError):
         try:
             with safe_open(path, framework="pt") as file:
-                about = _about(path, file.metadata() or {})
+                header = _about(path, file.metadata() or {})
                 with path.open("rb") as content:
-                    stored, _, digest = _digest(content)
-                if stored != digest:
+                    stored_digest, _, digest = _digest(content)
+                if stored_digest != digest:
                     raise CheckpointError(
                         f"{path}: damaged (the bytes are not those of its checksum); remove it to use an older one"
                     )
                 flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(str(error)) from None
-        return _grown({**flat, **about["values"]})
+        return _grown({**flat, **header["values"]})
 
 
 def pack_tree(tree: State) -> Tensor:
-    """Returns nested dicts as bytes; see :func:`save_tree`."""
+    """Packs nested dicts into bytes; see :func:`save_tree`."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    about = json.dumps({"format": _FORMAT, "values": values, "tensors": [*tensors]}).encode()
+    header = json.dumps({"format": _FORMAT, "values": values, "tensors": [*tensors]}).encode()
     return pack_tensors(
-        [torch.frombuffer(bytearray(about), dtype=torch.uint8), *(t.cpu() for t in tensors.values())]
+        [torch.frombuffer(bytearray(header), dtype=torch.uint8), *(t.cpu() for t in tensors.values())]
     )
 
 
 def unpack_tree(content: Tensor) -> State:
-    """Returns the tree of :func:`pack_tree`.
+    """Unpacks the tree of :func:`pack_tree`.
 
     Raises:
-      CheckpointError: of another version, or something else.
+      CheckpointError: The bytes are damaged or of another format.
     """
     with reading(Path("the state of the run"), "damaged", CheckpointError):
         text, *tensors = unpack_tensors(content)
-        about = json.loads(bytes(text.numpy()))
-        if about["format"] != _FORMAT:
-            raise CheckpointError(f"the state of the run has format {about['format']}, not {_FORMAT}")
-        return _grown({**dict(zip(about["tensors"], tensors, strict=True)), **about["values"]})
+        header = json.loads(bytes(text.numpy()))
+        if header["format"] != _FORMAT:
+            raise CheckpointError(f"the state of the run has format {header['format']}, not {_FORMAT}")
+        return _grown({**dict(zip(header["tensors"], tensors, strict=True)), **header["values"]})
 
 
 def _grown(leaves: Mapping[str, Any]) -> State:
-    """Returns the nested dicts whose leaves have paths as names."""
+    """Builds nested dicts from leaves by path."""
     tree: State = {}
     for name, leaf in leaves.items():
         *folders, last = name.split("/")
@@ -125,35 +125,35 @@ def _grown(leaves: Mapping[str, Any]) -> State:
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What :func:`save_tree` has put beside the tensors."""
+    """Reads and checks the header that :func:`save_tree` wrote."""
     if _META not in metadata:
         raise CheckpointError(f"{path}: not written by farflung")
-    about: Any = json_of(metadata[_META])
-    found = about["format"] if "values" in about else 1
-    if found != _FORMAT:
+    header: Any = json_of(metadata[_META])
+    version = header["format"] if "values" in header else 1
+    if version != _FORMAT:
         raise CheckpointError(
-            f"{path}: a file of format {found}, and this version of farflung reads format {_FORMAT}: "
+            f"{path}: a file of format {version}, and this version of farflung reads format {_FORMAT}: "
             "use the version that wrote it, or start the run anew"
         )
-    return dict(about)
+    return dict(header)
 
 
 def _digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:
-    """Of a file of :func:`save_tree`: the digest in it, where that begins, and what it should be, in hexadecimal.
+    """Returns the stored digest of a file of :func:`save_tree`, its offset, and the computed digest, in hexadecimal.
 
     Raises:
-      ValueError: there is no digest in it.
+      ValueError: The file has no digest.
     """
     length = int.from_bytes(file.read(8), "little")
     header = file.read(min(length, os.fstat(file.fileno()).st_size))
-    found = _DIGEST.search(header)
-    if found is None:
+    match = _DIGEST.search(header)
+    if match is None:
         raise ValueError("no checksum")
-    whole = hashlib.sha256(length.to_bytes(8, "little"))
-    whole.update(header[: found.start(1)] + _NO_DIGEST.encode() + header[found.end(1) :])
+    checksum = hashlib.sha256(length.to_bytes(8, "little"))
+    checksum.update(header[: match.start(1)] + _NO_DIGEST.encode() + header[match.end(1) :])
     while block := file.read(_BLOCK):
-        whole.update(block)
-    return found[1], 8 + found.start(1), whole.hexdigest().encode()
+        checksum.update(block)
+    return match[1], 8 + match.start(1), checksum.hexdigest().encode()
 
 
 def _flatten(

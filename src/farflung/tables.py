@@ -1,4 +1,4 @@
-"""Tables of a TOML file, read key by key; every error is one line with file, table and key."""
+"""Typed access to tables of TOML files, with errors that name file, table and key."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 def open_toml(path: Path) -> Table:
-    """The top level of a file.
+    """Loads the top-level table of a TOML file.
 
     Raises:
-      ConfigError: absent, or no TOML.
+      ConfigError: The file is missing or not TOML.
     """
     return Table(str(path), toml_of(path))
 
 
 class Table:
-    """One table; the keys that are asked for are those it may have.
+    """Table of a TOML file; keys that are never read are invalid.
 
     Args:
-      where: file and table, the beginning of every message.
-      content: what is there.
+      location: File and table, as prefix of every message.
+      content: Keys and values.
     """
 
     def __init__(self, where: str, content: Mapping[str, Any]) -> None:
@@ -44,21 +44,21 @@ class Table:
         return key in self._content
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; infinity is one, NaN is not."""
+        """Reads a number, which may be infinite but not NaN."""
         return self._as_number(key, self._get(key, default))
 
     def numbers(self, key: str) -> tuple[float, ...]:
         values = self._of(list, key, None, "must be a list of numbers")
-        return tuple(self._as_number(key, one) for one in values)
+        return tuple(self._as_number(key, value) for value in values)
 
     def whole(self, key: str) -> int:
-        """A whole number."""
+        """Reads an integer."""
         return self._of(int, key, None, "must be a whole number")
 
     def wholes(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, 0 or more."""
+        """Reads a list of integers of at least 0."""
         value = self._get(key, None)
-        if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+        if not isinstance(value, list) or not all(type(entry) is int and entry >= 0 for entry in value):
             raise self.error(key, value, "must be a list of whole numbers")
         return tuple(value)
 
@@ -66,36 +66,36 @@ class Table:
         return self._of(str, key, default, "must be a string")
 
     def flag(self, key: str) -> bool:
-        """True or false; false where it is not there."""
+        """Reads a bool, by default False."""
         return self._of(bool, key, False, "must be true or false")
 
     def number_or_text(self, key: str, default: float | None = None) -> float | str:
-        """A number or a name."""
+        """Reads a number or a string."""
         value = self._get(key, default)
         return value if isinstance(value, str) else self._as_number(key, value)
 
     def table(self, key: str) -> Table:
-        """A table in this one."""
+        """Reads a nested table."""
         return Table(f"{self.where}: {key}", self._of(dict, key, None, "must be a table"))
 
     def tables(self, key: str) -> list[Table]:
-        """The tables written as ``[[key]]``, known in messages by their ``name`` or their number."""
+        """Reads an array of tables ``[[key]]``; messages refer to them by ``name`` or number."""
         value = self._get(key, [])
-        if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
             raise self.error(key, value, f"must be written as [[{key}]]")
         return [
-            Table(f"{self.where}: {key} {one.get('name', number)}", one)
-            for number, one in enumerate(value, start=1)
+            Table(f"{self.where}: {key} {entry.get('name', number)}", entry)
+            for number, entry in enumerate(value, start=1)
         ]
 
     def values(self, kind: type, readers: Readers | None = None, **given: Any) -> dict[str, Any]:
-        """Reads the fields of a dataclass, each by its declared type; a default stands for an absent key.
+        """Reads the fields of a dataclass by their types; a missing key has the default.
 
         Args:
-          kind: the dataclass.
-          readers: what reads a key, by the name of its type, besides numbers, text, flags and lists of numbers; fields
-            of other types are no keys.
-          given: the values of fields that are no keys either.
+          kind: Dataclass.
+          readers: Additional functions that read a key, by name of the field's type. Fields of other types are not
+            read.
+          fixed_values: Values of fields that are not read.
         """
         for field in fields(kind):
             read = {**_READERS, **(readers or {})}.get(str(field.type).removesuffix(" | None"))
@@ -106,14 +106,14 @@ class Table:
         return given
 
     def build(self, kind: type[T], readers: Readers | None = None, **given: Any) -> T:
-        """Makes a dataclass of this table; see :meth:`values` and :meth:`make`."""
+        """Builds a dataclass from this table; see :meth:`read_fields` and :meth:`build_with`."""
         return self.make(partial(kind, **self.values(kind, readers, **given)))
 
     def make(self, build: Callable[[], T]) -> T:
-        """What ``build`` makes of this table; an error of its own gets file and table in front.
+        """Calls a factory after the table was read; its errors are prefixed by file and table.
 
         Raises:
-          ConfigError: that error, or a key that was not read.
+          ConfigError: The factory failed, or the table has a key that was not read.
         """
         unknown = sorted(self._content.keys() - self._asked)
         if unknown:
@@ -126,7 +126,7 @@ class Table:
             raise ConfigError(f"{self.where}: {error}") from None
 
     def error(self, key: str, value: object, what: str) -> ConfigError:
-        """About one key."""
+        """Builds the error for an invalid value of a key."""
         return ConfigError(f"{self.where}: {key} = {value!r}: {what}")
 
     def _get(self, key: str, default: Any) -> Any:
@@ -152,7 +152,7 @@ class Table:
 
 
 Readers: TypeAlias = "Mapping[str, Callable[[Table, str], Any]]"
-"""By the name of a type, what reads a key's value."""
+"""Functions that read a key's value, by name of its type."""
 _READERS: Readers = {
     "bool": Table.flag,
     "float": Table.number,

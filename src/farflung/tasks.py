@@ -1,8 +1,8 @@
-"""Coroutines without an event loop of their own: :class:`Pending` results and the :class:`Task` that drives one.
+"""Coroutines without an event loop: :class:`Pending` results, and a :class:`Task` for each running coroutine.
 
-The core is written as ``async def`` functions whose only suspension is ``await pending``. The runtime drives them: on
-the wall clock a communication thread, in virtual time a heap. A driver hands each task a ``schedule`` function that
-queues a callback to run later on the driver's own thread, so a task never runs on two.
+The core consists of ``async def`` functions whose only suspension is ``await pending``. A runtime drives them: a
+communication thread on the wall clock, an event heap in virtual time. It passes each task a ``schedule`` function that
+queues callbacks for the driver's own thread, so a task never runs on two threads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """A result that arrives later: await it in a coroutine, or :meth:`wait` for it on a thread.
+    """Future result: awaited in a coroutine, or by :meth:`wait` on a thread.
 
-    It completes once, by :meth:`set` or :meth:`fail`, from any thread; a second completion is ignored, so the
-    first of several reasons to end a wait wins.
+    It completes once, by :meth:`set_result` or :meth:`set_exception`, from any thread. Later completions are ignored,
+    so the first of several reasons to end a wait wins.
     """
 
     __slots__ = ("_callbacks", "_done", "_error", "_lock", "_value")
@@ -34,24 +34,24 @@ class Pending(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether a value or an error has arrived."""
+        """Returns True if a value or an error has been set."""
         return self._done
 
     @property
     def error(self) -> BaseException | None:
-        """The error it ended with, if it did."""
+        """Error that was set, if any."""
         return self._error
 
     def set(self, value: T) -> None:
-        """Completes it with a value."""
+        """Completes this result with a value."""
         self._complete(value, None)
 
     def fail(self, error: BaseException) -> None:
-        """Completes it with an error, raised where it is awaited."""
+        """Completes this result with an error, which awaiting it raises."""
         self._complete(None, error)
 
     def follow(self, other: Pending[T]) -> None:
-        """Completes as ``other`` does."""
+        """Completes this result once ``source`` completes, with the same value or error."""
         other.on_done(lambda _: self._complete(other._value, other._error))
 
     def _complete(self, value: T | None, error: BaseException | None) -> None:
@@ -64,7 +64,7 @@ class Pending(Generic[T]):
             callback(self)
 
     def on_done(self, callback: Callable[[Pending[T]], None]) -> None:
-        """Calls ``callback(self)`` at completion, on the completing thread; at once if it is done."""
+        """Calls ``callback(self)`` at completion on the completing thread, or immediately if done."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -72,10 +72,10 @@ class Pending(Generic[T]):
         callback(self)
 
     def result(self) -> T:
-        """The value, or the error raised.
+        """Returns the value, or raises the error.
 
         Raises:
-          RuntimeError: it is not done yet.
+          RuntimeError: The result is not done.
         """
         if not self._done:
             raise RuntimeError("the result is not there yet")
@@ -84,16 +84,16 @@ class Pending(Generic[T]):
         return cast(T, self._value)
 
     def block(self) -> None:
-        """Blocks the calling thread until it is done; every wait inside a runtime ends by its deadline."""
+        """Blocks the calling thread until done; every wait inside a runtime ends by its deadline."""
         if not self._done:
-            # A bare lock: an Event takes the interpreter lock several times more on its way.
-            arrived = threading.Lock()
-            arrived.acquire()
-            self.on_done(lambda _: arrived.release())
-            arrived.acquire()
+            # Uses a plain lock, since an Event acquires the interpreter lock several times more.
+            completion = threading.Lock()
+            completion.acquire()
+            self.on_done(lambda _: completion.release())
+            completion.acquire()
 
     def wait(self) -> T:
-        """Blocks the calling thread until it is done; the value, or the error raised."""
+        """Blocks the calling thread until done; returns the value or raises the error."""
         self.block()
         return self.result()
 
@@ -104,27 +104,27 @@ class Pending(Generic[T]):
 
 
 def done(value: T) -> Pending[T]:
-    """A pending result that is there already."""
+    """Creates a result that has completed with a value."""
     pending: Pending[T] = Pending()
     pending.set(value)
     return pending
 
 
 def failed(error: BaseException) -> Pending[Any]:
-    """A pending result that has failed already."""
+    """Creates a result that has completed with an error."""
     pending: Pending[Any] = Pending()
     pending.fail(error)
     return pending
 
 
 class Task(Pending[T]):
-    """A coroutine on its way; itself the pending result of what the coroutine returns.
+    """Running coroutine, and the pending result of its return value.
 
     Args:
-      coroutine: what to run; its only suspensions are awaited :class:`Pending` results.
-      schedule: queues a callback on the driver's thread.
-      at_once: whether to run up to the first suspension in place, on the driver's thread; otherwise the
-        first step is scheduled too.
+      coroutine: Coroutine to run, whose only suspensions are awaited :class:`Pending` results.
+      schedule: Function that queues a callback on the driver's thread.
+      eager_start: True to run up to the first suspension immediately, on the driver's thread; otherwise the first step
+        is scheduled too.
     """
 
     __slots__ = ("_coroutine", "_schedule")
@@ -150,9 +150,9 @@ class Task(Pending[T]):
             return
         try:
             while True:
-                awaited = self._coroutine.send(None)
-                if not awaited.done:
-                    awaited.on_done(self._resume)
+                dependency = self._coroutine.send(None)
+                if not dependency.done:
+                    dependency.on_done(self._resume)
                     return
         except StopIteration as stop:
             self.set(stop.value)
@@ -160,7 +160,7 @@ class Task(Pending[T]):
             self.fail(error)
 
     def drop(self) -> None:
-        """Closes the coroutine of a task that nothing waits for any more."""
+        """Closes the coroutine of a task that nothing awaits any more."""
         self._coroutine.close()
 
     def _resume(self, _: Pending[Any]) -> None:
@@ -168,7 +168,7 @@ class Task(Pending[T]):
 
 
 def first_of(pendings: Iterable[Pending[Any]]) -> Pending[int]:
-    """The index of whichever completes first; ties go to the lowest index."""
+    """Returns the pending index of the result that completes first; ties go to the lowest index."""
     first: Pending[int] = Pending()
     for index, pending in enumerate(pendings):
         pending.on_done(lambda _, index=index: first.set(index))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What a run says about itself while it goes on: events as JSON lines, alike in both worlds."""
+"""Telemetry of a run: events as JSON lines, in the same format on the wall clock and in virtual time."""
 
 from __future__ import annotations
 
@@ -25,89 +25,89 @@ __all__ = [
 ]
 
 Event: TypeAlias = "dict[str, Json]"
-"""One thing that happened: ``event`` names its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
+"""JSON object of one event: ``event`` is its kind, ``rank`` the replica, ``t`` the seconds on the run's clock."""
 Sink: TypeAlias = "Callable[[Event], None]"
-"""Where events go."""
+"""Function that receives events."""
 
 TIMES = frozenset(
     {"compute_s", "data_s", "duration_s", "exposed_s", "held", "held_nbytes", "scoring_s", "t", "time_s"}
 )
-"""The fields of events that depend on the run's clock: seconds, and what a stream held by then; no others do."""
+"""Names of all event fields that depend on the run's clock: seconds, and the buffer fill of a stream."""
 BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})
-"""The fields that hold bytes sent; where a collective is chosen by the network, so are they."""
+"""Names of event fields with sent bytes, which depend on the network if it selects the collective."""
 
 
 class Telemetry:
-    """Hands each event of one replica to its sinks.
+    """Emitter of one replica's events.
 
     Args:
-      rank: the replica.
-      sinks: where events go.
+      rank: Rank of the replica.
+      sinks: Functions that receive each event.
     """
 
     def __init__(self, rank: int, *sinks: Sink) -> None:
         self._rank, self._sinks = rank, sinks
 
     def emit(self, event: str, **fields: Json) -> None:
-        """One event; times are seconds on the run's clock."""
+        """Sends an event to all sinks; times are seconds on the run's clock."""
         entry: Event = {"event": event, "rank": self._rank, **fields}
         for sink in self._sinks:
             sink(entry)
 
 
 def both(one: Sink, other: Sink) -> Sink:
-    """Makes a sink that hands each event to two others."""
+    """Creates a sink that passes each event to two others."""
 
-    def tell(event: Event) -> None:
+    def emit(event: Event) -> None:
         one(event)
         other(event)
 
-    return tell
+    return emit
 
 
 class JsonLines(JsonLinesFile):
-    """A sink that appends to a file, written at least every second and at every event but that of a step."""
+    """Sink that appends to a file, flushed at least every second and at every event except steps."""
 
     def __call__(self, event: Event) -> None:
         self.add(event, flush=event["event"] != "step")
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a file; a last line that was cut short is left out.
+    """Reads the events of a file; a truncated last line is ignored.
 
     Raises:
-      DataError: it cannot be read, or a line is no event; names file and line.
+      DataError: The file cannot be read, or a line is not an event; the message names file and line.
     """
     events: list[Event] = []
 
-    def take(event: Event) -> None:
+    def add_event(event: Event) -> None:
         if not isinstance(event["event"], str) or type(event["rank"]) is not int:
             raise TypeError("no name of an event, or no rank")
         events.append(event)
 
-    json_lines(path, "not an event; the file is damaged", take, DataError)
+    json_lines(path, "not an event; the file is damaged", add_event, DataError)
     return events
 
 
 def count_refusals(events: Iterable[Event]) -> Counter[str]:
-    """Counts the messages and connections of strangers that replicas have refused, over all legs of a run."""
+    """Counts the unauthenticated messages and connections that replicas refused, over all legs of a run."""
     refusals: Counter[str] = Counter()
     for event in events:
         if event["event"] == "refused":
-            refusals.update({what: int(number(event, what)) for what in ("messages", "connections")})
+            refusals.update({name: int(number(event, name)) for name in ("messages", "connections")})
     return refusals
 
 
 def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
-    """Reads one number of an event, or of a summary.
+    """Reads one number of an event or summary.
 
     Args:
-      values: the event or the summary.
-      name: of the number.
-      of: begins the message of the error; the rank of the event when not given.
+      values: Event or summary.
+      name: Key of the number.
+      source: Prefix of the error message; the event's rank by default.
 
     Raises:
-      DataError: there is no such number.
+      DataError: The number is missing, or not a number.
     """
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Payloads and states as trees."""
+"""Operations on payloads and states as trees, and packing of tensors into bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rebuilt(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
-    """The same tree with other tensors, replaced depth first."""
+    """Builds an equal tree whose tensors are replaced by a function, depth first."""
     return Payload(
         tuple(
             rebuilt(part, replace) if isinstance(part, Payload) else replace(part) for part in payload.parts
@@ -35,17 +35,17 @@ def rebuilt(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both are views of the same storage."""
+    """Returns True if both tensors are views of the same storage."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def unshared(payload: Payload, tensor: Tensor) -> Payload:
-    """The same payload, sharing nothing with ``tensor``, which may then be overwritten."""
+    """Clones the parts of a payload that share memory with ``tensor``, so that it can be overwritten."""
     return rebuilt(payload, lambda part: part.clone() if shares_memory(part, tensor) else part)
 
 
 def only_seeds(state: CodecState) -> bool:
-    """Whether a state is nothing but seeds: then a tensor may be cut anew at each step, and the state with it."""
+    """Returns True if a state consists of seeds, so that its tensor can be split differently at each step."""
     return _only_seeds(state.shared) and _only_seeds(state.local)
 
 
@@ -54,7 +54,7 @@ def _only_seeds(tree: State) -> bool:
 
 
 def keys_of(tree: State, prefix: str = "") -> set[str]:
-    """Lists the keys of nested dicts, those within one another joined by dots."""
+    """Lists the keys of nested dicts, joined by dots."""
     keys = {prefix + key for key in tree}
     return keys.union(
         *(keys_of(node, f"{prefix}{key}.") for key, node in tree.items() if isinstance(node, dict))
@@ -62,7 +62,7 @@ def keys_of(tree: State, prefix: str = "") -> set[str]:
 
 
 def pack_tensors(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns tensors as bytes; those that are mostly zeros by their other values, without a loss."""
+    """Packs tensors into bytes losslessly; mostly zero tensors are stored sparsely."""
     heads: list[list[Any]] = []
     parts: list[Tensor] = []
     for tensor in tensors:
@@ -83,20 +83,21 @@ def pack_tensors(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def unpack_tensors(content: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors of :func:`pack_tensors`, as copies."""
-    first = 8 + int(content[:8].clone().view(torch.int64))
-    found = []
+    """Unpacks copies of the tensors of :func:`pack_tensors`."""
+    offset = 8 + int(content[:8].clone().view(torch.int64))
+    tensors = []
 
-    def take(count: int, dtype: torch.dtype) -> Tensor:
-        nonlocal first
-        first, begin = first + count * dtype.itemsize, first
-        return content[begin:first].clone().view(dtype)
+    def read(count: int, dtype: torch.dtype) -> Tensor:
+        nonlocal offset
+        offset, begin = offset + count * dtype.itemsize, offset
+        return content[begin:offset].clone().view(dtype)
 
-    for name, shape, count in json.loads(bytes(content[8:first].numpy())):
+    for name, shape, count in json.loads(bytes(content[8:offset].numpy())):
         dtype, numel = getattr(torch, name), math.prod(shape)
         if count < 0:
-            found.append(take(numel, dtype).view(shape))
+            tensors.append(read(numel, dtype).view(shape))
         else:
-            places = take(count, torch.int32).long()
-            found.append(torch.zeros(numel, dtype=dtype).index_put((places,), take(count, dtype)).view(shape))
-    return tuple(found)
+            indices = read(count, torch.int32).long()
+            values = read(count, dtype)
+            tensors.append(torch.zeros(numel, dtype=dtype).index_put((indices,), values).view(shape))
+    return tuple(tensors)

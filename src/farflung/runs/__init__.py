@@ -1,4 +1,4 @@
-"""Runs: what decides one, what it leaves behind, and how it is made, in either world, from Python or a command."""
+"""Configuration, files and execution of runs on real workers and in virtual time."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which replica the others wait for, and what makes it slow."""
+"""Analysis of the replica or link that slows a run down."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from farflung.types import Json
 __all__ = ["slowest"]
 
 LEAST = 0.1
-"""Of a step: what takes less holds up no replica."""
+"""Smallest share of a step that counts as a bottleneck."""
 
 
 def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
-    """Finds what makes steps long, by their mean times on each replica.
+    """Finds the bottleneck of a run from the mean step times of each replica.
 
-    The slowest replica is the one that computes and waits for samples longest. For how much longer than the others it
-    does so, by the median, they wait for it; what it waits for exchanges itself is the links' alone.
+    The slowest replica has the longest time of computing and waiting for samples. The others wait for the excess of
+    that time over their median. The slowest replica's own wait for exchanges is due to links alone.
 
     Args:
-      events: of all replicas, by rank.
+      events: Events of all replicas, by rank.
 
     Returns:
-      ``reason`` (compute, data or link), ``rank`` unless it is the links that all wait for, and ``share``, of a step;
-      ``None`` where nothing takes a tenth of a step, or there are not two replicas.
+      ``reason`` (compute, data or link), ``rank`` unless the reason is the links, and ``share`` of a step; ``None`` if
+      the share is below a tenth or there are fewer than two replicas.
     """
-    times = {rank: found for rank, told in events.items() if (found := _means(told))}
+    times = {rank: means for rank, rank_events in events.items() if (means := _means(rank_events))}
     if len(times) < 2:
         return None
-    rank = max(times, key=lambda one: times[one]["compute"] + times[one]["data"])
-    own = times.pop(rank)
-    lead = {
-        name: own[name] - statistics.median(one[name] for one in times.values())
+    rank = max(times, key=lambda r: times[r]["compute"] + times[r]["data"])
+    slowest_means = times.pop(rank)
+    excess_s = {
+        name: slowest_means[name] - statistics.median(means[name] for means in times.values())
         for name in ("compute", "data")
     }
-    reason, held_s = max(lead, key=lead.__getitem__), sum(lead.values())
-    link = own["exposed"] >= held_s
-    share = (own["exposed"] if link else held_s) / own["duration"] if own["duration"] else 0.0
+    reason, held_s = max(excess_s, key=excess_s.__getitem__), sum(excess_s.values())
+    exposed_s, duration_s = slowest_means["exposed"], slowest_means["duration"]
+    is_link = exposed_s >= held_s
+    share = (exposed_s if is_link else held_s) / duration_s if duration_s else 0.0
     if share < LEAST:
         return None
-    return {"reason": "link" if link else reason, **({} if link else {"rank": rank}), "share": share}
+    return {"reason": "link" if is_link else reason, **({} if is_link else {"rank": rank}), "share": share}
 
 
 def _means(told: Sequence[Event]) -> dict[str, float]:

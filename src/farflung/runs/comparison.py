@@ -1,4 +1,4 @@
-"""Which way of training wins on which network, found out in virtual time."""
+"""Comparison of recipes on networks, in virtual time."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = ["Comparison", "compare"]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs beside each other; printed, it is the table, or lines of its figures where rich is not installed.
+    """Compared runs, printed as a table, or as lines if rich is not installed.
 
     Args:
-      runs: of each recipe and seed, on each network.
-      courses: what each of them learned, and when.
-      target: the score whose time is told.
-      title: above the picture.
-      scratch: keeps the files for as long as the comparison is known, where they have no folder of their own.
+      runs: Runs of each recipe and seed on each network.
+      courses: Learning curves of the runs.
+      target: Score to which the time is reported.
+      title: Title of the picture.
+      temp_folder: Temporary folder of the files, which lives as long as this object, if ``out`` was not given.
     """
 
     runs: Sequence[Run]
@@ -53,19 +53,19 @@ class Comparison:
 
     @property
     def rows(self) -> list[Compared]:
-        """One for each network and recipe: means over seeds."""
+        """Rows for each network and recipe, with means over seeds."""
         from farflung.report import compare_courses
 
         return compare_courses(self.courses, self.target)
 
     def table(self, width: int | None = None) -> Table:
-        """Returns the comparison as a table for people, without columns that a width in characters has no room for."""
+        """Builds the table of the comparison, without columns that exceed a width in characters."""
         from farflung.report import comparison_table
 
         return comparison_table(self.rows, self.target, width)
 
     def picture(self, path: Path | str) -> Path:
-        """Draws scores over time and over bytes sent; returns where the picture is."""
+        """Draws scores over time and over sent bytes; returns the path of the picture."""
         from farflung.report import comparison_picture
 
         comparison_picture(self.courses, Path(path), title=self.title, target=self.target)
@@ -96,27 +96,27 @@ def compare(
 ) -> Comparison:
     """Compares recipes on networks, in virtual time, as ``farflung compare`` does.
 
-    Each recipe trains once for each seed, with real arithmetic; what it takes on the other networks is timed from that
-    run, where its learning does not depend on the network.
+    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network, that
+    run is retimed for the other networks.
 
     Args:
-      recipes: names, with changes in brackets if wished, or :class:`farflung.recipes.Recipe` objects; as a mapping,
-        with names for people. The first is what the others are measured against.
-      networks: names, TOML files or profiles.
-      seeds: of the runs.
-      target: the score to reach; when not given, the best that every run reached.
-      device: what each replica computes on: a name, a TOML file or a profile.
-      evaluate_every: steps between evaluations; a twentieth of the steps when not given.
-      out: the folder of all runs; a comparison that was interrupted goes on there. When not given, the files go with
-        the object that is returned.
-      show: gets the events of trainings as they happen, and of the comparison: ``compare`` once it begins, and before
-        and after each recipe and seed ``row`` and ``row_end``.
-      stop_asked: whether a stop was requested; a run that is cut short is removed.
-      settings: those of :func:`farflung.simulate`, for all runs alike.
+      recipes: Names, with changes in brackets, or :class:`farflung.recipes.Recipe` objects, or a mapping of labels to
+        these. The first is the baseline.
+      networks: Names, TOML files or profiles.
+      seeds: Seeds of the runs.
+      target: Score to reach; by default the best score that every run reached.
+      device: Device of each replica: a name, a TOML file or a profile.
+      evaluate_every: Number of steps between evaluations; by default a twentieth of the steps.
+      out: Folder of all runs, in which an interrupted comparison continues. By default the files are deleted with the
+        returned object.
+      sink: Sink for the events of all runs, and of the comparison: ``compare`` at the start, and ``row`` and
+        ``row_end`` before and after each recipe and seed.
+      should_stop: Function that returns True after a stop was requested; an incomplete run is removed.
+      settings: Settings of :func:`farflung.simulate` for all runs.
 
     Raises:
-      BadInput: says what is wrong and what to do, before anything begins.
-      KeyboardInterrupt: a stop was requested.
+      BadInput: The input is invalid; raised before any run starts.
+      KeyboardInterrupt: A stop was requested.
     """
     from farflung.report import Course
 
@@ -133,31 +133,31 @@ def compare(
         for recipe, configs in rows:
             name = f"{recipe}, seed {configs[0].seed}"
             show({"event": "row", "rank": 0, "name": name, "steps": configs[0].steps})
-            first: RunFolder | None = None
+            trained_run: RunFolder | None = None
             for config in configs:
                 stem = re.sub(r"[^\w.=-]+", "-", recipe).strip("-")
                 stem = f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
                 files = RunFolder(folder / "runs" / stem)
                 run = Prepared(config, files, config.split())
                 if not _is_made(run):
-                    if first is None or timing_decisions(first):
+                    if trained_run is None or timing_decisions(trained_run):
                         simulate_prepared(run, show, stop_asked=stop_asked, checkpointed=False)
                         if stop_asked():
                             shutil.rmtree(files.path)
                     else:
-                        retime_prepared(run, first)
+                        retime_prepared(run, trained_run)
                 if stop_asked():
                     raise KeyboardInterrupt
-                first = first or files
+                trained_run = trained_run or files
                 runs.append(run.ended(files.stored_summary()))
                 with naming(files.telemetry(0)):
                     events = read_events(files.telemetry(0))
                     course = Course.of(recipe, config.network_name, config.seed, events, runs[-1].summary)
                     courses.append(course)
             show({"event": "row_end", "rank": 0})
-    shared = rows[0][1][0]
-    device_name = shared.world_json()["device"]
-    title = f"{shared.workload}, {shared.workers} replicas on {device_name}, simulated"
+    first_config = rows[0][1][0]
+    device_name = first_config.world_json()["device"]
+    title = f"{first_config.workload}, {first_config.workers} replicas on {device_name}, simulated"
     best = min(course.best for course in courses)
     return Comparison(runs, courses, best if target is None else target, title, scratch)
 
@@ -169,14 +169,14 @@ def _rows(
     evaluate_every: int | None,
     settings: Mapping[str, object],
 ) -> list[tuple[str, list[SimulatedConfig]]]:
-    """Returns the name of each recipe, once for each seed, with the checked runs on all networks."""
+    """Builds the checked configurations on all networks for each recipe and seed, with the recipe's label."""
     recipes = (recipes,) if isinstance(recipes, str | Recipe) else recipes
     networks = (networks,) if isinstance(networks, str | NetworkProfile) else networks
     if isinstance(recipes, Mapping):
-        named = [*recipes.items()]
+        labelled_recipes = [*recipes.items()]
     else:
-        named = [(one.text if isinstance(one, Recipe) else one, one) for one in recipes]
-    names = [name for name, _ in named]
+        labelled_recipes = [(entry.text if isinstance(entry, Recipe) else entry, entry) for entry in recipes]
+    names = [name for name, _ in labelled_recipes]
     for option, values in (("recipes", names), ("networks", [*networks]), ("seeds", [*seeds])):
         if not values:
             raise ConfigError(f"--{option}: give at least one")
@@ -184,31 +184,31 @@ def _rows(
             raise ConfigError(f"--{option}: one of them is there twice")
     rows: list[tuple[str, list[SimulatedConfig]]] = []
     task: Workload | None = None
-    for name, recipe in named:
+    for name, recipe in labelled_recipes:
         for seed in seeds:
             configs: list[SimulatedConfig] = []
             for network in networks:
-                # What a recipe says in its brackets wins over what is said for all.
+                # Changes in a recipe's brackets override the settings for all.
                 layers = (settings, {"recipe": recipe, "seed": seed, "network": network})
                 config = SimulatedConfig.resolve(*layers, task=task)
-                every = max(1, config.steps // 20) if evaluate_every is None else evaluate_every
-                training = replace(config.training, evaluate_every=every, checkpoint_every=0)
+                interval = max(1, config.steps // 20) if evaluate_every is None else evaluate_every
+                training = replace(config.training, evaluate_every=interval, checkpoint_every=0)
                 configs.append(replace(config, training=training))
                 task = config.task
             rows.append((name, configs))
-    checked = [config for _, configs in rows for config in configs]
-    if len({config.workers for config in checked}) > 1:
+    all_configs = [config for _, configs in rows for config in configs]
+    if len({config.workers for config in all_configs}) > 1:
         raise ConfigError("the networks are of different numbers of nodes: say how many with --workers")
-    for config in checked:
+    for config in all_configs:
         config.check()
     return rows
 
 
 def _is_made(run: Prepared[SimulatedConfig]) -> bool:
-    """Returns True for a run that has been made; removes one that was cut short.
+    """Returns True for a complete run; removes an incomplete one.
 
     Raises:
-      ConfigError: another run is in its place.
+      ConfigError: The folder holds a run with other settings.
     """
     files = run.files
     if not files.config.exists():

@@ -1,4 +1,4 @@
-"""What decides a run: its resolved configuration, in either world."""
+"""Resolved configurations of runs on real workers and in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from farflung.spec import build, is_carried, text_of
 from farflung.types import Json, SampleIds, Workload
 from farflung.types.data import Partition
 
-# The options of commands are read from these classes, so what imports torch is imported where it is used.
+# Commands read their options from these classes, so modules that import torch are imported lazily.
 if TYPE_CHECKING:
     from farflung.data import Share
     from farflung.decisions import DecisionLog
@@ -50,38 +50,38 @@ DEFAULTS = {
     "evaluate_every": "a tenth of the steps",
     "checkpoint_every": "a fifth of the steps",
 }
-"""What a setting of the training is when not given, where it has no value of its own."""
+"""Descriptions of defaults that depend on the workload or other settings."""
 AUTO = "auto"
-"""A batch size by which each replica takes its share of a step's samples."""
+"""Value of the batch size that divides a step's samples by the speed of replicas."""
 WORKLOAD, RECIPE = "fashion-mnist/cnn", "synchronous"
 NETWORK = "lan-1g"
-"""What lies between the replicas of a simulated run when nothing is said."""
+"""Default network of a simulated run."""
 DEVICE = "cpu-core"
-"""What they compute on."""
+"""Default device of simulated replicas."""
 COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
-"""The recipes that are compared when nothing is said."""
+"""Default recipes of a comparison."""
 
 Settings: TypeAlias = "Mapping[str, object]"
-"""Settings by name: text and numbers, or objects."""
+"""Settings by name: strings and numbers, or objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What is said of a run beside its configuration: where it is kept, and what this process runs it on.
+    """Options of a run apart from its configuration: folder, device and telemetry.
 
     Args:
-      out: the run's folder; a new one under runs/ when not given.
-      resume: continue the run in this folder from its last checkpoint; other options change its settings.
-      replay: decide again what an earlier run decided, from its decisions.jsonl; a new run then ends as that one did.
-      device: train on this device of torch's: cpu; cuda, one for each replica of this machine; or cuda:0, which all of
-        them share; cpu when not given.
-      pace: compute no faster than this device: a name (see ``farflung list devices``) or a TOML file. Replicas idle
+      out: Folder of the run; by default a new one under runs/.
+      resume: Folder of a run to continue from its last checkpoint; other options change its settings.
+      replay: File decisions.jsonl of an earlier run, whose decisions and result are reproduced.
+      device: Torch device: cpu; cuda, one for each replica of this machine; or cuda:0, shared by all of them; cpu when
+        not given.
+      pace: Device whose speed is not exceeded: a name (see ``farflung list devices``) or a TOML file. Replicas idle
         until its time has passed; steps for which this machine is too slow are counted.
-      trace: write each exchange to telemetry too, for ``farflung trace``.
-      log_to: loggers of the run's figures: tensorboard, wandb, trackio or mlflow; several with commas between them, as
-        in tensorboard,mlflow.
-      data_stays: refuse to train by a recipe that sends samples to other replicas, or has them computed there.
-      endpoint: where torchrun or the like has started this process, how it connects to its peers.
+      trace: Write each exchange to telemetry, for ``farflung trace``.
+      log_to: Loggers of the run's metrics: tensorboard, wandb, trackio or mlflow, separated by commas, such as
+        tensorboard,mlflow.
+      data_stays: Refuse recipes that send samples to other replicas or have them computed there.
+      endpoint: Connection settings of this process under torchrun or another launcher.
     """
 
     out: Path | str | None = None
@@ -97,31 +97,31 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a run, resolved: no value is left to a default.
+    """Complete configuration of a run, with all defaults resolved.
 
     Args:
-      workload: what to train: a name (see ``farflung list workloads``) or ``module:name``; fashion-mnist/cnn when not
-        given.
-      recipe: how to train together; synchronous when not given.
-      training: for how long and with what settings.
-      workers: replicas on this machine; 2 when not given.
-      data: where data comes from: auto, packaged or full, for workloads that offer the choice; auto when not given.
-      partition: how replicas share the training set: shared, all draw from the whole; or a share each: iid,
-        labels(k=1), dirichlet(alpha=0.5), by-order. When not given, shared, or iid where a part of the recipe picks
-        from each replica's own samples.
-      elastic: MIN, the replicas with which the run at least goes on where others are lost; or MIN:MAX, where others may
-        join, up to MAX ranks in all with those that were lost; when not given, the first loss ends the run.
-      quorum: majority, or 1: with --elastic, replicas that lose touch with the majority go on alone, so that several
-        parts of the run may end with models of their own; majority when not given.
-      deadline: seconds of silence after which a replica that is waited for counts as lost; one that answers may be busy
+      workload: Workload to train: a name (see ``farflung list workloads``) or ``module:name``; fashion-mnist/cnn when
+        not given.
+      recipe: Recipe of distributed training; synchronous when not given.
+      training: Training settings.
+      workers: Number of replicas on this machine; 2 when not given.
+      data: Source of the data: auto, packaged or full, for workloads that offer the choice; auto when not given.
+      partition: Partition of the training set: shared, all replicas draw from all samples; or a share each: iid,
+        labels(k=1), dirichlet(alpha=0.5), by-order. When not given, shared, or iid if the recipe needs a share for each
+        replica.
+      elastic: MIN, the smallest number of replicas with which the run continues after losses; or MIN:MAX, if others may
+        join, up to MAX ranks in total including lost ones. When not given, the first loss ends the run.
+      quorum: majority, or 1: with --elastic, replicas cut off from the majority continue alone, and each group ends
+        with its own model; majority when not given.
+      deadline: Seconds of silence after which a replica that is waited for counts as lost; one that answers may be busy
         for ten times as long; 60 when not given.
-      encrypt: encrypt messages within this machine too, to see what it costs; those between machines always are.
-      threads: threads that torch computes with on each replica; 0 when not given: one where replicas share a machine,
-        otherwise torch's default for its cores.
-      task: what ``workload`` has made.
+      encrypt: Encrypt messages within this machine too; messages between machines always are.
+      threads: Number of torch threads on each replica; 0 when not given: one if replicas share a machine, otherwise
+        torch's default.
+      task: Workload object of ``workload``.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: A value is out of range.
     """
 
     workload: str
@@ -138,15 +138,15 @@ class RunConfig:
     task: Workload = field(compare=False, repr=False)
 
     command: ClassVar[str] = "train"
-    """Which makes such runs."""
+    """Name of the command that runs such configurations."""
 
     def __post_init__(self) -> None:
-        least, ranks = self.least, self.ranks
+        min_replicas, max_ranks = self.least, self.ranks
         check_ranges(
             self,
             workers=(self.workers >= 1, "1 or more"),
             elastic=(
-                not self.elastic or 1 <= least <= self.workers <= ranks,
+                not self.elastic or 1 <= min_replicas <= self.workers <= max_ranks,
                 "MIN or MIN:MAX with MIN from 1 to --workers and MAX from there on; "
                 f"--workers is {self.workers}",
             ),
@@ -160,119 +160,121 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        """For people."""
         return f"{self.workload}, {self.recipe.name}"
 
     @property
     def seed(self) -> int:
-        """Everything random derives from it."""
         return self.training.seed
 
     @property
     def least(self) -> int:
-        """The number of replicas with less of which an elastic run ends."""
+        """Smallest number of replicas with which an elastic run continues."""
         return self._elastic[0]
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that there may be in the course of the run."""
+        """Largest number of ranks during the run, including lost ones."""
         return self._elastic[1] if self.elastic else self.workers
 
     @property
     def _elastic(self) -> tuple[int, int]:
-        least, _, most = self.elastic.partition(":")
+        low, _, high = self.elastic.partition(":")
         with suppress(ValueError):
-            return int(least), int(most) if most else self.workers
+            return int(low), int(high) if high else self.workers
         return 0, 0
 
     @property
     def steps(self) -> int:
-        """Updates of the parameters."""
         return self.training.steps
 
-    # --- what can be set --------------------------------------------------------------------------------------
+    # --- settings ---------------------------------------------------------------------------------------------
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:
-        """All settings by name: a run's own, those of its training, and the members of its recipe."""
-        found = settings_of(cls)
+        """Returns all settings by name: of the run, its training, and the members of its recipe."""
+        run_settings = settings_of(cls)
         defaults = {**dict.fromkeys(member_settings(), "the recipe's"), **DEFAULTS}
-        others = {
+        part_settings = {
             name: replace(
-                one, about=f"{one.about.rstrip('.')}; {defaults.get(name, one.default)} when not given"
+                setting,
+                about=f"{setting.about.rstrip('.')}; {defaults.get(name, setting.default)} when not given",
             )
-            for name, one in {**_training_settings(), **member_settings()}.items()
+            for name, setting in {**_training_settings(), **member_settings()}.items()
         }
-        chosen = Setting("recipe", str, "How to train together; synchronous when not given", None)
-        return {"workload": found.pop("workload"), "recipe": chosen, **others, **found}
+        recipe_setting = Setting("recipe", str, "How to train together; synchronous when not given", None)
+        workload_setting = run_settings.pop("workload")
+        return {"workload": workload_setting, "recipe": recipe_setting, **part_settings, **run_settings}
 
     @classmethod
     def resolve(cls, *layers: Settings, task: Workload | None = None) -> Self:
-        """What the last layer says, else the one before it, and so on; else the recipe's and the workload's own.
+        """Resolves settings: later layers override earlier ones, and all override the recipe and workload.
 
-        A layer that names a recipe takes that recipe's members, not those that earlier layers name.
+        If a layer names a recipe, that recipe's members replace those of earlier layers.
 
         Args:
-          layers: settings by name.
-          task: what the workload makes, where it has been made.
+          layers: Settings by name.
+          task: Workload object, if it exists already.
 
         Raises:
-          BadInput: a setting that there is not, or a value that is not in its range.
+          BadInput: A setting is unknown, or a value is out of range.
         """
-        said: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for layer in layers:
-            spread = {name: value for name, value in layer.items() if value is not None}
-            if isinstance(spread.get("recipe"), str):
-                spread = {**variant(str(spread.pop("recipe"))), **spread}
-            dropped = Recipe().settings if "recipe" in spread else {}
-            said = {**{name: value for name, value in said.items() if name not in dropped}, **spread}
-        known = cls.settings()
-        for name, value in said.items():
-            if name not in known:
-                raise unknown_setting("setting", name, known)
+            layer_settings = {name: value for name, value in layer.items() if value is not None}
+            if isinstance(layer_settings.get("recipe"), str):
+                layer_settings = {**variant(str(layer_settings.pop("recipe"))), **layer_settings}
+            dropped = Recipe().settings if "recipe" in layer_settings else {}
+            values = {
+                **{name: value for name, value in values.items() if name not in dropped},
+                **layer_settings,
+            }
+        settings = cls.settings()
+        for name, value in values.items():
+            if name not in settings:
+                raise unknown_setting("setting", name, settings)
             if isinstance(value, str) and not is_carried(value):
                 raise ConfigError(
                     f"{name} {value}: the run was made with an object that has no text: give it again"
                 )
-            if known[name].kind is not str:
-                known[name].read(value, name)
-        return cls(**cls._resolved(said, task))
+            if settings[name].kind is not str:
+                settings[name].read(value, name)
+        return cls(**cls._resolved(values, task))
 
     @classmethod
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
-        """The value of each field."""
+        """Returns the value of each field."""
         from farflung.workloads import WORKLOADS
 
         data = str(said.get("data", "auto"))
-        what = said.get("workload", WORKLOAD)
-        task = task or _made_workload(what, data)
-        by_speed = said.get("batch_size") == AUTO
-        if by_speed:
+        workload = said.get("workload", WORKLOAD)
+        task = task or _made_workload(workload, data)
+        is_balanced = said.get("batch_size") == AUTO
+        if is_balanced:
             del said["batch_size"]
         training = Training.resolve(
             task.defaults, {k: v for k, v in said.items() if k in settings_of(Training)}
         )
         periods = {"evaluate_every": training.steps // 10, "checkpoint_every": training.steps // 5}
-        own: dict[str, Any] = {
+        default_periods: dict[str, Any] = {
             name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
         }
         members = {name: said[name] for name in Recipe().settings if name in said}
-        how: Any = said.get("recipe", RECIPE)
-        if isinstance(how, str):  # all members named need no preset
-            how = Recipe(how) if members.keys() >= {*FAMILIES} else recipe(how)
-        how = how.but(**members)
-        if by_speed:
-            how = _by_speed(how, training.seed)
-        holds_shares = how.parts(training.seed).hold_shares
+        base_recipe: Any = said.get("recipe", RECIPE)
+        if isinstance(base_recipe, str):  # a full set of members needs no preset
+            base_recipe = Recipe(base_recipe) if members.keys() >= {*FAMILIES} else recipe(base_recipe)
+        base_recipe = base_recipe.but(**members)
+        if is_balanced:
+            base_recipe = _by_speed(base_recipe, training.seed)
+        needs_shares = base_recipe.parts(training.seed).hold_shares
         return {
-            "workload": text_of(what, WORKLOADS)
-            if isinstance(what, str) or callable(what)
+            "workload": text_of(workload, WORKLOADS)
+            if isinstance(workload, str) or callable(workload)
             else f"<{task.name}>",
-            "recipe": how,
-            "training": replace(training, **own),
+            "recipe": base_recipe,
+            "training": replace(training, **default_periods),
             "workers": int(said.get("workers", 2)),
             "data": data,
-            "partition": said.get("partition", "iid" if holds_shares else "shared"),
+            "partition": said.get("partition", "iid" if needs_shares else "shared"),
             "elastic": str(said.get("elastic", "")),
             "quorum": str(said.get("quorum", "majority")),
             "deadline": float(said.get("deadline", 60.0)),
@@ -281,31 +283,31 @@ class RunConfig:
             "task": task,
         }
 
-    # --- what it makes ----------------------------------------------------------------------------------------
+    # --- derived objects --------------------------------------------------------------------------------------
 
     def model_layout(self) -> str:
-        """A short hash of the names, shapes and dtypes of the model, for comparing ranks."""
+        """Computes a short hash of the model's names, shapes and dtypes, for comparing ranks."""
         from farflung.loop import fingerprint
         from farflung.seeding import generator
 
         return fingerprint(self.task.model(generator(self.seed, "model")))
 
     def make_shares(self) -> list[SampleIds] | None:
-        """The training samples for each replica; ``None`` where all draw from the whole set.
+        """Creates each replica's share of the training samples; None if all draw from all samples.
 
         Raises:
-          BadInput: a partition that cannot be made, or that leaves a replica nothing.
+          BadInput: The partition is impossible, or leaves a replica without samples.
         """
         from farflung.data import PARTITIONS
 
-        how: Partition | str | None = self.partition
-        if isinstance(how, str):
-            known: dict[str, Callable[..., Partition | None]] = {**PARTITIONS, "shared": lambda: None}
-            how = build("partition", how, known)
-        if how is None:
+        partition: Partition | str | None = self.partition
+        if isinstance(partition, str):
+            factories: dict[str, Callable[..., Partition | None]] = {**PARTITIONS, "shared": lambda: None}
+            partition = build("partition", partition, factories)
+        if partition is None:
             return None
         train, _ = self.task.datasets()
-        shares = how.split(train, self.workers, seed=self.seed)
+        shares = partition.split(train, self.workers, seed=self.seed)
         for rank, share in enumerate(shares):
             if not len(share):
                 raise ConfigError(
@@ -316,30 +318,30 @@ class RunConfig:
 
     @property
     def split_text(self) -> str:
-        """How the training set is split, in words."""
+        """Text form of the partition of the training set."""
         from farflung.data import PARTITIONS
 
         return text_of(self.partition, PARTITIONS)
 
     def split(self) -> list[Share]:
-        """Size and labels of each replica's share; nothing where all draw from the whole set."""
+        """Returns size and labels of each replica's share; empty if all draw from all samples."""
         from farflung.data import describe
 
         shares = self.make_shares()
         return [] if shares is None else describe(shares, self.task.datasets()[0].labels)
 
     def split_json(self) -> dict[str, Json]:
-        """How the training set is split, for summaries."""
+        """Returns the partition and its shares as JSON, for summaries."""
         return {"how": self.split_text, "shares": [share.to_json() for share in self.split()]}
 
     def check(self) -> list[Share]:
-        """Finds out what cannot work before any process is started.
+        """Checks the configuration before any process is started.
 
         Returns:
-          Size and labels of each replica's share of the training set; nothing where all draw from the whole.
+          Size and labels of each replica's share of the training set; empty if all draw from all samples.
 
         Raises:
-          BadInput: says what and what to do.
+          BadInput: The configuration cannot run; the message states the remedy.
         """
         schedule = self.recipe.parts(self.seed).schedule
         schedule.check(self.workers)
@@ -361,22 +363,22 @@ class RunConfig:
         return shares
 
     def _check_elastic(self) -> None:
-        """Refuses what does not outlive the loss of a replica."""
-        why = self.recipe.parts(self.seed).needs_all
-        if not why and self.recipe.collective == "native":
-            why = "the backend's own collectives need all replicas: choose another --collective"
-        if not why and self.split_text != "shared":
-            why = (
+        """Checks that all parts support the loss of a replica."""
+        reason = self.recipe.parts(self.seed).needs_all
+        if not reason and self.recipe.collective == "native":
+            reason = "the backend's own collectives need all replicas: choose another --collective"
+        if not reason and self.split_text != "shared":
+            reason = (
                 f"--partition {self.split_text}: the share of a lost replica would be missing: choose shared"
             )
-        if why:
-            raise ConfigError(f"--elastic {self.elastic}: {why}")
+        if reason:
+            raise ConfigError(f"--elastic {self.elastic}: {reason}")
 
     def check_carried(self) -> None:
-        """Finds out whether other processes can make this run from its configuration alone.
+        """Checks that other processes can build this run from its configuration.
 
         Raises:
-          ConfigError: names what they cannot make, and says what to do.
+          ConfigError: A part cannot be built there; the message names it and the remedy.
         """
         for name, value in self.to_json().items():
             if isinstance(value, str) and not is_carried(value):
@@ -386,10 +388,10 @@ class RunConfig:
                 )
 
     def check_resumable(self, folder: RunFolder) -> None:
-        """Finds out whether the newest checkpoint of a run belongs to this configuration.
+        """Checks that the newest checkpoint of a run belongs to this configuration.
 
         Raises:
-          BadInput: says what is wrong with it.
+          BadInput: The checkpoint does not fit.
         """
         from farflung.loop import check_model, check_optimizer_kind, check_share
         from farflung.seeding import generator
@@ -398,56 +400,54 @@ class RunConfig:
         for rank in range(self.workers):
             checkpoints = folder.checkpoints(rank, self.workers, leader=False, any_size=bool(self.elastic))
             step = checkpoints.newest()
-            shared, own = checkpoints.load(step)
-            where = f"{checkpoints.folder}, step {step}"
+            shared_state, local_state = checkpoints.load(step)
+            location = f"{checkpoints.folder}, step {step}"
             if rank == 0:
                 model = self.task.model(generator(self.seed, "model"))
-                check_model(shared, model, where)
-                check_optimizer_kind(own, self.training.make_optimizer(model.parameters()), where)
-            check_share(own, None if shares is None else shares[rank], where)
+                check_model(shared_state, model, location)
+                check_optimizer_kind(local_state, self.training.make_optimizer(model.parameters()), location)
+            check_share(local_state, None if shares is None else shares[rank], location)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
 
     def to_json(self) -> dict[str, Json]:
-        """Every setting by name, for the run's folder and for comparing ranks; objects as :func:`text_of` has them."""
-        own = {
-            one.name: getattr(self, one.name) for one in fields(self) if one.name in settings_of(type(self))
-        }
+        """Returns all settings by name, for the run's folder and comparison of ranks; objects as text."""
+        names = [field.name for field in fields(self) if field.name in settings_of(type(self))]
+        run_settings = {name: getattr(self, name) for name in names}
         members = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
-        return {"workload": self.workload, **members, **own, "partition": self.split_text}
+        return {"workload": self.workload, **members, **run_settings, "partition": self.split_text}
 
     @classmethod
     def stored_in(cls, folder: RunFolder) -> dict[str, Json]:
-        """The settings of the run in a folder.
+        """Loads the settings of the run in a folder.
 
         Raises:
-          BadInput: there is none, it is damaged, or of another kind.
+          BadInput: There is no run, or it is damaged or of another kind.
         """
-        stored, known = folder.stored_config(), cls.settings()
-        if stored.keys() != known.keys():
+        stored_settings, settings = folder.stored_config(), cls.settings()
+        if stored_settings.keys() != settings.keys():
             raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
-        for name, value in stored.items():
-            known[name].read(value, f"{folder.config}: {name}")
-        return stored
+        for name, value in stored_settings.items():
+            settings[name].read(value, f"{folder.config}: {name}")
+        return stored_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedConfig(RunConfig):
-    """Everything that decides a run in virtual time.
+    """Complete configuration of a run in virtual time.
 
     Args:
-      workers: replicas; as many as the network has nodes when not given, or 4.
-      network: what lies between the replicas: a name (see ``farflung list networks``) or a TOML file; lan-1g when not
+      workers: Number of replicas; when not given, the network's number of nodes, or 4.
+      network: Network between the replicas: a name (see ``farflung list networks``) or a TOML file; lan-1g when not
         given.
-      connections: TCP connections of each pair of replicas, for bulk: a number, or auto: by rate, round trip and loss;
-        as the network has it when not given, which is 1 in those with a name.
-      device: what each replica computes on: a name (see ``farflung list devices``) or a TOML file; cpu-core when not
-        given.
-      faults: a TOML file that says what goes wrong.
-      count_evaluation: let evaluations and checkpoints take time on the simulated clock; they take none when not given.
+      connections: Number of TCP connections of each pair of replicas for bulk data, or auto: by rate, round trip and
+        loss; the network's own when not given, which is 1 in those with a name.
+      device: Device of each replica: a name (see ``farflung list devices``) or a TOML file; cpu-core when not given.
+      faults: TOML file of a fault plan.
+      count_evaluation: Let evaluations and checkpoints take time on the simulated clock; they take none when not given.
 
     Raises:
-      ConfigError: a value out of its range.
+      ConfigError: A value is out of range.
     """
 
     network: str | NetworkProfile
@@ -461,23 +461,22 @@ class SimulatedConfig(RunConfig):
     @property
     @override
     def title(self) -> str:
-        """For people."""
         return f"{self.workload}, {self.recipe.name}, {self.network_name}"
 
     @property
     def network_name(self) -> str:
-        """Of the network, or its file."""
+        """Name of the network, or its file."""
         return self.network if isinstance(self.network, str) else self.network.name
 
     @classmethod
     @override
     def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
-        of_the_world = {name: said.get(name, value) for name, value in _WORLD.items()}
-        count = _profile(of_the_world["network"]).nodes
-        return {**RunConfig._resolved({"workers": count or 4, **said}, task), **of_the_world}
+        world = {name: said.get(name, value) for name, value in _WORLD.items()}
+        count = _profile(world["network"]).nodes
+        return {**RunConfig._resolved({"workers": count or 4, **said}, task), **world}
 
     def make_network(self) -> NetworkProfile:
-        """The network between the replicas."""
+        """Creates the profile of the network between the replicas."""
         with naming(self.network) if isinstance(self.network, str) else nullcontext():
             profile = _profile(self.network).for_nodes(self.ranks)
         if self.connections == "":
@@ -485,7 +484,7 @@ class SimulatedConfig(RunConfig):
         return replace(profile, tcp_connections=self.connections)  # type: ignore[arg-type]
 
     def make_faults(self) -> FaultPlan:
-        """What goes wrong."""
+        """Creates the fault plan."""
         from farflung.sim.stage import check_plan
 
         if isinstance(self.faults, FaultPlan):
@@ -498,7 +497,7 @@ class SimulatedConfig(RunConfig):
         return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
-        """The clock, the network and the devices."""
+        """Creates the virtual world: clock, network and devices."""
         from farflung.calibration import forward_flops
         from farflung.sim import VirtualWorld
 
@@ -520,7 +519,6 @@ class SimulatedConfig(RunConfig):
 
     @override
     def check(self) -> list[Share]:
-        """See :meth:`RunConfig.check`."""
         from farflung.comm import collective_named
 
         if collective_named(self.recipe.collective).by_backend:
@@ -537,7 +535,7 @@ class SimulatedConfig(RunConfig):
         return RunConfig.check(self)
 
     def world_json(self) -> dict[str, Json]:
-        """What a simulated figure depends on beside the run itself, for summaries."""
+        """Returns network and device of the simulation as JSON, for summaries."""
         profile = self.make_network()
         return {
             "network": self.network_name,
@@ -549,7 +547,6 @@ class SimulatedConfig(RunConfig):
 
     @override
     def to_json(self) -> dict[str, Json]:
-        """See :meth:`RunConfig.to_json`."""
         world = {**{name: getattr(self, name) for name in _WORLD}, "connections": str(self.connections)}
         objects = {
             name: f"<{value if isinstance(value, FaultPlan) else value.name}>"
@@ -566,30 +563,30 @@ _WORLD: dict[str, Any] = {
     "faults": "",
     "count_evaluation": False,
 }
-"""What a run in virtual time has beside the others, and what it is when not given."""
+"""Defaults of settings that only runs in virtual time have."""
 
 
 def _training_settings() -> dict[str, Setting]:
-    found = settings_of(Training)
+    settings = settings_of(Training)
     about = (
         "Samples per replica and step; auto: as many as by the workload's own in a step of all, of which each replica "
         "takes as many as it is fast (the sampler balanced)"
     )
-    return {**found, "batch_size": replace(found["batch_size"], about=about, words=(AUTO,))}
+    return {**settings, "batch_size": replace(settings["batch_size"], about=about, words=(AUTO,))}
 
 
 def variant(text: str) -> dict[str, Json]:
-    """Returns the settings that a recipe with changes stands for; whether its values are good is found out later.
+    """Parses a recipe with changes to settings, without checking their values.
 
-    >>> variant("synchronous(codec=topk(density=0.01), learning_rate=0.02)")
+    >>> parse_variant("synchronous(codec=topk(density=0.01), learning_rate=0.02)")
     {'recipe': 'synchronous', 'codec': 'topk(density=0.01)', 'learning_rate': 0.02}
 
     Raises:
-      ConfigError: not of this form, or a setting that a recipe cannot change.
+      ConfigError: The text is malformed, or has a setting that a recipe cannot change.
     """
-    known = {**_training_settings(), **member_settings()}
-    del known["seed"]
-    name, changes = changes_of(text, known)
+    changeable = {**_training_settings(), **member_settings()}
+    del changeable["seed"]
+    name, changes = changes_of(text, changeable)
     return {"recipe": name, **changes}
 
 
@@ -599,14 +596,14 @@ def _made_workload(what: object, data: str) -> Workload:
     options = {} if data == "auto" else {"data": data}
     if isinstance(what, str):
         return workload(what, **options)
-    made: Any = what(**options) if isinstance(what, type) or not hasattr(what, "datasets") else what  # type: ignore[operator]
-    if options and made is what:
+    task: Any = what(**options) if isinstance(what, type) or not hasattr(what, "datasets") else what  # type: ignore[operator]
+    if options and task is what:
         raise ConfigError(f"--data {data}: {what!r} is made already")
-    return check_workload(made)
+    return check_workload(task)
 
 
 def _by_speed(how: Recipe, seed: int) -> Recipe:
-    """The recipe whose replicas take as many samples as they are fast."""
+    """Returns the recipe with batch sizes in proportion to the speed of replicas."""
     sampler = how.parts(seed).sampler
     if sampler.is_balanced:
         return how

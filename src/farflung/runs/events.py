@@ -1,4 +1,4 @@
-"""How workers tell the process that started them of their events: datagrams of JSON on a socket of its own."""
+"""Transfer of workers' events to the process that started them, as JSON datagrams on a socket."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from farflung.telemetry import Event, Sink
 __all__ = ["EVENTS", "Buffered", "listener", "teller"]
 
 EVENTS = "FARFLUNG_EVENTS"
-"""Names the datagram socket on which the process that started the workers listens to them."""
+"""Environment variable with the path of the datagram socket for events."""
 
 LISTEN_S = 0.05
 BUFFERED = 1024
-"""Events that may wait for a sink before those of further steps are dropped."""
+"""Number of queued events at which events of further steps are dropped."""
 
 
 @contextlib.contextmanager
 def listener(scratch: Path) -> Iterator[socket.socket]:
-    """The end that listens, named in a folder."""
+    """Creates the socket that receives events, in a folder, for the duration of the context."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
         events.bind(str(scratch / "events"))
         events.settimeout(LISTEN_S)
@@ -36,27 +36,27 @@ def listener(scratch: Path) -> Iterator[socket.socket]:
 
 
 def teller(address: str) -> Sink:
-    """Makes the end that tells, which waits while the socket is full."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    link.connect(address)
+    """Creates a sink that sends events to a socket, and blocks while the socket is full."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    connection.connect(address)
 
-    def tell(event: Event) -> None:
+    def send_event(event: Event) -> None:
         try:
-            link.send(json.dumps(event).encode())
+            connection.send(json.dumps(event).encode())
         except OSError as error:
             raise RunLost(f"the command that started this worker is gone ({error})") from None
 
-    return tell
+    return send_event
 
 
 class Buffered:
-    """A sink that hands events on to another, on a thread of its own, so that a slow sink does not hold up the run.
+    """Sink that forwards events to another one on a separate thread, so that a slow sink does not delay the run.
 
-    While too many events wait, those of further steps are dropped; an event ``dropped`` says how many of a rank were.
-    It is a context manager, which hands on what waits before it ends; after an error it leaves out the events of steps.
+    If too many events are queued, step events are dropped, and an event ``dropped`` counts them for each rank. The
+    context manager forwards queued events before it ends, after an error without step events.
 
     Args:
-      sink: takes the events; an error of it is raised at the next event, or at the end.
+      sink: Sink that receives the events; its errors are raised at the next event, or at the end.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -77,7 +77,7 @@ class Buffered:
                 self._put(event)
 
     def _put(self, event: Event | None) -> None:
-        """Queues an event behind those that count what was dropped; None is the end."""
+        """Queues an event after the counts of dropped ones; None ends the thread."""
         for rank, count in self._dropped.items():
             self._waiting.put({"event": "dropped", "rank": rank, "count": count})
         self._dropped.clear()

@@ -1,4 +1,4 @@
-"""What a run leaves on disk."""
+"""Files of a run on disk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["RunFolder", "Scratch"]
 
 
 class RunFolder(RunFiles):
-    """What a run leaves behind: configuration, telemetry, checkpoints, the trained model, logs.
+    """Files of a run: configuration, telemetry, checkpoints, the trained model, logs.
 
     Args:
-      path: the folder.
-      resumed: whether it holds a run already that goes on here.
+      path: Folder of the run.
+      is_resumed: True to continue the run in the folder.
     """
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
@@ -37,10 +37,10 @@ class RunFolder(RunFiles):
         self.traffic = path / "traffic.jsonl"
 
     def check(self) -> None:
-        """Finds out whether a run can be kept here, before anything is done for it.
+        """Checks that a run can be stored in this folder.
 
         Raises:
-          ConfigError: another run is in it, or it is no folder.
+          ConfigError: The folder holds another run, or the path is not a folder.
         """
         check_folder(self.path)
         with writing(self.path):
@@ -51,56 +51,55 @@ class RunFolder(RunFiles):
 
     @contextmanager
     def begun(self, config: Mapping[str, Json], replay: Path | str | None = None) -> Iterator[None]:
-        """Makes the folder and stores the configuration, and the decisions of another run that this one makes again;
-        inside, no other process makes a run here.
+        """Creates the folder with configuration and decisions to replay, and locks it within the context.
 
         Raises:
-          BadInput: another process makes a run here, another run is in it, it cannot be written, or ``replay`` is no
-            decision log; the folder has not been made then.
+          BadInput: Another process runs here, the folder holds another run or cannot be written, or ``replay`` is not a
+            decision log. The folder is not created in these cases.
         """
-        again = None if replay is None else read_decisions(Path(replay))
-        if again == []:
+        decisions = None if replay is None else read_decisions(Path(replay))
+        if decisions == []:
             raise ConfigError(f"{replay}: holds no whole decision; give the decisions.jsonl of a run")
         self.check()
         with held(self.path, "makes a run"):
-            self.check()  # another process may have made one since
-            if again is not None:
-                write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in again))
+            self.check()  # another process may have created a run since
+            if decisions is not None:
+                write_text(self.replay, "".join(f"{decision_json(decision)}\n" for decision in decisions))
             write_json(self.config, dict(config))
             yield
 
     def decision_log(self) -> DecisionLog:
-        """Keeps the run's decisions in the folder, and makes those again that are to be replayed."""
+        """Creates the run's decision log, which repeats stored decisions to replay."""
         return DecisionLog(self.decisions, read_decisions(self.replay) if self.replay.exists() else None)
 
     def decided(self) -> list[Decision]:
-        """What the run has decided so far, for all replicas and each for itself."""
-        made = self.decisions.exists() or self.decisions.with_suffix("").exists()
-        return read_decisions(self.decisions) if made else []
+        """Loads the decisions so far, for all replicas and of single ones."""
+        has_decisions = self.decisions.exists() or self.decisions.with_suffix("").exists()
+        return read_decisions(self.decisions) if has_decisions else []
 
     def telemetry(self, rank: int) -> Path:
-        """The events of one rank."""
+        """Returns the path of one rank's events."""
         return self.path / "telemetry" / f"rank-{rank}.jsonl"
 
     def events(self) -> dict[int, list[Event]]:
-        """All events, by rank.
+        """Loads all events, by rank.
 
         Raises:
-          DataError: they cannot be read; names file and line.
+          DataError: A file cannot be read; the message names file and line.
         """
-        found = {}
+        events = {}
         for file in sorted((self.path / "telemetry").glob("rank-*.jsonl")):
             with reading(file, "damaged", DataError):
-                found[int(file.stem.removeprefix("rank-"))] = read_events(file)
-        return found
+                events[int(file.stem.removeprefix("rank-"))] = read_events(file)
+        return events
 
     def checkpoints(self, rank: int, size: int, *, leader: bool, any_size: bool = False) -> Checkpoints:
-        """The run's checkpoints as one replica sees them."""
+        """Returns the run's checkpoints for one replica."""
         return Checkpoints(self.path / "checkpoints", rank, size, leader=leader, any_size=any_size)
 
 
 class Scratch:
-    """A folder that is gone once nothing knows this object any more, at the latest with the process."""
+    """Temporary folder, deleted with this object or at the end of the process."""
 
     def __init__(self) -> None:
         with writing(Path(tempfile.gettempdir())):

@@ -1,4 +1,4 @@
-"""Joins a run as one of its replicas, and trains."""
+"""Training as one replica of a run, from its start or as a later joiner."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ if TYPE_CHECKING:
 __all__ = ["JOIN_S", "KEY", "NETWORK", "agreed_folder", "join", "join_later"]
 
 KEY = "run.key"
-"""The file in a run's folder that has the run's key and the addresses of its members, for replicas that join."""
+"""File in a run's folder with the run's key and the addresses of its members, for joining replicas."""
 NETWORK = "FARFLUNG_NETWORK"
-"""Names the network between the replicas where it is known, as in the lab: a profile or a TOML file."""
+"""Environment variable with the profile or TOML file of the network, as set in the lab."""
 JOIN_S = 60.0
 _TRIES = 10
-"""How many times a replica that joins asks for a rank, where it could not begin with the one before."""
+"""Largest number of ranks that a joining replica requests if it cannot begin."""
 _MEETING = "run"
 
 
 def agreed_folder(store: dist.Store, rank: int, title: str) -> Path:
-    """Names a new folder on rank 0, and asks rank 0 for it on the other ranks.
+    """Chooses a new folder on rank 0 and returns it on all ranks.
 
     Raises:
-      DeadlinePassed: rank 0 did not name one.
+      DeadlinePassed: Rank 0 did not publish a folder in time.
     """
     if rank == 0:
         return run_folder(title)
@@ -80,29 +80,29 @@ def join(
     """Trains as one replica.
 
     Args:
-      run: what, where and on what; its folder has been made.
-      show: gets this replica's events.
-      env: its rank and size.
-      page: takes what this process's supervisor reads after its end; ``None``: it has none.
-      guest: has asked to join the run, where this replica comes later; ``None``: it is there from the start.
+      run: Prepared run, whose folder exists.
+      sink: Sink for this replica's events.
+      env: Rank and size of this replica.
+      page: Memory that this process's supervisor reads after its end; ``None`` without a supervisor.
+      guest: Accepted request to join the run; ``None`` for a replica that is present from the start.
     """
     config, options, files, rank, size = run.config, run.options, run.files, env.rank, env.size
     leader = env.local_rank == 0
-    placed = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
-    if placed.type == "cuda":
-        torch.cuda.set_device(placed)
-    asked, leaving = threading.Event(), threading.Event()
+    device = place(options.device, local_rank=env.local_rank, local_size=env.local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    stop_requested, leave_requested = threading.Event(), threading.Event()
     elastic: Elastic | None = None
     replica: Replica | None = None
-    met = env.meeting is not None  # a wait in a file is short, and the command ends its workers
+    has_met = env.meeting is not None  # a wait for a file is short, and the command ends its workers
 
-    def ask() -> None:
-        if not met or leaving.is_set():
+    def request_stop() -> None:
+        if not has_met or leave_requested.is_set():
             raise KeyboardInterrupt
         if guest is None:
-            asked.set()
+            stop_requested.set()
             if replica is not None:
-                # Not here: what the signal interrupts may hold locks.
+                # On another thread, since the interrupted code may hold locks.
                 threading.Thread(target=replica.ask_to_stop).start()
         elif elastic is None:
             raise KeyboardInterrupt
@@ -110,7 +110,7 @@ def join(
             leave()
 
     def publish(access: Access) -> None:
-        """Writes how the run is reached, for its owner alone to read."""
+        """Writes key and addresses of the run to a file that only its owner can read."""
 
         def write(partial: Path) -> None:
             partial.touch(mode=0o600)
@@ -119,16 +119,18 @@ def join(
         write_whole(files.path / KEY, write)
 
     def leave() -> None:
-        if elastic is not None and not leaving.is_set():
+        if elastic is not None and not leave_requested.is_set():
             threading.Thread(target=elastic.leave).start()
-        leaving.set()
+        leave_requested.set()
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.decision_log()
-    slower = device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
+    pace_profile = (
+        device_profile(options.pace, forward_flops=forward_flops(config.task)) if options.pace else None
+    )
     with ExitStack() as stack:
         stack.enter_context(torch_threads(threads))
-        stack.enter_context(on_stop(ask))
+        stack.enter_context(on_stop(request_stop))
         if config.elastic:
             stack.enter_context(on_stop(leave, {signal.SIGUSR1}))
         file = stack.enter_context(JsonLines(files.telemetry(rank)))
@@ -148,14 +150,14 @@ def join(
             settings={**config.to_json(), "model": config.model_layout()},
             deadline_s=config.deadline,
             members=({rank} if guest else range(size)) if config.elastic else None,
-            come=(lambda me: [me]) if guest else None,
+            come=(lambda own_rank: [own_rank]) if guest else None,
             kept_nbytes=math.inf if config.elastic else None,
             native=collective_named(config.recipe.collective).by_backend,
             join_s=JOIN_S,
             decisions=decisions,
-            pace=Pace(slower, rank, config.seed) if slower else None,
+            pace=Pace(pace_profile, rank, config.seed) if pace_profile else None,
         )
-        met = True
+        has_met = True
         try:
             if guest is not None:
                 guest.come(runtime)
@@ -169,21 +171,21 @@ def join(
                 telemetry,
                 shares=config.make_shares(),
                 checkpoints=checkpoints,
-                stop_asked=asked.is_set,
+                stop_asked=stop_requested.is_set,
                 trace=options.trace,
-                device=placed,
+                device=device,
             )
             replica = make()
             if not replica.parts.sharing.data_leaves_device:
                 runtime.expect(chain(replica.model.parameters(), replica.model.buffers()))
-            known = os.environ.get(NETWORK)
-            profile = network_profile(known) if known else None
+            network_name = os.environ.get(NETWORK)
+            profile = network_profile(network_name) if network_name else None
             settle = partial(runtime.settle_collective, network=profile)
             start = checkpoints.newest() if files.resumed and guest is None else 0
             collective = config.recipe.collective
             if guest is None:
                 comm = runtime.comm
-                if size < comm.size:  # those that come later are not there yet
+                if size < comm.size:  # later joiners are not present yet
                     runtime.comm = cast("WallCommunicator", Among(comm, range(size)))
                 collective = settled_collective(settle, config.recipe, replica, start)
                 runtime.comm = comm
@@ -203,13 +205,13 @@ def join(
                     first_step=start,
                     reach=replica.parts.schedule.reach,
                 )
-                if leaving.is_set():  # asked before there was a run to leave
+                if leave_requested.is_set():  # before the run existed
                     elastic.leave()
             if files.resumed and guest is None:
                 replica.resume(start)
-            ended, state = runtime.run(whole(replica, make))
+            result, state = runtime.run(whole(replica, make))
             summary = {
-                **ended.to_json(),
+                **result.to_json(),
                 "collective": collective,
                 "partition": config.split_json(),
             }
@@ -226,12 +228,12 @@ def join(
             if runtime.view.refusals:
                 telemetry.emit("refused", t=runtime.now(), **runtime.view.refusals)
         runtime.close()
-        if refused := count_refusals(read_events(files.telemetry(rank))):
-            summary["refused"] = dict(refused)
-    first = rank == (0 if elastic is None else elastic.changes[-1].ranks[0])
-    if leader or first:
+        if refusals := count_refusals(read_events(files.telemetry(rank))):
+            summary["refused"] = dict(refusals)
+    is_first = rank == (0 if elastic is None else elastic.changes[-1].ranks[0])
+    if leader or is_first:
         save_tree(files.model, state)
-    if first:
+    if is_first:
         write_json(files.summary, summary)
     return run.ended(summary)
 
@@ -242,41 +244,41 @@ def join_later(
     options: RunOptions,
     key: Path | None = None,
 ) -> Run:
-    """Joins a run that goes on, as one more replica.
+    """Joins a running run as an additional replica.
 
-    A replica that could not begin, because the members that it knew of are lost, asks again by itself.
+    If a replica cannot begin because the members that it knows are lost, it requests another rank.
 
     Args:
-      where: the run's folder, on one of its machines; or host and port of any of its replicas.
-      show: makes what gets the replica's events, from its rank.
-      options: where the run is kept that is not on this machine, and what it runs on.
-      key: the file :data:`KEY` of the run's folder, or a copy of it; needed beside host and port.
+      location: Folder of the run on one of its machines, or host and port of any replica.
+      create_sink: Context manager that creates the sink of the replica's events from its rank.
+      options: Options of this replica, with a folder if the run's is on another machine.
+      key_file: File :data:`KEY_FILE` of the run's folder, or a copy; required with host and port.
 
     Raises:
-      ConfigError: no run is there that takes others, or all its ranks are used.
-      Left: it has ended before this replica could begin.
-      RunLost: no view admits this replica.
+      ConfigError: There is no run that replicas may join, or all its ranks are used.
+      ReplicaLeft: The run ended before this replica could begin.
+      RunLost: No view admits this replica.
     """
     folder = Path(where)
-    here = folder.is_dir()
-    if not here and not re.fullmatch(r"[^\s]+:[0-9]{1,5}", where):
+    is_local = folder.is_dir()
+    if not is_local and not re.fullmatch(r"[^\s]+:[0-9]{1,5}", where):
         raise ConfigError(f"{where}: neither a run's folder nor HOST:PORT, such as 192.168.1.5:7000")
-    if not here and key is None:
+    if not is_local and key is None:
         raise ConfigError(f"{where}: --key FILE is missing, a copy of {KEY} in the run's folder")
     file = key or folder / KEY
-    if here and not file.exists():
+    if is_local and not file.exists():
         raise ConfigError(f"{where}: no run goes on there that others may join (--elastic MIN:MAX)")
-    guest = _ask_for_rank(file, [] if here else [where])
+    guest = _ask_for_rank(file, [] if is_local else [where])
     config = RunConfig.resolve(guest.config)
-    files = RunFolder(folder if here else Path(options.out or run_folder(config.title)))
+    files = RunFolder(folder if is_local else Path(options.out or run_folder(config.title)))
     run = Prepared(config, files, options=options)
-    with nullcontext() if here else run.begun():
+    with nullcontext() if is_local else run.begun():
         for tries_left in reversed(range(_TRIES)):
             env = LaunchEnv(
                 guest.rank,
                 config.ranks,
-                guest.rank if here else 0,
-                config.ranks if here else 1,
+                guest.rank if is_local else 0,
+                config.ranks if is_local else 1,
                 master=(guest.host, "0"),
             )
             try:
@@ -297,7 +299,7 @@ def join_later(
 
 
 def _ask_for_rank(file: Path, addresses: Sequence[str]) -> Guest:
-    """Asks the members at some addresses, and then those that a key file names, to join their run."""
+    """Requests a rank from members at the given addresses, and then at those in a key file."""
     with reading(file, "not the key of a run"):
         access = Access.from_json(json.loads(read_text(file)))
     return Guest(access, [*addresses, *access.addresses])

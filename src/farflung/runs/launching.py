@@ -1,10 +1,10 @@
-"""Starts the workers of a run on this machine, and follows their events to the end.
+"""Launch and supervision of a run's workers on this machine.
 
-Workers are forks of a process that has imported torch (:mod:`farflung.runs.workers`). The ``farflung`` command forks
-that process off itself before it computes anything, so that nothing is imported twice. A program that calls
-:func:`farflung.train` may have computed and may have threads, and neither survives a fork; there it is a Python of its
-own. It is not the fork server of :mod:`multiprocessing`, which imports the main module in each worker: a script
-without an ``if __name__`` guard, or one read from stdin, would fail.
+Workers are forks of a parent process that has imported torch (:mod:`farflung.runs.workers`). The ``farflung`` command
+forks the parent before it computes anything, so modules are imported once. A program that calls :func:`farflung.train`
+may have threads, which do not survive a fork, so there the parent is a new Python process. The fork server of
+:mod:`multiprocessing` is not used, since it imports the main module in each worker. That fails for scripts without an
+``if __name__`` guard or read from stdin.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from farflung.types import Json
 __all__ = ["forked_ahead", "launch"]
 
 GRACE_S = 0.1
-"""Time for workers to end by themselves once one has reported an error."""
+"""Seconds for workers to end by themselves after one reported an error."""
 END_S = 5.0
-"""Time for the parent of the workers to end them, before it is killed with them."""
+"""Seconds for the parent to end its workers before all are killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The process whose forks are the workers, in a session of its own.
+    """Parent process of the workers, in a separate session.
 
     Args:
-      pid: its process id, and that of its group.
-      pipe: write end of the pipe from which it reads its job; closing it ends the workers and the process.
-      poll: returns its exit code; ``None`` while it runs.
-      wait: waits for its end, for at most so many seconds.
+      pid: Id of the process and its group.
+      pipe: Write end of the pipe from which it reads its job; closing it ends the workers and the process.
+      poll: Function that returns the exit code, or ``None`` while the process runs.
+      wait: Function that waits for the end with a timeout in seconds.
     """
 
     pid: int
@@ -68,26 +68,26 @@ class Parent:
         os.close(self.pipe)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(END_S)
-        if self.poll() is None:  # it hangs, and so do perhaps its workers
-            for end in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError):  # not yet in a session of its own
-                    end(self.pid, signal.SIGKILL)
+        if self.poll() is None:  # it hangs, and its workers may hang too
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):  # the session may not exist yet
+                    kill(self.pid, signal.SIGKILL)
             self.wait(END_S)
 
 
 _ahead: list[Parent] = []
-"""The parent that was forked ahead and has no job yet."""
+"""Parent that was forked in advance and has no job yet; at most one."""
 
 
 @contextmanager
 def forked_ahead() -> Iterator[None]:
-    """Forks the parent of the workers of one run here; the caller has computed nothing and has no threads yet."""
-    theirs, ours = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=_forked, args=(theirs, ours))
+    """Forks the parent of one run's workers; the caller must not have threads or have computed anything."""
+    read_fd, write_fd = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=_forked, args=(read_fd, write_fd))
     process.start()
-    os.close(theirs)
+    os.close(read_fd)
     assert process.pid is not None
-    _ahead.append(Parent(process.pid, ours, lambda: process.exitcode, process.join))
+    _ahead.append(Parent(process.pid, write_fd, lambda: process.exitcode, process.join))
     try:
         yield
     finally:
@@ -102,50 +102,50 @@ def _forked(theirs: int, ours: int) -> None:
 
 
 def parent_of(log: Path, *, workers: int) -> Parent:
-    """Returns the parent that was forked ahead, or starts one.
+    """Returns the parent that was forked in advance, or starts one.
 
     Args:
-      log: file of its output until it has its job.
-      workers: number of its workers; several have one thread each.
+      log: File for its output until it has its job.
+      workers: Number of its workers; if there are several, each has one thread.
 
     Raises:
       BadInput: ``log`` cannot be written.
     """
     if _ahead:
         return _ahead.pop()
-    # Workers import what is named from where this process would.
+    # Workers search modules in the same places as this process.
     path = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
     threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
-    theirs, ours = os.pipe()
-    with os.fdopen(theirs), writing(log), log.open("ab") as output:
-        started = subprocess.Popen(
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd), writing(log), log.open("ab") as output:
+        process = subprocess.Popen(
             [sys.executable, "-m", "farflung.runs.workers"],
-            stdin=theirs,
+            stdin=read_fd,
             stdout=output,
             stderr=output,
             env={**os.environ, **threads, "PYTHONPATH": path},
             start_new_session=True,
         )
-    return Parent(started.pid, ours, started.poll, started.wait)
+    return Parent(process.pid, write_fd, process.poll, process.wait)
 
 
 def launch(run: Prepared[RunConfig], show: Sink) -> Run:
     """Trains on ``config.workers`` processes; the summary is the lowest rank's, with ``interrupted`` after Ctrl-C.
 
     Args:
-      run: configuration, options and folder, which exists.
-      show: takes the events of all workers.
+      run: Prepared run, whose folder exists.
+      sink: Sink for the events of all workers.
 
     Raises:
-      BadInput: a worker found an error in what the user gave.
-      RunLost: a worker was lost or failed; names it.
+      BadInput: A worker found an error in the user's input.
+      RunLost: A worker was lost or failed; the message names it.
     """
     config, folder = run.config, run.files
     with ExitStack() as stack:
         with writing(Path(tempfile.gettempdir())):
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
             events = stack.enter_context(listener(Path(scratch)))
-        shown = stack.enter_context(Buffered(show))
+        buffered_sink = stack.enter_context(Buffered(show))
         parent = parent_of(folder.log, workers=config.workers)
         options, elastic = run.options, bool(config.elastic)
         job = Job(
@@ -160,17 +160,16 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        watch = _Watch(parent, config.workers, events, shown, folder, config.deadline, elastic)
-        summary = watch.run()
+        monitor = _Watch(parent, config.workers, events, buffered_sink, folder, config.deadline, elastic)
+        summary = monitor.run()
     return run.ended({**summary, "partition": config.split_json()})
 
 
 @dataclass
 class _Watch:
-    """Follows the workers to their end.
+    """Monitor of the workers until their end.
 
-    Once a stop is asked for, it ends workers that have told nothing for the run's deadline: they have ended no step,
-    and a step may take longer than all before it, but not twice as long as the longest.
+    After a stop request, it ends workers that complete no step within the run's deadline or twice the longest step.
     """
 
     parent: Parent
@@ -185,13 +184,14 @@ class _Watch:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
         self._told: dict[str, dict[int, Event]] = {"end": {}, "pace": {}}
-        """The events of these kinds, by rank."""
+        """Last event of these kinds, by rank."""
         self._interrupts, self._longest_s = 0, 0.0
-        """The signals to stop, and the longest step."""
+        """Number of stop signals, and duration of the longest step."""
         self._end_by = self._stop_by = math.inf
-        """When workers are ended that an error or a second interrupt ends, and those that a stop waits for."""
+        """Times at which workers are ended: after an error or second interrupt, and after a stop request."""
 
     def run(self) -> Mapping[str, Json]:
+        """Forwards events until the workers have ended; returns the summary."""
         with on_stop(self._interrupt):
             try:
                 while self.parent.poll() is None:
@@ -226,13 +226,13 @@ class _Watch:
 
     @property
     def _patience_s(self) -> float:
-        """For how long a stop may go on while no step ends."""
+        """Largest number of seconds without a completed step after a stop request."""
         return max(self.deadline_s, 2 * self._longest_s)
 
     def _interrupt(self) -> None:
         self._interrupts += 1
-        at_work = len(self._pids) == self.workers
-        if at_work and self._interrupts == 1:
+        have_all_started = len(self._pids) == self.workers
+        if have_all_started and self._interrupts == 1:
             self._stop_by = time.monotonic() + self._patience_s
         else:
             self._end_by = time.monotonic()
@@ -243,23 +243,27 @@ class _Watch:
     def _outcome(self) -> Mapping[str, Json]:
         ends, paces = self._told.values()
         if self._errors and not (self.elastic and ends):
-            # A worker's own error explains more than what the others saw of it.
-            told = next((e for e in self._errors if e["own"]), self._errors[0])
-            kind = BadInput if told["exit_code"] == BadInput.exit_code else RunLost
-            raise kind(str(told["message"]))
+            # A worker's own error is more specific than those of its peers.
+            error = next((e for e in self._errors if e["own"]), self._errors[0])
+            kind = BadInput if error["exit_code"] == BadInput.exit_code else RunLost
+            raise kind(str(error["message"]))
         if ends:
             rank = min(ends)
-            told = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
+            final_summary = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
             if rank in paces:
-                told["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
-            kept = self.folder.stored_summary() if self.folder.summary.exists() else {}
+                final_summary["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
+            stored_summary = self.folder.stored_summary() if self.folder.summary.exists() else {}
             events = self.folder.events()
-            found: dict[str, Json] = {
+            derived: dict[str, Json] = {
                 "refused": {**count_refusals(chain(*events.values()))},
                 "slowest": slowest(events),
             }
-            summary = {**kept, **told, **{name: value for name, value in found.items() if value}}
-            if any(found.values()):
+            summary = {
+                **stored_summary,
+                **final_summary,
+                **{name: value for name, value in derived.items() if value},
+            }
+            if any(derived.values()):
                 write_json(self.folder.summary, summary)
             return {**summary, "interrupted": True} if self._interrupts else summary
         if self._interrupts:

@@ -1,4 +1,4 @@
-"""From settings to a run that has been checked and can be made."""
+"""Preparation of runs: settings are resolved and checked, and a folder is chosen."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[C]):
-    """A run that has been checked and not begun.
+    """Checked run that has not begun.
 
     Args:
-      config: what decides it.
-      files: where it will be kept.
-      shares: size and labels of each replica's share; nothing where all draw from the whole set.
-      options: where it is kept, and what it runs on.
-      scratch: keeps the files where they have no folder of their own.
-      store: where the ranks have agreed on a new folder, and meet.
+      config: Configuration of the run.
+      files: Folder of the run.
+      shares: Size and labels of each replica's share; empty if all draw from all samples.
+      options: Options of the run.
+      temp_folder: Temporary folder of the files, if the run has no folder of its own.
+      store: Store in which the ranks have agreed on a new folder and find each other.
     """
 
     config: C
@@ -48,25 +48,25 @@ class Prepared(Generic[C]):
     store: dist.Store | None = field(default=None, repr=False)
 
     def begun(self) -> AbstractContextManager[None]:
-        """Makes the folder; inside, no other process makes a run there.
+        """Creates the folder and locks it for the duration of the context.
 
         Raises:
-          BadInput: another process makes a run there, another run is in it, it cannot be written, or ``replay`` is no
-            decision log.
+          BadInput: Another process runs there, the folder holds another run or cannot be written, or ``replay`` is not
+            a decision log.
         """
         return self.files.begun(self.config.to_json(), self.options.replay)
 
     def log(self) -> RunLog:
-        """What logs the run's figures where ``log_to`` says.
+        """Creates the log of the run's metrics from ``log_to``.
 
         Raises:
-          BadInput: there is no such logger, or it is not installed.
+          BadInput: A logger is unknown or not installed.
         """
-        told = {**self.config.to_json(), "command": self.config.command, "folder": str(self.files.path)}
-        return RunLog(self.options.log_to, self.files.path, title=self.config.title, config=told)
+        log_config = {**self.config.to_json(), "command": self.config.command, "folder": str(self.files.path)}
+        return RunLog(self.options.log_to, self.files.path, title=self.config.title, config=log_config)
 
     def ended(self, summary: dict[str, Json]) -> Run:
-        """The run, once it has been made."""
+        """Builds the result of the completed run."""
         return Run(self.config, self.files, summary, self.shares, self.scratch)
 
 
@@ -78,25 +78,24 @@ def prepared(
     scratch: bool = False,
     folder: Callable[[str], Path] | None = None,
 ) -> Prepared[C]:
-    """Resolves settings, finds a folder, and finds out what cannot work.
+    """Resolves settings, chooses a folder, and checks the run.
 
     Args:
-      kind: of configuration.
-      layers: settings by name; later ones win, and all of them over those of the run that is resumed.
-      options: where the run is kept, and what it runs on.
-      check: whether to look at the data and at checkpoints too.
-      scratch: where the options name no folder: keep the run in a folder that goes with it, not in a new one under
-        ``runs/``.
-      folder: names a new folder for a run of such a title; :func:`run_folder` when not given.
+      kind: Class of the configuration.
+      layers: Settings by name; later layers override earlier ones, and all override those of a resumed run.
+      options: Options of the run.
+      should_check: True to check data and checkpoints too.
+      is_temporary: True to use a temporary folder instead of a new one under ``runs/`` if the options name none.
+      name_folder: Function that names a new folder from the run's title; by default :func:`name_run_folder`.
 
     Raises:
-      BadInput: says what and what to do.
+      BadInput: The run cannot work; the message states the remedy.
     """
     out, resume = options.out, options.resume
-    stored = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
-    kept: Scratch | None = None
-    with nullcontext() if resume is None else naming(f"--resume {resume}"):  # what is wrong may be in there
-        config = kind.resolve(stored, *layers)
+    stored_settings = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
+    temp_folder: Scratch | None = None
+    with nullcontext() if resume is None else naming(f"--resume {resume}"):  # errors may be in its settings
+        config = kind.resolve(stored_settings, *layers)
         if resume is not None:
             if out is not None and Path(out) != Path(resume):
                 raise ConfigError(
@@ -106,8 +105,8 @@ def prepared(
         elif out is not None:
             path = Path(out)
         elif scratch:
-            kept = Scratch()
-            path = kept.path / "run"
+            temp_folder = Scratch()
+            path = temp_folder.path / "run"
         else:
             path = (folder or run_folder)(config.title)
         files, shares = RunFolder(path, resumed=resume is not None), list[Share]()
@@ -116,11 +115,11 @@ def prepared(
             shares = config.check()
             if files.resumed:
                 config.check_resumable(files)
-    return Prepared(config, files, shares, options, kept)
+    return Prepared(config, files, shares, options, temp_folder)
 
 
 def run_folder(title: str) -> Path:
-    """Names a new folder under ``runs/``, by title and time, and by a number where there is one of that second."""
+    """Names a new folder under ``runs/`` by title and time, with a number if the name exists."""
     stem = re.sub(r"[^\w.-]+", "-", title)
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = chain([name], (f"{name}-{number}" for number in count(2)))

@@ -1,4 +1,4 @@
-"""The one place that makes a replica, and that settles how the replicas of a run sum."""
+"""Creation of replicas, and resolution of a run's collective."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def make_replica(
     device: torch.device = HOST,
     kind: Callable[..., Replica] = Replica,
 ) -> Replica:
-    """One member of a run, in whatever world.
+    """Creates a replica of a run, on the wall clock or in virtual time.
 
     Args:
-      runtime: the world.
-      task: what is trained.
-      recipe: how to train together; this replica gets members of its own.
-      training: for how long and with what settings.
-      telemetry: where events go; nowhere when not given.
-      shares: the training samples of each replica; ``None``: all draw from the whole set.
-      checkpoints: where state is kept, if it is.
-      stop_asked: whether this replica was asked to stop; then all stop after the same step.
-      trace: whether to tell of every exchange.
-      device: where model, gradients and optimizer are.
-      kind: what to make.
+      runtime: Runtime of the replica.
+      task: Workload to train.
+      recipe: Recipe of the run, from which this replica's components are built.
+      training: Training settings.
+      telemetry: Emitter of events; by default events are discarded.
+      shares: Training samples of each replica; ``None`` if all draw from all samples.
+      checkpoints: Checkpoints of the replica, if any.
+      should_stop: Function that returns True after a stop request; all replicas then stop after the same step.
+      trace: True to emit an event of every exchange.
+      device: Device of model, gradients and optimizer.
+      replica_type: Class of the replica.
 
     Raises:
-      BadInput: parts or settings that do not go together.
+      BadInput: Parts or settings are incompatible.
     """
     rank, rates = runtime.comm.rank, training.make_rates()
     parts = recipe.parts(training.seed, None if shares is None else rank)
@@ -68,18 +68,18 @@ def make_replica(
 
 
 def settled_collective(settle: Callable[..., str], recipe: Recipe, replica: Replica, step: int = 0) -> str:
-    """What the recipe's collective stands for in a run, once its replicas are there.
+    """Resolves the recipe's collective for a run.
 
-    Before they start, and before they resume: what was under way then starts again at once.
+    Call this after replicas are created, and before they start or resume, since resuming restarts exchanges in flight.
 
     Args:
-      settle: ``settle_collective`` of the virtual world, or of this replica's runtime, with what it takes beside.
-      recipe: the run's.
-      replica: any of the run's.
-      step: the first of the run.
+      resolve: ``resolve_collective`` of the virtual world or of this replica's runtime.
+      recipe: Recipe of the run.
+      replica: Any replica of the run.
+      step: First step of the run.
 
     Returns:
-      The name of the collective, or those of all sizes of tensor.
+      Name of the collective, or names for all tensor sizes.
     """
     reducer = recipe.parts(replica.training.seed).reducer
     nbytes = summed_nbytes(reducer, replica.bucket_specs, replica.runtime.comm.size)

@@ -1,4 +1,4 @@
-"""What a run gives back."""
+"""Result of a run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has come to its end; printed, it is the table of its summary, or lines where rich is not installed.
+    """Completed run, printed as the table of its summary, or as lines if rich is not installed.
 
     Args:
-      config: what decided it.
-      files: what it left behind.
-      summary: of rank 0: ``final_accuracy``, ``final_loss``, ``steps``, ``samples``, ``bytes_sent_per_replica``,
-        ``duration_s``, ``time_s`` by part, whether it was ``stopped``, and its ``partition``.
-      shares: size and labels of each replica's share of the training set; nothing where all draw from the whole.
-      scratch: keeps the files for as long as the run is known, where they have no folder of their own.
+      config: Configuration of the run.
+      files: Files of the run.
+      summary: Summary of rank 0: ``final_accuracy``, ``final_loss``, ``steps``, ``samples``,
+        ``bytes_sent_per_replica``, ``duration_s``, ``time_s`` by part, ``stopped``, and ``partition``.
+      shares: Size and labels of each replica's share of the training set; empty if all draw from all samples.
+      temp_folder: Temporary folder of the files, deleted with this object, if the run has no folder of its own.
     """
 
     config: RunConfig
@@ -47,47 +47,43 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where its files are; gone with this object where no folder was asked for."""
+        """Folder of the run, deleted with this object if no folder was given."""
         return self.files.path
 
     @property
     def simulated(self) -> bool:
-        """Whether its times are those of a modelled clock."""
+        """Returns True for a run in virtual time."""
         return isinstance(self.config, SimulatedConfig)
 
     @property
     def events(self) -> dict[int, list[Event]]:
-        """All that each rank has told of: steps, evaluations, checkpoints; see :mod:`farflung.telemetry`."""
+        """Events of each rank, such as steps, evaluations, checkpoints; see :mod:`farflung.telemetry`."""
         return self.files.events()
 
     @property
     def sent(self) -> dict[str, dict[int, list[int]]]:
-        """Payload bytes that each rank has sent to each other, by :class:`farflung.comm.Purpose` and sender."""
+        """Numbers of payload bytes sent to each rank, by :class:`farflung.comm.Purpose` and sender."""
         from farflung.report import sent_by_kind
 
         return sent_by_kind(self.events)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the trained model, as they were evaluated: for ``load_state_dict``.
+        """Loads parameters and buffers of the trained model, as evaluated, for ``load_state_dict``.
 
         Raises:
-          CheckpointError: there are none, or they are damaged.
+          CheckpointError: The file is missing or damaged.
         """
         return load_tree(self.files.model)
 
     def table(self) -> Table:
-        """The summary for people."""
+        """Builds the table of the summary."""
         from farflung.report import summary_table
 
         with reading(self.files.summary, "damaged; its figures cannot be told", DataError):
             return summary_table(self.summary, simulated=self.simulated)
 
     def keep(self, folder: Path | str) -> Path:
-        """Copies its files to a folder that is not there yet.
-
-        Returns:
-          That folder.
-        """
+        """Copies the files to a new folder and returns its path."""
         return Path(shutil.copytree(self.folder, folder))
 
     @override

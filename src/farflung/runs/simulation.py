@@ -1,4 +1,4 @@
-"""Runs in virtual time: made, and timed anew elsewhere."""
+"""Simulation of runs in virtual time, and retiming for other networks and devices."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ __all__ = [
 
 
 MESSAGE_S = 1e-4
-"""What it takes to simulate one message, on a processor of today."""
+"""Seconds to simulate one message on a current processor."""
 LONG_S = 10.0
-"""An exchange that takes as long to simulate is warned of."""
+"""Seconds to simulate an exchange above which a warning is issued."""
 UNCHARGED: set[tuple[str, str]] = set()
-"""Devices and methods without rates there that this process has warned of."""
+"""Devices and methods without rates that this process has warned of."""
 
 
 def nowhere(event: Event) -> None:
-    """A sink that keeps nothing."""
+    """Discards an event, as the default sink."""
     del event
 
 
@@ -78,37 +78,36 @@ def simulate(
     stop_asked: Callable[[], bool] = lambda: False,
     **settings: object,
 ) -> Run:
-    """Trains in virtual time, with the real arithmetic on a modelled clock, as ``farflung simulate`` does.
+    """Trains in virtual time, with real arithmetic on a modelled clock, as ``farflung simulate`` does.
 
     >>> run = simulate("synthetic/quadratic", "ring(codec=int8)", network="wifi-10mbps", workers=2, steps=3)
-    >>> run.summary["steps"], run.simulated, list(run.state_dict())
+    >>> run.summary["steps"], run.is_simulated, list(run.state_dict())
     (3, True, ['w'])
 
     Args:
-      workload: what to train: a name, ``module:name``, a workload, or a class or function that makes one;
-        fashion-mnist/cnn when not given.
-      recipe: how to train together: a name, with changes in brackets if wished, or a
-        :class:`farflung.recipes.Recipe` of names and objects; synchronous when not given.
-      out: the run's folder; when not given, the files go with the object that is returned.
-      resume: the folder of a run that goes on from its last checkpoint; settings given here change its own.
-      replay: a ``decisions.jsonl`` whose decisions are made again.
-      trace: whether to write each exchange to telemetry too, for ``farflung trace``.
-      log_to: loggers of the run's figures: tensorboard, wandb, trackio or mlflow; several with commas between them.
-      compute_on: torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, for all of them. Times
-        are those of the setting ``device``, whatever computes.
-      show: gets the events of all replicas as they happen.
-      stop_asked: whether a stop was requested; all replicas then stop after the same step.
-      settings: those of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
-        ``faults`` and so on), with its defaults; ``network``, ``device``, ``faults``, ``partition`` and the members of
-        the recipe may be objects.
+      workload: Workload to train: a name, ``module:name``, a workload, or a class or function that creates one; by
+        default fashion-mnist/cnn.
+      recipe: Recipe of distributed training: a name, with changes in brackets, or a :class:`farflung.recipes.Recipe`;
+        by default synchronous.
+      out: Folder of the run; by default the files are deleted with the returned object.
+      resume: Folder of a run to continue from its last checkpoint; settings given here change its own.
+      replay: File ``decisions.jsonl`` whose decisions are repeated.
+      trace: True to write each exchange to telemetry, for ``farflung trace``.
+      log_to: Loggers of the run's metrics, separated by commas: tensorboard, wandb, trackio or mlflow.
+      compute_on: Torch device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, shared by all. Times
+        are always those of the setting ``device``.
+      sink: Sink for the events of all replicas.
+      should_stop: Function that returns True after a stop request; all replicas then stop after the same step.
+      settings: Settings of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
+        ``faults`` and so on). ``network``, ``device``, ``faults``, ``partition`` and recipe members may be objects.
 
     Raises:
-      BadInput: says what is wrong and what to do, before anything begins.
-      RunLost: a replica was lost.
+      BadInput: The input is invalid; raised before the run starts.
+      RunLost: A replica was lost.
     """
-    said = {"workload": workload, "recipe": recipe, **settings}
+    layer = {"workload": workload, "recipe": recipe, **settings}
     options = RunOptions(out=out, resume=resume, replay=replay, trace=trace, log_to=log_to, device=compute_on)
-    run = prepared(SimulatedConfig, said, options=options, scratch=True)
+    run = prepared(SimulatedConfig, layer, options=options, scratch=True)
     return simulate_prepared(run, show, stop_asked=stop_asked)
 
 
@@ -119,17 +118,17 @@ def simulate_prepared(
     stop_asked: Callable[[], bool] = lambda: False,
     checkpointed: bool = True,
 ) -> Run:
-    """Makes the folder, and trains there in virtual time.
+    """Creates the folder and trains there in virtual time.
 
     Args:
-      run: what and where.
-      show: gets the events of all replicas.
-      stop_asked: whether a stop was requested; all replicas then stop after the same step.
-      checkpointed: whether checkpoints are kept.
+      run: Prepared run.
+      sink: Sink for the events of all replicas.
+      should_stop: Function that returns True after a stop request; all replicas then stop after the same step.
+      should_checkpoint: True to save checkpoints.
 
     Raises:
-      BadInput: another run is there or being made there, or it cannot be written.
-      RunLost: a replica was lost.
+      BadInput: The folder holds another run, is in use, or cannot be written.
+      RunLost: A replica was lost.
     """
     with ready_to_simulate(run, stop_asked=stop_asked, checkpointed=checkpointed) as begin:
         return begin(show)
@@ -139,9 +138,9 @@ def simulate_prepared(
 def ready_to_simulate(
     run: Prepared[SimulatedConfig], *, stop_asked: Callable[[], bool], checkpointed: bool = True
 ) -> Iterator[Callable[[Sink], Run]]:
-    """Makes the folder; inside, what it gives trains there, and tells a sink of the events.
+    """Creates and locks the folder, and yields a function that trains there with a given sink.
 
-    The arguments and errors are those of :func:`simulate_prepared`.
+    Arguments and errors are those of :func:`simulate_prepared`.
     """
     ranks = range(run.config.ranks)
     devices = [
@@ -150,14 +149,14 @@ def ready_to_simulate(
     ]
     log = run.log()
     with run.begun(), log:
-        yield lambda show: _simulated(run, devices, both(show, log), stop_asked, checkpointed)
+        yield lambda sink: _simulated(run, devices, both(sink, log), stop_asked, checkpointed)
 
 
 @contextmanager
 def _world_of(
     run: Prepared[SimulatedConfig],
 ) -> Iterator[tuple[VirtualWorld, list[JsonLines], Callable[..., Replica]]]:
-    """Gives a run's world, the file of each rank's events, and what makes a replica of a rank, sinks and options."""
+    """Yields the virtual world, the event file of each rank, and a function that creates replicas."""
     config, files = run.config, run.files
     decisions = files.decision_log()
     world = config.make_world(decisions)
@@ -190,12 +189,12 @@ def _simulated(
         _world_of(run) as (world, event_files, make),
         TrafficRecorder(files.traffic, config.ranks) as recorder,
     ):
-        makes: list[Callable[[], Replica]] = []
+        factories: list[Callable[[], Replica]] = []
         for rank, file in enumerate(event_files):
             checkpoints = files.checkpoints(
                 rank, config.workers, leader=rank == 0, any_size=bool(config.elastic)
             )
-            makes.append(
+            factories.append(
                 partial(
                     make,
                     rank,
@@ -208,7 +207,7 @@ def _simulated(
                     kind=partial(RecordedReplica, recorder=recorder),
                 )
             )
-        replicas = [again() for again in makes]
+        replicas = [create() for create in factories]
         start = checkpoints.newest() if files.resumed else 0
         for runtime in world.runtimes if config.elastic else ():
             runtime.elastic = Elastic(
@@ -229,13 +228,13 @@ def _simulated(
             keep_once(replicas)
         _warn_if_slow(world, config.recipe, replicas[0])
         with one_thread():
-            summary, model = world.run([whole(*each) for each in zip(replicas, makes, strict=True)])[0]
+            summary, model = world.run([whole(*pair) for pair in zip(replicas, factories, strict=True)])[0]
     save_tree(files.model, model)
     return _ended(run, {**summary.to_json(), "collective": collective}, world)
 
 
 def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
-    """Warns in one line, before a run begins, of exchanges that take long to simulate."""
+    """Warns before a run of exchanges that take long to simulate."""
     auto = replica.runtime.comm.auto
     size, names = len(world.runtimes), [recipe.collective] * len(replica.bucket_specs)
     if recipe.collective == AUTO:
@@ -253,15 +252,15 @@ def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None
 
 
 async def whole(replica: Replica, again: Callable[[], Replica] | None = None) -> tuple[Summary, State]:
-    """All of a run, and the model that came of it.
+    """Runs a replica to its end; returns its summary and the trained model.
 
     Args:
-      replica: the replica.
-      again: makes another, which goes on from the state of the run where this one was suspended.
+      replica: Replica to run.
+      rebuild: Function that creates another replica, which continues after a suspension.
     """
     while True:
         try:
-            ended = await replica.run(), await replica.trained()
+            result = await replica.run(), await replica.trained()
             if replica.runtime.elastic is not None:
                 await replica.runtime.elastic.finish(replica.step_done)
         except Suspended:
@@ -269,7 +268,7 @@ async def whole(replica: Replica, again: Callable[[], Replica] | None = None) ->
                 raise
             replica = again()
         else:
-            return ended
+            return result
 
 
 def retime(
@@ -280,49 +279,49 @@ def retime(
     out: Path | str | None = None,
     show: Sink = nowhere,
 ) -> Run:
-    """A simulated run once more on another network or other devices, without its arithmetic.
+    """Recomputes the times of a simulated run for another network or device, without its arithmetic.
 
-    What was learned stays as it was; every time is that of a fresh simulation there.
+    Learning results are unchanged, and all times equal those of a new simulation.
 
     >>> run = simulate("synthetic/quadratic", network="wifi-10mbps", workers=2, steps=3)
     >>> retime(run, network="4g").summary["duration_s"] > run.summary["duration_s"]
     True
 
     Args:
-      run: what :func:`simulate` gave back, or the folder of such a run.
-      network: instead of the run's: a name, a TOML file or a profile.
-      device: instead of the run's: likewise.
-      out: the new run's folder; when not given, the files go with the object that is returned.
-      show: gets the events of all replicas.
+      run: Result of :func:`simulate`, or the folder of such a run.
+      network: New network: a name, a TOML file or a profile; by default the run's.
+      device: New device: a name, a TOML file or a profile; by default the run's.
+      out: Folder of the new run; by default the files are deleted with the returned object.
+      sink: Sink for the events of all replicas.
 
     Raises:
-      BadInput: the run cannot be retimed, or such a network cannot be; says why.
+      BadInput: The run cannot be retimed, or the network is invalid.
     """
-    stored = run.files if isinstance(run, Run) else RunFolder(Path(run))
+    source = run.files if isinstance(run, Run) else RunFolder(Path(run))
     if isinstance(run, Run):
-        before = run.config
-        if not isinstance(before, SimulatedConfig):
+        original = run.config
+        if not isinstance(original, SimulatedConfig):
             raise ConfigError(f"{run.folder}: a run of real workers; only simulated ones can be retimed")
     else:
-        with naming(stored.config):
-            before = SimulatedConfig.resolve(SimulatedConfig.stored_in(stored))
-    config = replace(before, network=network or before.network, device=device or before.device)
+        with naming(source.config):
+            original = SimulatedConfig.resolve(SimulatedConfig.stored_in(source))
+    config = replace(original, network=network or original.network, device=device or original.device)
     shares = config.check()
     scratch = Scratch() if out is None else None
     files = RunFolder(Path(str(out)) if scratch is None else scratch.path / "run")
-    return retime_prepared(Prepared(config, files, shares, scratch=scratch), stored, show)
+    return retime_prepared(Prepared(config, files, shares, scratch=scratch), source, show)
 
 
 def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere) -> Run:
-    """A stored run once more on another network or device, in a folder that is made here.
+    """Recomputes the times of a stored run for another network or device, in a new folder.
 
     Args:
-      run: the configuration of the stored run, with another network or device; and where to keep it.
-      stored: the run.
-      show: gets the events of all replicas.
+      run: Prepared run with the stored run's configuration except network or device.
+      source: Folder of the stored run.
+      sink: Sink for the events of all replicas.
 
     Raises:
-      BadInput: the run cannot be retimed; says why.
+      BadInput: The run cannot be retimed.
     """
     config, files = run.config, run.files
     events, checkpointed = _retimable(stored, config)
@@ -343,17 +342,17 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
         if stored.model.exists():
             write_whole(files.model, partial(shutil.copyfile, stored.model))
         (end,) = (event for event in files.events()[0] if event["event"] == "end")
-        told = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
-        return _ended(run, {**told, "collective": collective}, world)
+        summary = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
+        return _ended(run, {**summary, "collective": collective}, world)
 
 
 def timing_decisions(stored: RunFolder) -> list[Decision]:
-    """The decisions of a run that might have been others on another network."""
+    """Lists the decisions of a run that could differ on another network."""
     return [decision for decision in stored.decided() if decision.timing]
 
 
 def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Event]], bool]:
-    """The events of a run, and whether it kept checkpoints; refuses what cannot be retimed."""
+    """Checks that a run can be retimed; returns its events, and True if it saved checkpoints."""
     timing = timing_decisions(stored)
     if timing:
         raise ConfigError(
@@ -366,80 +365,82 @@ def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Eve
             "recorded; simulate it anew instead"
         )
     events = stored.events()
-    told = [event["event"] for event in events.get(0, [])]
-    if len(events) != config.workers or "end" not in told:
+    kinds = [event["event"] for event in events.get(0, [])]
+    if len(events) != config.workers or "end" not in kinds:
         raise CheckpointError(f"{stored.path}: the run has not come to its end")
-    if told.count("begin") > 1:
+    if kinds.count("begin") > 1:
         raise ConfigError(f"{stored.path}: the run was resumed, and only one in one piece can be retimed")
-    return events, "checkpoint" in told
+    return events, "checkpoint" in kinds
 
 
 def _ended(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
-    """Stores the summary of a run, and warns of what it has coded for nothing."""
-    slow = slowest(run.files.events())
-    found: dict[str, Json] = {
+    """Stores the summary of a run, and warns of methods whose coding time is not modelled."""
+    bottleneck = slowest(run.files.events())
+    full_summary: dict[str, Json] = {
         **summary,
         **coding_told(world, resumed=run.files.resumed),
-        **({"slowest": slow} if slow else {}),
+        **({"slowest": bottleneck} if bottleneck else {}),
         "partition": run.config.split_json(),
         "simulated": run.config.world_json(),
     }
-    write_json(run.files.summary, found)
-    _warn_of_uncharged(run.config, found.get("coding_not_charged", []))
-    return run.ended(found)
+    write_json(run.files.summary, full_summary)
+    _warn_of_uncharged(run.config, full_summary.get("coding_not_charged", []))
+    return run.ended(full_summary)
 
 
 def one_thread() -> AbstractContextManager[None]:
-    """Has torch compute on one thread, as workers that share a machine do: the bits depend on it."""
+    """Limits torch to one thread within the context, as in workers that share a machine; results depend on it."""
     return torch_threads(1)
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Has torch compute on so many threads inside."""
-    before = torch.get_num_threads()
+    """Sets the number of torch threads within the context."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 # --- coding whose time is not modelled ------------------------------------------------------------
 
 
 def coding_told(world: VirtualWorld, *, resumed: bool) -> dict[str, Json]:
-    """For a summary; nothing where devices have no rates.
+    """Summarizes coding times; empty if devices have no rates.
 
-    ``coding_s`` are the seconds in which rank 0 coded and moved messages, of a run in one piece;
-    ``coding_not_charged`` names the methods for some of whose work there is no rate, where there are any.
+    ``coding_s`` is rank 0's seconds of coding and moving messages, unless the run was resumed. ``coding_not_charged``
+    lists methods that lack a rate for some of their work.
     """
     lanes = [runtime.lane for runtime in world.runtimes if runtime.lane is not None]
     if not lanes:
         return {}
     unknown: list[Json] = list(dict.fromkeys(method for lane in lanes for method in lane.not_charged))
-    told: dict[str, Json] = {} if resumed else {"coding_s": lanes[0].busy_s}
-    return {**told, **({"coding_not_charged": unknown} if unknown else {})}
+    times: dict[str, Json] = {} if resumed else {"coding_s": lanes[0].busy_s}
+    return {**times, **({"coding_not_charged": unknown} if unknown else {})}
 
 
 def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
-    """Warns in one line, once a process, of methods whose coding is not charged.
+    """Warns once per process of methods whose coding is not charged.
 
-    What a codec or reducer charges is named by its text; a reducer of one's own may have a name for it of its own.
+    Methods are identified by the text of a codec or reducer; custom reducers may use another name.
     """
     device, reducer = str(config.world_json()["device"]), str(config.recipe.members["reducer"])
     new = [method for method in methods if (device, method) not in UNCHARGED]
     UNCHARGED.update((device, method) for method in new)
-    calibrated = {method: _calibrated_as(method, reducer) for method in new}
-    measurable = [method for method, (_, text) in calibrated.items() if is_carried(text)]
+    calibrations = {method: _calibrated_as(method, reducer) for method in new}
+    measurable = [method for method, (_, text) in calibrations.items() if is_carried(text)]
     command = ["farflung calibrate"]
     for option in ("--codecs", "--reducers"):
-        texts = dict.fromkeys(text for one, text in map(calibrated.__getitem__, measurable) if one == option)
+        texts = dict.fromkeys(
+            text for key, text in map(calibrations.__getitem__, measurable) if key == option
+        )
         command += [option, *map(repr, texts)] if texts else []
-    others = [method for method in new if method not in measurable]
+    unmeasurable = [method for method in new if method not in measurable]
     for group, advice in (
         (measurable, f"calibrate with {' '.join(command)}"),
-        (others, "farflung calibrate measures only what can be imported, as module:name"),
+        (unmeasurable, "farflung calibrate measures only what can be imported, as module:name"),
     ):
         if group:
             names = ", ".join(method or "plain sums" for method in group)
@@ -449,7 +450,7 @@ def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
 
 
 def _calibrated_as(method: str, reducer: str) -> tuple[str, str]:
-    """Returns the option of ``farflung calibrate`` and the text by which a method is measured; sums always are."""
+    """Returns the option of ``farflung calibrate`` that measures a method, and its text; plain sums need none."""
     if not method:
         return "", method
     name = method.partition("(")[0]

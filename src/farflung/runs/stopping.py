@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: Ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal goes away."""
+"""Stop signals of commands: SIGINT (Ctrl-C), SIGTERM, and SIGHUP when a terminal closes."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 @contextmanager
 def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _STOPS) -> Iterator[None]:
-    """Inside, calls ``ask`` at every signal to stop; nothing outside the main thread, which alone gets signals.
+    """Calls a function at every stop signal within the context; does nothing outside the main thread.
 
-    A SIGHUP that was ignored before, as ``nohup`` has it, stays ignored.
+    If SIGHUP was ignored before, as under ``nohup``, it stays ignored.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame
         ask()
 
-    here = threading.current_thread() is threading.main_thread()
-    spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    before = {number: signal.signal(number, handle) for number in {*signals} - spared if here}
+    is_main = threading.current_thread() is threading.main_thread()
+    ignored_signals = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    previous = {number: signal.signal(number, handle) for number in {*signals} - ignored_signals if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextmanager
 def asked_to_stop(begun: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
-    """Inside, the first signal to stop sets the event; the second interrupts, and so does one before work has begun."""
-    asked = threading.Event()
+    """Yields an event that the first stop signal sets; the second, or one before work begins, interrupts."""
+    stop_requested = threading.Event()
 
-    def ask() -> None:
-        if asked.is_set() or not begun():
+    def request_stop() -> None:
+        if stop_requested.is_set() or not begun():
             raise KeyboardInterrupt
-        asked.set()
+        stop_requested.set()
 
-    with on_stop(ask):
-        yield asked
+    with on_stop(request_stop):
+        yield stop_requested

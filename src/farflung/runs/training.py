@@ -1,4 +1,4 @@
-"""Runs of real workers: started on this machine, or joined where torchrun has started them."""
+"""Runs of real workers, started on this machine or by a launcher such as torchrun."""
 
 from __future__ import annotations
 
@@ -42,29 +42,28 @@ def train(
 ) -> Run:
     """Trains on real workers, as ``farflung train`` does.
 
-    Under torchrun, Slurm's srun or mpirun this process joins the run as one of its replicas, and gets back that
-    replica's account of it.
-    Elsewhere workers are started on this machine, in processes that import what they need by name: workload, codec,
-    schedule and whatever else is an object has to be a class, a function or a frozen dataclass of a module, not of the
-    script itself. The first Ctrl-C ends such a run after the step it is in, and the second at once.
+    Under torchrun, Slurm's srun or mpirun, this process trains as one replica and returns that replica's result.
+    Otherwise workers are started on this machine, in processes that import parts by name. Objects such as workload,
+    codec or schedule must then be classes, functions or frozen dataclasses of a module, not of the script itself. The
+    first Ctrl-C ends such a run after the current step, the second immediately.
 
     Args:
-      workload: what to train: a name, ``module:name``, or a class or function that makes it; under torchrun a workload
-        itself will do. fashion-mnist/cnn when not given.
-      recipe: how to train together: a name, with changes in brackets if wished, or a
-        :class:`farflung.recipes.Recipe` of names and objects; synchronous when not given.
-      show: gets the events as they happen, on a thread of its own: of all workers that are started here, of this
-        replica under torchrun. Where it is slow, events of steps are dropped, and an event ``dropped`` counts them.
-      settings: by name the options that :class:`farflung.runs.RunOptions` documents (``out``, ``resume``, ``replay``,
-        ``device``, ``pace``, ``trace``, ``log_to``, ``data_stays``, ``endpoint``), and the settings of the command
-        (``steps``, ``workers``, ``learning_rate`` and so on), with its defaults.
+      workload: Workload to train: a name, ``module:name``, or a class or function that creates it; under torchrun also
+        a workload object. By default fashion-mnist/cnn.
+      recipe: Recipe of distributed training: a name, with changes in brackets, or a :class:`farflung.recipes.Recipe`;
+        by default synchronous.
+      sink: Sink for events, called on a separate thread: of all workers started here, or of this replica under
+        torchrun. If it is slow, step events are dropped, and an event ``dropped`` counts them.
+      settings: Options of :class:`farflung.runs.RunOptions` by name (``out``, ``resume``, ``replay``, ``device``,
+        ``pace``, ``trace``, ``log_to``, ``data_stays``, ``endpoint``), and settings of the command (``steps``,
+        ``workers``, ``learning_rate`` and so on).
 
     Raises:
-      BadInput: says what is wrong and what to do, before anything begins.
-      RunLost: a worker was lost or failed; names it.
+      BadInput: The input is invalid; raised before the run starts.
+      RunLost: A worker was lost or failed; the message names it.
     """
-    own = {one.name for one in fields(RunOptions)} & settings.keys()
-    options: dict[str, Any] = {name: settings.pop(name) for name in own}
+    names = {field.name for field in fields(RunOptions)} & settings.keys()
+    options: dict[str, Any] = {name: settings.pop(name) for name in names}
     run = prepare_training(
         {"workload": workload, "recipe": recipe, **settings}, options=RunOptions(**options)
     )
@@ -73,29 +72,30 @@ def train(
 
 
 def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> Prepared[RunConfig]:
-    """See :func:`farflung.runs.prepared`; under torchrun, Slurm and MPI rank 0 alone looks whether it can work.
+    """Prepares a run of real workers, see :func:`farflung.runs.prepare_run`.
 
-    There rank 0 also names a new folder, and tells the other ranks through the store.
+    Under a launcher, only rank 0 checks the run, and it publishes a new folder to the other ranks through the store.
 
     Raises:
-      BadInput: says what is wrong; other than torchrun's number of workers, too.
+      BadInput: The run cannot work, or the number of workers differs from the launcher's.
     """
     env = LaunchEnv.read()
-    ready = partial(prepared, RunConfig, options=options)
-    encrypted: Settings = {"encrypt": True} if options.endpoint.encrypt else {}
+    prepare = partial(prepared, RunConfig, options=options)
+    encryption: Settings = {"encrypt": True} if options.endpoint.encrypt else {}
     if env is None:
-        return ready(*layers, encrypted)
-    given = layers[-1].get("workers") if layers else None
-    if given not in (None, env.size):
-        raise ConfigError(f"--workers {given}: {env.started_by} has started {env.size}")
+        return prepare(*layers, encryption)
+    workers = layers[-1].get("workers") if layers else None
+    if workers not in (None, env.size):
+        raise ConfigError(f"--workers {workers}: {env.started_by} has started {env.size}")
     store: dist.Store | None = None
 
-    def folder(title: str) -> Path:
+    def name_folder(title: str) -> Path:
         nonlocal store
         store = env.store(JOIN_S)
         return run_folder(title) if store is None else agreed_folder(store, env.rank, title)
 
-    run = ready(*layers, {**encrypted, "workers": env.size}, check=env.rank == 0, folder=folder)
+    layer = {**encryption, "workers": env.size}
+    run = prepare(*layers, layer, check=env.rank == 0, folder=name_folder)
     return replace(run, store=store)
 
 
@@ -103,16 +103,16 @@ def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> P
 def ready_to_train(
     run: Prepared[RunConfig],
 ) -> Iterator[Callable[[Sink], Run]]:
-    """Makes the folder; inside, what it gives trains there, and tells a sink of the events.
+    """Creates and locks the folder, and yields a function that trains there with a given sink.
 
     Raises:
-      BadInput: this machine cannot do it; says why, and nothing has been made.
+      BadInput: This machine cannot run it; nothing has been created.
     """
     config, options, endpoint = run.config, run.options, run.options.endpoint
-    parts, named = config.recipe.parts(config.seed), config.recipe.members
+    parts, members = config.recipe.parts(config.seed), config.recipe.members
     if options.data_stays and parts.sharing.data_leaves_device:
         raise ConfigError(
-            f"--data-stays: --sharing {named['sharing']} sends samples to other replicas: leave out "
+            f"--data-stays: --sharing {members['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
         )
     env = LaunchEnv.read()
@@ -126,13 +126,13 @@ def ready_to_train(
 
         log = run.log() if env.rank == 0 else nullcontext(nowhere)
 
-        def joined(show: Sink) -> Run:
-            sink = both(show, teller(os.environ[EVENTS])) if EVENTS in os.environ else show
-            with log as logged, Buffered(both(sink, logged)) as shown:
-                return join(run, shown, env, Page.inherited())
+        def train_replica(user_sink: Sink) -> Run:
+            sink = both(user_sink, teller(os.environ[EVENTS])) if EVENTS in os.environ else user_sink
+            with log as log_sink, Buffered(both(sink, log_sink)) as buffered_sink:
+                return join(run, buffered_sink, env, Page.inherited())
 
         with run.begun() if env.rank == 0 else nullcontext():
-            yield joined
+            yield train_replica
         return
     if replace(endpoint, encrypt=False) != Endpoint():
         raise ConfigError(
@@ -145,4 +145,4 @@ def ready_to_train(
         device_profile(options.pace, forward_flops=forward_flops(config.task))
     log = run.log()
     with run.begun(), log:
-        yield lambda show: launch(run, both(show, log))
+        yield lambda sink: launch(run, both(sink, log))

@@ -1,7 +1,7 @@
-"""Workers of a run on this machine: forks of one process that has imported torch.
+"""Workers of a run on this machine, forked from a parent process that has imported torch.
 
-That process reads its job, one line of JSON, from a pipe. When the other end of the pipe is closed, because the run was
-given up or the process that started it has died, it kills the workers and ends.
+The parent reads its job from a pipe as one line of JSON. If the other end of the pipe is closed, because the run was
+abandoned or its command has died, the parent kills the workers and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NoReturn, cast
 
 import torch
 
-# What a configuration imports only when it is used: here once for all workers.
+# Modules that a configuration imports lazily are imported here, once for all workers.
 import farflung.optimizers
 import farflung.recipes.parts
 import farflung.workloads  # noqa: F401
@@ -42,24 +42,24 @@ from farflung.wall import LaunchEnv
 __all__ = ["Job", "serve"]
 
 DELIVERY_LOOK_S = 0.1
-"""How often this process looks, while certificates are delivered, whether the run was given up."""
+"""Seconds between checks for an abandoned run while certificates are delivered."""
 REPORT_S = 5.0
-"""Time for the surviving workers to report which rank they have lost, before this process does."""
+"""Seconds for surviving workers to report a lost rank before this process does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run on workers of this machine.
+    """Run on workers of this machine.
 
     Args:
-      folder: the run's, which exists.
-      resumed: whether the run continues from a checkpoint in it.
-      workers: number of them.
-      scratch: a folder for the socket of events and the file of the rendezvous; removed with the run.
-      device: torch's device to train on.
-      pace: device profile whose speed is kept; ``None`` for full speed.
-      trace: whether to tell of every exchange.
-      elastic: whether the run may outlive the loss of workers.
+      folder: Folder of the run, which exists.
+      is_resumed: True if the run continues from a checkpoint.
+      workers: Number of workers.
+      temp_folder: Temporary folder of the event socket and the rendezvous file; removed with the run.
+      device: Torch device to train on.
+      pace: Device profile whose speed is not exceeded; ``None`` for full speed.
+      trace: True to emit an event of every exchange.
+      is_elastic: True if the run continues after the loss of workers.
     """
 
     folder: str
@@ -73,12 +73,11 @@ class Job:
 
     @property
     def files(self) -> RunFolder:
-        """The run's folder."""
         return RunFolder(Path(self.folder), resumed=self.resumed)
 
     @property
     def events(self) -> str:
-        """Address of the socket that takes the events."""
+        """Address of the event socket."""
         return f"{self.scratch}/events"
 
 
@@ -86,12 +85,12 @@ def serve(pipe: int) -> int:
     """Reads a job, forks its workers, and waits for them.
 
     Args:
-      pipe: descriptor from which the job comes.
+      pipe: File descriptor of the job.
 
     Returns:
-      The exit code: 1 if a worker was killed by a signal.
+      Exit code: 1 if a worker was killed by a signal.
     """
-    torch.optim.SGD([torch.zeros(1)])  # imports what torch leaves for the first optimizer
+    torch.optim.SGD([torch.zeros(1)])  # triggers lazy imports of torch before the fork
     with open(pipe, "rb", buffering=0, closefd=False) as jobs:
         line = jobs.readline()
     if not line.endswith(b"\n"):
@@ -110,77 +109,78 @@ def serve(pipe: int) -> int:
     workers = [context.Process(target=_train, args=(job, rank, page)) for rank, page in enumerate(pages)]
     for worker in workers:
         worker.start()
-    running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
-    tell, lost, report_at = teller(job.events), list[Event](), 0.0
+    running_ranks = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    send_event, lost_events, report_at_s = teller(job.events), list[Event](), 0.0
     deliveries: list[threading.Thread] = []
-    while running:
-        ended = wait([*running, pipe], max(0.0, report_at - time.monotonic()) if report_at else None)
-        if pipe in ended:
+    while running_ranks:
+        timeout_s = max(0.0, report_at_s - time.monotonic()) if report_at_s else None
+        ready = wait([*running_ranks, pipe], timeout_s)
+        if pipe in ready:
             _kill(workers, job)
-        if not ended:
-            tell(lost[0])
-            report_at = 0.0
-        for sentinel in ended:
-            rank = running.pop(cast(int, sentinel))
+        if not ready:
+            send_event(lost_events[0])
+            report_at_s = 0.0
+        for sentinel in ready:
+            rank = running_ranks.pop(cast(int, sentinel))
             workers[rank].join()
             code = workers[rank].exitcode or 0
             if code and (page := pages[rank]) is not None:
                 deliveries += certify(page, code)
             if code < 0:
-                what = f"rank {rank} was ended by {signal.Signals(-code).name}"
-                print(what, file=sys.stderr)
-                if job.elastic and running:
-                    tell({"event": "lost", "rank": rank, "message": what})
+                message = f"rank {rank} was ended by {signal.Signals(-code).name}"
+                print(message, file=sys.stderr)
+                if job.elastic and running_ranks:
+                    send_event({"event": "lost", "rank": rank, "message": message})
                     continue
-                lost.append(_error_event(rank, f"{what} (see {job.files.log})", 1, own=False))
-                report_at = report_at or time.monotonic() + REPORT_S
-    for event in lost[:1]:
-        tell(event)
-    for delivery in deliveries:  # members may be elsewhere that go on by it
+                lost_events.append(_error_event(rank, f"{message} (see {job.files.log})", 1, own=False))
+                report_at_s = report_at_s or time.monotonic() + REPORT_S
+    for event in lost_events[:1]:
+        send_event(event)
+    for delivery in deliveries:  # members on other machines may need the certificate to continue
         while delivery.is_alive():
             delivery.join(DELIVERY_LOOK_S)
             if wait([pipe], 0.0):
                 _kill(workers, job)
-    return 1 if lost else 0
+    return 1 if lost_events else 0
 
 
 def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
-    """Kills the workers, the processes that they have started, and this one."""
+    """Kills the workers, their child processes, and this process."""
     for worker in workers:
         worker.kill()
     for worker in workers:
         worker.join()
-    shutil.rmtree(job.scratch, ignore_errors=True)  # in which no worker can write any more
+    shutil.rmtree(job.scratch, ignore_errors=True)  # no worker can write any more
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("this process is in the group")
 
 
 def _train(job: Job, rank: int, page: Page | None) -> None:
-    """Trains as one replica; reports its events, and any error, to the process that started the run."""
+    """Trains as one replica; sends its events, and any error, to the process that started the run."""
     env = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
     code = 0
-    with Buffered(teller(job.events)) as tell:
+    with Buffered(teller(job.events)) as sink:
         try:
             config = RunConfig.resolve(job.files.stored_config())
             options = RunOptions(device=job.device, pace=job.pace, trace=job.trace)
-            join(Prepared(config, job.files, options=options), tell, env, page)
+            join(Prepared(config, job.files, options=options), sink, env, page)
         except Left:
             pass
         except FarflungError as error:
-            own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
+            is_own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code
-            tell(_error_event(rank, str(error), code, own=own))
+            sink(_error_event(rank, str(error), code, own=is_own))
             print(f"rank {rank}: {error}", file=sys.stderr)
         except Exception as error:
             code = 1
-            what = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
-            tell(_error_event(rank, what, code, own=True))
+            message = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
+            sink(_error_event(rank, message, code, own=True))
             traceback.print_exc()
     sys.exit(code)
 
 
 def _error_event(rank: int, message: str, exit_code: int, *, own: bool) -> Event:
-    """``own``: the error is this rank's, not the loss of another."""
+    """Builds an error event; ``is_own`` is False if the error is the loss of another rank."""
     return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "own": own}
 
 
